@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from recipes.causal_lm import CausalLMConfig
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.progress import Progress
-from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import BUFFERS, Saver
 from zerobook.errors import CheckpointError
 from zerobook.models import export
@@ -109,25 +108,6 @@ def test_a_checkpoint_brings_buffers_back(make, tmp_path, background):
     found = dict(persistent_buffers(strategy.unwrapped))
     assert set(found) == {"final_logits_bias", "model.encoder.layers.0.seen", "model.encoder.layers.0.router_bias"}
     assert all(torch.equal(found[name], before[name]) and found[name].dtype == before[name].dtype for name in before)
-
-
-def test_format_3_is_still_read(make, tmp_path):
-    strategy, _ = make()
-    saved(strategy, tmp_path)
-    (checkpoint,) = store.list_complete(store.folder_of(tmp_path))
-    (checkpoint / BUFFERS).unlink()
-    file = checkpoint / store.MANIFEST
-    manifest = json.loads(file.read_text())
-    del manifest["files"][BUFFERS]
-    file.write_text(json.dumps(manifest | {"format_version": 3}))
-    assert resolve_resume(tmp_path, "auto", thorough=True).checkpoint == checkpoint
-    weight = strategy.unwrapped.model.shared.weight
-    before = weight.detach().clone()
-    layer_of(strategy).seen.fill_(5)
-    with torch.no_grad():
-        weight.zero_()
-    state.load(strategy, checkpoint)
-    assert torch.equal(weight, before) and layer_of(strategy).seen.tolist() == [5], "as the model was loaded"
 
 
 def test_a_model_with_other_buffers_is_refused(tiny, make, tmp_path):

@@ -232,7 +232,7 @@ manifests = st.recursive(
 )
 
 
-@given(manifests | st.fixed_dictionaries({"format_version": st.just(3) | manifests, "step": st.just(1), "files": manifests}))
+@given(manifests | st.fixed_dictionaries({"format_version": st.just(4) | manifests, "step": st.just(1), "files": manifests}))
 def test_no_manifest_is_an_error_of_the_reader(tmp_path_factory, manifest):
     one = tmp_path_factory.mktemp("run") / "step-000001"
     one.mkdir()

@@ -270,6 +270,7 @@ def test_marks_and_parts_of_a_chat_are_read(row, expected):
         {"mask": 1},
         {"masked": "true"},
         {"train": False, "masked": True},
+        {"train": True, "mask": True},
     ],
 )
 def test_a_turn_is_context_only_by_the_marks_of_other_trainers(mark):
@@ -292,7 +293,6 @@ def test_a_turn_is_supervised_by_the_marks_of_other_trainers(mark):
         ({"loss": 0.37}, "loss 0.37"),
         ({"mask": "User"}, "mask 'User'"),
         ({"loss_mask": [0, 1]}, "loss_mask"),
-        ({"train": True, "mask": True}, "Keep one"),
         ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail"),
     ],
 )

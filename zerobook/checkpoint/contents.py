@@ -6,7 +6,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
     "manifest.json": (
         "Written last. A folder without it is no checkpoint.",
         {
-            "format_version": "version of this layout: 4 for AdamW, 5 for other optimizers and for slices; 3 is read too",
+            "format_version": "version of this layout: 4 for AdamW, 5 for other optimizers and for slices",
             "step": "optimizer steps done",
             "files": "every other file: its size in bytes, and its digest (xxh3_128)",
         },

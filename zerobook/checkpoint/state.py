@@ -96,8 +96,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     for name, parameter in parameters:
         for key in (None, *strategy.state_shapes(parameter)):
             strategy.restore(parameter, key, TensorReader(reader, f"{key or 'weight'}/{name}"))
-    if buffers is not None:
-        strategy.restore_buffers(buffers)
+    strategy.restore_buffers(buffers)
     steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
     strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
@@ -107,16 +106,14 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     return progress, reader.bytes_read
 
 
-def read_buffers(checkpoint: Path, model_buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Return a checkpoint's persistent buffers by name; None for format 3, which has none.
+def read_buffers(checkpoint: Path, model_buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's persistent buffers by name.
 
     Raises:
         CheckpointError: the model has other buffers.
     """
     import safetensors.torch
 
-    if store.read_json(checkpoint / store.MANIFEST)["format_version"] == 3:
-        return None
     saved_buffers = safetensors.torch.load_file(checkpoint / BUFFERS)
     for name in sorted({*saved_buffers, *model_buffers}):
         saved_shape = _describe_shape(saved_buffers, name)

@@ -35,9 +35,9 @@ FORMAT_VERSION = 5
 versions can read."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
-_REQUIRED_FILES: dict[int, tuple[str, ...]] = {3: ("config.json", "tensors.json", PROGRESS)}
-_REQUIRED_FILES |= dict.fromkeys((4, 5), (*_REQUIRED_FILES[3], "buffers.safetensors"))
-"""Files that a manifest of each format must list. A file without a digest could have any content."""
+_READABLE_VERSIONS = (4, FORMAT_VERSION)
+_REQUIRED_FILES = ("config.json", "tensors.json", PROGRESS, "buffers.safetensors")
+"""Files that a manifest must list. A file without a digest could have any content."""
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
 """Name of a checkpoint's folder."""
@@ -331,9 +331,9 @@ def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> st
         return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is not a checkpoint"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{checkpoint / MANIFEST}: cannot be read: {type(error).__name__}: {error}"
-    if version not in _REQUIRED_FILES:
+    if version not in _READABLE_VERSIONS:
         age = "newer" if is_newer else "older"
-        readable = " and ".join(map(str, _REQUIRED_FILES))
+        readable = " and ".join(map(str, _READABLE_VERSIONS))
         return (
             f"{checkpoint}: format {version} is {age} than this version reads ({readable}); use the "
             "version of Zerobook that wrote it"
@@ -351,7 +351,7 @@ def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> st
         size = file.stat().st_size
         if size != expected_size:
             return f"{file}: {size} bytes, the manifest says {expected_size} bytes"
-    unlisted = [name for name in _REQUIRED_FILES[version] if name not in sizes]
+    unlisted = [name for name in _REQUIRED_FILES if name not in sizes]
     if unlisted:
         return f"{checkpoint / MANIFEST}: it does not list {', '.join(unlisted)}; these may belong to another checkpoint"
 

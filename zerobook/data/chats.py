@@ -205,16 +205,13 @@ def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
     for key in PARTIAL_MARKS:
         if not _holds_nothing(turn.get(key)):
             raise BadSample(f"{where} has {key}, which marks parts of a turn; a turn is supervised as a whole, or not at all")
-    # Several marks are allowed as long as they agree.
-    verdicts: dict[str, bool] = {}
+    is_supervised = True
     for key in (*SUPERVISED_MARKS, *MASKED_MARKS):
         mark = _read_mark(turn.get(key), key, where)
-        if mark is not None:
-            verdicts[key] = not mark if key in MASKED_MARKS else mark
-    if len(set(verdicts.values())) > 1:
-        marks = ", ".join(f"{key} {turn[key]!r:.20}" for key in verdicts)
-        raise BadSample(f"{where} has {marks}: by one of them it is supervised, and by another it is not. Keep one")
-    return all(verdicts.values())
+        # Where several marks disagree, the turn is not learnt.
+        if mark is not None and mark == (key in MASKED_MARKS):
+            is_supervised = False
+    return is_supervised
 
 
 def _read_mark(value: object, key: str, where: str) -> bool | None:

@@ -33,14 +33,12 @@ LISTED = 12
 class FolderSplits:
     """The files of each split, and the data files that no split has.
 
-    ``declared``: the README names the splits, not the names of the files. ``absent``: splits that it names and that have no
-    file here.
+    ``declared``: the README names the splits, not the names of the files.
     """
 
     splits: dict[str, list[Path]]
     rest: list[Path]
     declared: bool
-    absent: list[str]
 
 
 def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
@@ -73,7 +71,6 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
         splits,
         rest=[folder / name for name in sorted(rest)],
         declared=patterns is not None,
-        absent=[split for split in candidates if split not in splits],
     )
 
 

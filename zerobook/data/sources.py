@@ -197,7 +197,6 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         raise DataError(f"{path}: there is no split {split!r}. {_listing(path, layout.rest)} Name one with --train_file.")
     train, held_out = _choose(str(path), list(files), split)
     unused = [_count(name, members) for name, members in files.items() if name not in (train, held_out)]
-    unused += [f"split {name} (no file here)" for name in layout.absent]
     unused += _others(layout.rest)
     return Splits(
         train=_all_of(path, train, files[train]),

@@ -7,7 +7,6 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -159,7 +158,7 @@ def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> I
         return
     # A fork would copy locks that other threads hold.
     context = multiprocessing.get_context("spawn")
-    with _one_thread_each(), ProcessPoolExecutor(workers, context, initializer=_start, initargs=(reading,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(reading,)) as pool:
         # Results are taken in the order of the chunks, however fast each is.
         submitted: deque[Future] = deque()
         for chunk in raw_chunks:
@@ -170,26 +169,12 @@ def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> I
             yield submitted.popleft().result()
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Return a context in which each new process computes on one thread."""
-    one_thread = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    before = {key: os.environ.get(key) for key in one_thread}
-    os.environ.update(one_thread)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key)
-            else:
-                os.environ[key] = value
-
-
 _READING: list[Reading] = []  # of this worker process
 
 
 def _start(reading: Reading) -> None:
+    # The tokenizers library reads these when it is first used; the processes share the cores.
+    os.environ.update({"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
     _READING[:] = [reading]
 
 

@@ -18,24 +18,6 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import file_digest, read_json
 
 META = "meta.json"
-FACTS = frozenset(
-    {
-        "settings",
-        "source_name",
-        "format",
-        "ignored_columns",
-        "lone_text",
-        "report",
-        "bad_samples",
-        "documents",
-        "tokens",
-        "supervised",
-        "digest",
-        "bytes",
-        "xxh3_128",
-    }
-)
-"""Keys that every ``meta.json`` has, besides its own digest."""
 _META_DIGEST = "meta_xxh3_128"
 _VALID_S = 24 * 60 * 60
 """Seconds for which a stamp spares a host the reading of unchanged files."""
@@ -45,7 +27,7 @@ def write_meta(folder: Path, facts: dict[str, Any]) -> None:
     """Write ``meta.json``, with a digest of itself.
 
     Args:
-        facts: JSON, with the keys `FACTS`; ``bytes`` and ``xxh3_128`` have the size and the digest of every other file.
+        facts: JSON; ``bytes`` and ``xxh3_128`` have the size and the digest of every other file.
     """
     # JSON has fewer types than Python, and the digest is of what a reader gets.
     content = json.loads(json.dumps(facts))
@@ -112,10 +94,8 @@ def _read_checked(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | None]:
     file = folder / META
-    if not isinstance(meta, dict) or not meta.keys() >= FACTS:
-        return {}, f"{file}: it is incomplete, or an earlier version wrote it, without digests"
-    if meta.pop(_META_DIGEST, None) != _digest_of_json(meta):
-        return {}, f"{file}: its content is damaged: it does not have the digest that it names"
+    if not isinstance(meta, dict) or meta.pop(_META_DIGEST, None) != _digest_of_json(meta):
+        return {}, f"{file}: its content is damaged: it has no digest, or another than it names"
     for name, size in meta["bytes"].items():
         path = folder / name
         # The size finds a truncated file without reading it.

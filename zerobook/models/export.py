@@ -185,7 +185,7 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
         with torch.no_grad():
             parameters[name].copy_(value)
     buffers = dict(persistent_buffers(model))
-    for name, value in (read_buffers(checkpoint, buffers) or {}).items():
+    for name, value in read_buffers(checkpoint, buffers).items():
         buffers[name].copy_(value)
     missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in shapes]
     if missing:
