@@ -103,7 +103,7 @@ class Launches:
                 defaults |= dict(train_file=self.tiny / "chats.jsonl", max_train_samples=8, block_size=64, learning_rate=3e-3)
             if between:
                 defaults |= dict(
-                    validation_file=self.tiny / "few.jsonl", max_eval_samples=3, eval_on_start=True, eval_steps=4, save_steps=4,
+                    validation_file=self.tiny / "few.jsonl", max_eval_samples=3, eval_on_start=True, eval_steps=2, save_steps=4,
                     through=ROOT / "tests" / "distributed" / "between.py", environment={"ZEROBOOK_BETWEEN_BACK_AT": 6},
                 )  # fmt: skip
             output = self.folder / f"run{next(self._number)}"
