@@ -49,7 +49,6 @@ MODULES = (
     "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft.tuners.lora.bnb", "peft.utils.transformers_weight_conversion",
-    "plotly.graph_objects", "plotly.offline", "plotly.subplots", "plotly.tools",
     "torch.distributed.run", "torch.utils.cpp_extension", "transformers.conversion_mapping",
     "transformers.integrations.bitsandbytes", "transformers.optimization", "transformers.trainer_pt_utils", "webbrowser",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bart", "blenderbot", "gpt2", "llama", "mixtral", "t5")),

@@ -1,75 +1,127 @@
-"""The figures of the logbook's page: curves over steps, attempts over time, and speed and memory over time."""
+"""The charts of the logbook's page: curves over steps, attempts over time, and speed and memory over time.
+
+This module says what is drawn; `charts.js` draws it in the browser.
+"""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerobook.runlog.events import ENDING_EVENTS, EVENT_TYPES, Event, sentence
 from zerobook.runlog.events.event_type import Mark
 from zerobook.runlog.history import History, when
+from zerobook.utils.terminal import plain
 
-POINTS = 4_000
+POINTS = 2_000
 """Points of a curve at most. The lowest and the highest of each stretch are kept, so no spike is lost."""
+TIME_POINTS = 400
+"""Points of a line over time at most."""
+GIVEN_UP_POINTS = 4_000
+"""Points of the steps that were given up, of all branches together."""
+MOST_TEXT = 300
+"""Characters of an event's sentence beside the pointer."""
 
-HELD_OUT_COLOURS = ("#c2185b", "#00796b", "#f57c00", "#5d4037", "#512da8")
-LINE_COLOURS = ("#1f5fa8", "#d55e00", "#1a7f37", "#7b3fa0", "#9a6700", "#00796b", "#c2185b", "#5b6775")
-LIVING_COLOUR = "#1f5fa8"
-GIVEN_UP_COLOUR = "#b9c0c8"
-STOP_COLOUR = "#cc0000"
+HELD_OUT_COLOURS = ("magenta", "teal", "orange", "brown", "violet")
+LINE_COLOURS = ("blue", "orange", "green", "violet", "ochre", "teal", "magenta", "slate")
 
 SERIES = ("step", "loss", "grad_norm", "learning_rate")
 Columns = dict[str, list]
 """Name in `SERIES` -> the values of all steps."""
 
 
-def draw(history: History) -> dict[str, str]:
-    """Return the figures as HTML by name: ``curves``, ``timeline``, and ``machine``, ``scores`` and ``steps`` where there
-    are any."""
-    buttons = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]
-    config = {"displaylogo": False, "responsive": True, "modeBarButtons": [buttons]}
-    figures = {
+@dataclass(kw_only=True)
+class Curve:
+    """A curve of a panel. Curves of one name are shown and hidden together."""
+
+    name: str
+    x: list[float]
+    """steps, or seconds since 1970"""
+    y: list[float | None]
+    colour: str
+    """name of a colour in the page's palette, or any colour of CSS"""
+    kind: str = "line"
+    """line, dotted, bars (stacked upon those before) or marks"""
+    symbol: str = ""
+    """character that is drawn for a mark"""
+    texts: list[str] = field(default_factory=list)
+    """of each mark, what is said beside the pointer"""
+
+
+@dataclass(kw_only=True)
+class Panel:
+    """Curves over one x axis. ``lowest`` and ``largest`` are the ends of the y axis where it does not follow the curves."""
+
+    title: str
+    curves: list[Curve]
+    height: int = 130
+    is_log: bool = False
+    lowest: float | None = None
+    largest: float | None = None
+
+
+@dataclass(kw_only=True)
+class Chart:
+    """Panels that share an x axis: steps, or time."""
+
+    panels: list[Panel]
+    is_time: bool = False
+
+
+def charts(history: History) -> dict[str, dict[str, Any]]:
+    """Return the charts as JSON values by name: ``curves``, ``timeline``, and ``machine``, ``scores`` and ``steps`` where
+    there are any."""
+    drawn = {
         "curves": _curves(history),
         "timeline": _timeline(history),
         "machine": _machine(history),
         "scores": _scores(history),
         "steps": _step_times(history),
     }
-    fragments = {}
-    for name, figure in figures.items():
-        if figure is not None:
-            # The first figure brings the library for all.
-            has_library = name == "curves"
-            fragments[name] = figure.to_html(full_html=False, include_plotlyjs=has_library, config=config, div_id=name)
-    return fragments
+    values = {}
+    for name, chart in drawn.items():
+        if chart is not None:
+            for curve in [curve for panel in chart.panels for curve in panel.curves]:
+                # Names may come from data.
+                curve.name = plain(curve.name, lines=False)
+                curve.y = [_rounded(value) for value in curve.y]
+            values[name] = asdict(chart)
+    return values
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a value with the digits that can be seen; None where it is not finite, which JSON cannot say."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
 
 
 # --- curves over steps
-def _curves(history: History) -> Any:
-    """Return the figure of loss, gradient norm and learning rate over steps."""
-    from plotly.subplots import make_subplots
-
+def _curves(history: History) -> Chart:
+    """Return the chart of loss, gradient norm and learning rate over steps."""
     living, given_up = _series(history)
-    figure = make_subplots(rows=3, cols=1, shared_xaxes=True, vertical_spacing=0.04, row_heights=[0.5, 0.25, 0.25])
+    loss = Panel(title="loss", curves=[], height=300)
+    norm = Panel(title="gradient norm", curves=[], is_log=True)
+    rate = Panel(title="learning rate", curves=[])
+    points_of_branch = max(40, GIVEN_UP_POINTS // max(1, len(given_up)))
     for branch, columns in sorted(given_up.items()):
-        for row, name in enumerate(("loss", "grad_norm"), 1):
-            _add_series(figure, row, columns, name, GIVEN_UP_COLOUR, f"given up: branch {branch}", most=600)
-    for row, name in enumerate(("loss", "grad_norm", "learning_rate"), 1):
-        _add_series(figure, row, living, name, LIVING_COLOUR, "the run as it is")
-    _add_held_out(figure, history)
-    _add_marks(figure, history, loss_of_step=dict(zip(living["step"], living["loss"], strict=True)))
-    for row, title in enumerate(("loss", "gradient norm", "learning rate"), 1):
-        figure.update_yaxes(title_text=title, row=row, col=1)
-    losses = [loss for loss in living["loss"] if loss is not None]
-    if losses and min(losses) > 0 and max(losses) > 20 * min(losses):
-        figure.update_yaxes(type="log", row=1, col=1)
-    figure.update_yaxes(type="log", row=2, col=1)
-    figure.update_xaxes(title_text="step", row=3, col=1)
-    return figure.update_layout(**_layout(720))
+        title = f"given up: branch {branch}"
+        loss.curves.append(_curve(columns, "loss", title, "grey", points_of_branch))
+        norm.curves.append(_curve(columns, "grad_norm", title, "grey", points_of_branch))
+    for panel, name in ((loss, "loss"), (norm, "grad_norm"), (rate, "learning_rate")):
+        panel.curves.append(_curve(living, name, "the run as it is", "blue", POINTS))
+    # A log axis has no place for values of 0.
+    norm.is_log = all(value > 0 for curve in norm.curves for value in curve.y if value is not None)
+    losses = [value for value in loss.curves[-1].y if value is not None]
+    loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
+    for (name, curve), colour in zip(held_out(history).items(), cycle(HELD_OUT_COLOURS), strict=False):
+        loss.curves.append(Curve(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind="dotted"))
+    loss.curves += _marks(history, loss_of_step=dict(zip(living["step"], living["loss"], strict=True)))
+    return Chart(panels=[loss, norm, rate])
 
 
 def _series(history: History) -> tuple[Columns, dict[int, Columns]]:
@@ -81,9 +133,7 @@ def _series(history: History) -> tuple[Columns, dict[int, Columns]]:
         branch = record["branch"]
         columns = living
         if record["step"] > last_living_step.get(branch, math.inf):
-            if branch not in given_up:
-                given_up[branch] = {name: [] for name in SERIES}
-            columns = given_up[branch]
+            columns = given_up.setdefault(branch, {name: [] for name in SERIES})
         for name in SERIES:
             columns[name].append(record[name])
     # After a rollback, steps that were done again stand behind later ones.
@@ -93,25 +143,12 @@ def _series(history: History) -> tuple[Columns, dict[int, Columns]]:
     return living, given_up
 
 
-def _add_series(figure: Any, row: int, columns: Columns, name: str, colour: str, title: str, most: int = POINTS) -> None:
-    """Draw one series of steps. The series of one title share an entry of the legend."""
+def _curve(columns: Columns, name: str, title: str, colour: str, most: int) -> Curve:
     steps, values = thin(columns["step"], columns[name], most)
-    figure.add_scatter(
-        x=steps,
-        y=values,
-        row=row,
-        col=1,
-        # A line of one point would not be seen.
-        mode="lines" if len(steps) > 1 else "markers",
-        line={"color": colour, "width": 1.4},
-        marker={"color": colour},
-        name=title,
-        legendgroup=title,
-        showlegend=row == 1,
-    )
+    return Curve(name=title, x=steps, y=values, colour=colour)
 
 
-def thin(steps: list[int], values: list[float], most: int = POINTS) -> tuple[list[int], list[float]]:
+def thin(steps: list[int], values: list[float | None], most: int = POINTS) -> tuple[list[float], list[float | None]]:
     """Return at most ``most`` of the points: of each stretch the lowest and the highest, in order. Drops non-finite values."""
     points = []
     for step, value in zip(steps, values, strict=True):
@@ -133,20 +170,6 @@ def _extremes(points: list[tuple[int, float]], stretch_length: int) -> list[tupl
     return extremes
 
 
-def _add_held_out(figure: Any, history: History) -> None:
-    for (name, curve), colour in zip(held_out(history).items(), cycle(HELD_OUT_COLOURS), strict=False):
-        figure.add_scatter(
-            x=list(curve),
-            y=list(curve.values()),
-            row=1,
-            col=1,
-            mode="lines+markers",
-            name=html.escape(name),
-            line={"color": colour, "width": 1.6, "dash": "dot"},
-            marker={"size": 5},
-        )
-
-
 def held_out(history: History) -> dict[str, dict[int, float]]:
     """Return the held-out losses that are part of the run as it is now: name -> step -> nats per supervised token.
 
@@ -165,25 +188,26 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
     return curves
 
 
-def _add_marks(figure: Any, history: History, loss_of_step: dict[int, Any]) -> None:
-    """Draw the events that have a mark on the loss curve."""
+def _marks(history: History, loss_of_step: dict[int, Any]) -> list[Curve]:
+    """Return the events that have a mark on the loss curve."""
+    curves = []
     for name, event_type in EVENT_TYPES.items():
         mark = event_type.mark
         if mark is None:
             continue
         events = [event for event in history.of(name) if mark.step(event) is not None]
         if events:
-            figure.add_scatter(
-                x=[mark.step(event) for event in events],
-                y=[_height(event, mark, loss_of_step) for event in events],
-                row=1,
-                col=1,
-                mode="markers",
-                text=[_hover(event) for event in events],
-                hoverinfo="text",
+            curve = Curve(
                 name=name.replace("_", " "),
-                marker={"color": mark.colour, "symbol": mark.symbol, "size": 11, "line": {"width": 1.5}},
+                x=[mark.step(event) or 0 for event in events],
+                y=[_height(event, mark, loss_of_step) for event in events],
+                colour=mark.colour,
+                kind="marks",
+                symbol=mark.symbol,
+                texts=_texts(events),
             )
+            curves.append(curve)
+    return curves
 
 
 def _height(event: Event, mark: Mark, loss_of_step: dict[int, Any]) -> float | None:
@@ -192,6 +216,10 @@ def _height(event: Event, mark: Mark, loss_of_step: dict[int, Any]) -> float | N
         return height
     step = mark.step(event)
     return None if step is None else loss_of_step.get(step)
+
+
+def _texts(events: Iterable[Event]) -> list[str]:
+    return [f"[{event['seq']}] {sentence(event)}"[:MOST_TEXT] for event in events]
 
 
 # --- scores over steps
@@ -209,84 +237,54 @@ def scores(history: History) -> dict[str, dict[int, float]]:
     return curves
 
 
-def _scores(history: History) -> Any:
-    """Return the figure of scores over steps, one chart each; None where there are none."""
-    from plotly.subplots import make_subplots
-
-    curves = list(scores(history).items())[:MOST_SCORES]
-    if not curves:
-        return None
-    figure = make_subplots(rows=len(curves), cols=1, shared_xaxes=True, vertical_spacing=0.15 / len(curves))
-    for row, ((name, curve), colour) in enumerate(zip(curves, cycle(LINE_COLOURS), strict=False), 1):
-        figure.add_scatter(
-            x=list(curve),
-            y=list(curve.values()),
-            row=row,
-            col=1,
-            mode="lines+markers",
-            name=html.escape(name),
-            line={"color": colour, "width": 1.4},
-        )
-    figure.update_xaxes(title_text="step", row=len(curves), col=1)
-    return figure.update_layout(**_layout(100 + 110 * len(curves)))
+def _scores(history: History) -> Chart | None:
+    """Return the chart of scores over steps, one panel each; None where there are none."""
+    panels = []
+    for name, curve in list(scores(history).items())[:MOST_SCORES]:
+        drawn = Curve(name=name, x=list(curve), y=list(curve.values()), colour="blue")
+        panels.append(Panel(title=plain(name, lines=False), curves=[drawn], height=90))
+    return Chart(panels=panels) if panels else None
 
 
 # --- attempts over time
-def _timeline(history: History) -> Any:
-    """Return the figure of steps over wall-clock time: attempts side by side, rollbacks as drops."""
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    for attempt in history.attempts():
+def _timeline(history: History) -> Chart:
+    """Return the chart of steps over wall-clock time: attempts side by side, rollbacks as drops."""
+    curves = []
+    for attempt, colour in zip(history.attempts(), cycle(LINE_COLOURS), strict=False):
         points = []
         for event in attempt:
             is_rollback = event["type"] == "rollback" and event["phase"] == "outcome"
             if event["type"] == "metrics":
-                points.append((when(event), event["steps"][1]))
+                points.append((_seconds(event), event["steps"][1]))
             elif event["type"] == "run_start" or is_rollback:
-                points.append((when(event), event["step"]))
-        points = _every_nth(points, POINTS)
-        figure.add_scatter(
-            x=[time for time, _ in points],
-            y=[step for _, step in points],
-            mode="lines",
-            name=f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}",
-            line={"width": 2},
-        )
+                points.append((_seconds(event), event["step"]))
+        name = f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}"
+        curves.append(_line(name, points, colour))
     spikes = [event for event in history.of("spike") if event["kind"] == "spike"]
     failures = [event for event in history.of(*ENDING_EVENTS) if event["type"] != "run_end"]
-    _add_moments(figure, spikes, "spike", "triangle-up")
-    _add_moments(figure, failures, "stopped", "x")
-    return figure.update_layout(**_layout(320), yaxis_title="step", xaxis_title="time (UTC)")
+    curves += [_moments(spikes, "spike", "▲"), _moments(failures, "stopped", "×")]
+    drawn = [curve for curve in curves if curve.x]
+    return Chart(panels=[Panel(title="step", curves=drawn, height=230, lowest=0)], is_time=True)
 
 
-def _add_moments(figure: Any, events: list[Event], name: str, symbol: str) -> None:
-    if events:
-        figure.add_scatter(
-            x=[when(event) for event in events],
-            y=[event.get("step") for event in events],
-            mode="markers",
-            name=name,
-            text=[_hover(event) for event in events],
-            hoverinfo="text",
-            marker={"color": STOP_COLOUR, "size": 10, "symbol": symbol},
-        )
+def _seconds(event: Event) -> float:
+    return round(when(event).timestamp(), 1)
+
+
+def _moments(events: list[Event], name: str, symbol: str) -> Curve:
+    times = [_seconds(event) for event in events]
+    steps = [event.get("step") for event in events]
+    return Curve(name=name, x=times, y=steps, colour="red", kind="marks", symbol=symbol, texts=_texts(events))
+
+
+def _line(name: str, points: list[tuple[float, float]], colour: str) -> Curve:
+    points = _every_nth(points, TIME_POINTS)
+    return Curve(name=name, x=[time for time, _ in points], y=[value for _, value in points], colour=colour)
 
 
 # --- speed and memory over time
 WAITS = 0.1
 """Share of the time spent waiting for data from which the page warns."""
-
-Line = tuple[list[Any], list[float]]
-"""(times, values) of a line."""
-
-
-class Chart(NamedTuple):
-    """A chart over time. ``largest``: largest value of its axis, None for the largest that is drawn."""
-
-    title: str
-    lines: dict[str, Line]
-    largest: float | None = None
 
 
 def data_bound(history: History) -> str:
@@ -303,87 +301,68 @@ def data_bound(history: History) -> str:
     )
 
 
-def _machine(history: History) -> Any:
-    """Return the figure of speed, data wait, memory and utilization over time; None where nothing was measured."""
-    from plotly.subplots import make_subplots
-
-    charts = [chart for chart in _charts(history) if chart.lines]
-    if not charts:
-        return None
-    figure = make_subplots(rows=len(charts), cols=1, shared_xaxes=True, vertical_spacing=0.12 / len(charts))
-    # All charts share a legend, so the colours go on from one to the next.
-    colours = cycle(LINE_COLOURS)
-    for row, chart in enumerate(charts, 1):
-        for name, (times, values) in chart.lines.items():
-            mode = "lines" if len(times) > 2 else "lines+markers"
-            line = {"color": next(colours), "width": 1.4}
-            figure.add_scatter(x=times, y=values, row=row, col=1, mode=mode, name=name, line=line)
-        figure.update_yaxes(title_text=chart.title, row=row, col=1, rangemode="tozero")
-        if chart.largest is not None:
-            figure.update_yaxes(range=[0, chart.largest], row=row, col=1)
-    figure.update_xaxes(title_text="time (UTC)", row=len(charts), col=1)
-    return figure.update_layout(**_layout(60 + 170 * len(charts)))
-
-
-def _charts(history: History) -> list[Chart]:
+def _machine(history: History) -> Chart | None:
+    """Return the chart of speed, data wait, memory and utilization over time; None where nothing was measured."""
     log_points = history.of("metrics")
     samples = history.of("machine")
     speed = {
-        "supervised tokens/s": _line(log_points, lambda event: event["tokens_per_second"]),
-        "all tokens/s": _line(log_points, lambda event: event.get("all_tokens_per_second")),
+        "supervised tokens/s": _over_time(log_points, lambda event: event["tokens_per_second"]),
+        "all tokens/s": _over_time(log_points, lambda event: event.get("all_tokens_per_second")),
     }
     shares = {
-        "waiting for data": _line(log_points, lambda event: event["data_wait"]),
-        "MFU": _line(log_points, lambda event: event.get("mfu")),
+        "waiting for data": _over_time(log_points, lambda event: event["data_wait"]),
+        "MFU": _over_time(log_points, lambda event: event.get("mfu")),
     }
     host = {
-        "host memory": _line(samples, lambda event: event["memory_used"] / 2**30),
-        "this run": _line(samples, lambda event: event["own"] / 2**30),
+        "host memory": _over_time(samples, lambda event: event["memory_used"] / 2**30),
+        "this run": _over_time(samples, lambda event: event["own"] / 2**30),
     }
     gpu_memory = {}
     number_of_gpus = max((len(event["gpus"]) for event in samples), default=0)
     for index in range(number_of_gpus):
         present = [event for event in samples if index < len(event["gpus"])]
-        gpu_memory[f"GPU {index} memory"] = _line(present, partial(_of_gpu, index, "memory_used", 2**30))
-        shares[f"GPU {index} busy"] = _line(present, partial(_of_gpu, index, "utilisation", 1))
+        gpu_memory[f"GPU {index} memory"] = _over_time(present, partial(_of_gpu, index, "memory_used", 2**30))
+        shares[f"GPU {index} busy"] = _over_time(present, partial(_of_gpu, index, "utilisation", 1))
     host_total = max((event["memory_total"] / 2**30 for event in samples), default=None)
-    return [
-        Chart("tokens/s", _without_empty(speed)),
-        Chart("share", _without_empty(shares), 1.0),
-        Chart("host RAM, GiB", _without_empty(host), host_total),
-        Chart("GPU memory, GiB", _without_empty(gpu_memory)),
-    ]
+    # All panels share a legend, so the colours go on from one to the next.
+    colours = cycle(LINE_COLOURS)
+    panels = []
+    for title, lines, largest in (
+        ("tokens/s", speed, None),
+        ("share", shares, 1.0),
+        ("host RAM, GiB", host, host_total),
+        ("GPU memory, GiB", gpu_memory, None),
+    ):
+        curves = [_line(name, points, next(colours)) for name, points in lines.items() if points]
+        if curves:
+            panels.append(Panel(title=title, curves=curves, lowest=0, largest=largest))
+    return Chart(panels=panels, is_time=True) if panels else None
 
 
 def _of_gpu(index: int, quantity: str, unit: float, event: Event) -> float:
     return float(event["gpus"][index][quantity]) / unit
 
 
-def _line(events: Sequence[Event], value: Callable[[Event], float | None]) -> Line:
-    """Return the line of a value over time. Events for which ``value`` returns None are left out."""
+def _over_time(events: Sequence[Event], value: Callable[[Event], float | None]) -> list[tuple[float, float]]:
+    """Return (time, value) of the events for which ``value`` does not return None."""
     points = []
     for event in events:
         number = value(event)
         if number is not None:
-            points.append((when(event), number))
-    points = _every_nth(points, POINTS)
-    return [time for time, _ in points], [number for _, number in points]
-
-
-def _without_empty(lines: dict[str, Line]) -> dict[str, Line]:
-    return {name: line for name, line in lines.items() if line[0]}
+            points.append((_seconds(event), number))
+    return points
 
 
 # --- phases of a step
 PHASES = {
-    "data": ("waiting for data", "#9a6700"),
-    "forward": ("forward", "#1f5fa8"),
-    "backward": ("backward", "#0f8a8a"),
-    "optimizer": ("optimizer", "#7b3fa0"),
-    "waited": ("waiting for ranks or a core", "#d55e00"),
-    "reduce": ("log points", "#5b6775"),
-    "evaluate": ("evaluation", "#c2185b"),
-    "save": ("saving", "#1a7f37"),
+    "data": ("waiting for data", "ochre"),
+    "forward": ("forward", "blue"),
+    "backward": ("backward", "teal"),
+    "optimizer": ("optimizer", "violet"),
+    "waited": ("waiting for ranks or a core", "orange"),
+    "reduce": ("log points", "slate"),
+    "evaluate": ("evaluation", "magenta"),
+    "save": ("saving", "green"),
 }
 """Phase of a step -> (its name in the figure, colour)."""
 WORK = ("forward", "backward", "optimizer")
@@ -418,38 +397,22 @@ def _without_waiting(log_point: Event) -> dict[str, float]:
     return seconds | {"waited": waited}
 
 
-def _step_times(history: History) -> Any:
-    """Return the figure of a step's time by phase, stacked; None where no log point says so."""
-    from plotly import graph_objects
-
+def _step_times(history: History) -> Chart | None:
+    """Return the chart of a step's time by phase, stacked; None where no log point says so."""
     times = step_times(history)
     if not times:
         return None
-    figure = graph_objects.Figure()
+    curves = []
     for phase, (steps, values) in times.items():
         title, colour = PHASES[phase]
-        figure.add_bar(x=steps, y=values, name=title, marker={"color": colour, "line": {"width": 0}})
+        curves.append(Curve(name=title, x=[*steps], y=[*values], colour=colour, kind="bars"))
     of_every_step = [values for phase, (_, values) in times.items() if phase not in ("evaluate", "save")]
     totals = sorted(map(sum, zip(*of_every_step, strict=True)))
+    largest = None
     # The first steps compile and allocate: they would flatten the others.
     if totals and totals[-1] > 0:
-        figure.update_yaxes(range=[0, 1.25 * totals[int(0.9 * (len(totals) - 1))]])
-    return figure.update_layout(**_layout(340), barmode="stack", bargap=0, xaxis_title="step", yaxis_title="ms a step")
-
-
-# --- for all figures
-def _layout(height: int) -> dict[str, Any]:
-    return {
-        "height": height,
-        "template": "plotly_white",
-        "hovermode": "closest",
-        "margin": {"l": 70, "r": 10, "t": 60, "b": 40},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-    }
-
-
-def _hover(event: Event) -> str:
-    return html.escape(f"[{event['seq']}] {sentence(event)}")[:300]
+        largest = 1.25 * totals[int(0.9 * (len(totals) - 1))]
+    return Chart(panels=[Panel(title="ms a step", curves=curves, height=240, lowest=0, largest=largest)])
 
 
 def _every_nth(values: list[Any], most: int) -> list[Any]:

@@ -40,15 +40,16 @@ def render(history: History, refresh: int | None = None) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
     spent = history.time()
-    # The figures are HTML of ours; everything else is escaped.
-    drawn = {name: jinja2.utils.markupsafe.Markup(content) for name, content in figures.draw(history).items()}
+    # The script is ours; everything else is escaped.
+    script = jinja2.utils.markupsafe.Markup((Path(__file__).parent / "charts.js").read_text())
     return environment.get_template("report.html.j2").render(
         name=_name(history),
         state=_state(history),
         facts=run_facts(history),
         cards=_cards(history, spent),
         refresh=refresh,
-        figures=drawn,
+        charts=figures.charts(history),
+        script=script,
         hint=figures.data_bound(history),
         tables=_tables(history, spent),
         days=_days(history),

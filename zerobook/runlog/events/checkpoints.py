@@ -38,7 +38,7 @@ CHECKPOINT_EVENTS: dict[str, EventType] = {
             "reason": "why it was not saved",
         },
         sentence=_checkpoint,
-        mark=Mark(colour="#1a7f37", symbol="line-ns-open", step=_step_of_complete),
+        mark=Mark(colour="green", symbol="|", step=_step_of_complete),
     ),
     "save_failed": EventType(
         when="A save failed.",

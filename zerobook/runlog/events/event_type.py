@@ -15,8 +15,9 @@ class Mark:
     """How an event is drawn on the loss curve of the page."""
 
     colour: str
+    """name of a colour in the page's palette, or any colour of CSS"""
     symbol: str
-    """plotly's name of the marker"""
+    """one character, which is drawn"""
     step: Callable[[Event], int | None]
     """returns the step at which the event is drawn; None where it is not drawn"""
     height: Callable[[Event], float | None] | None = None

@@ -124,14 +124,14 @@ RECOVERY_EVENTS: dict[str, EventType] = {
         when="The detector armed, or saw odd data.",
         fields=_FINDING_FIELDS,
         sentence=_finding,
-        mark=Mark(colour="#999999", symbol="circle-open", step=_onset_of_outlier, height=_peak),
+        mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier, height=_peak),
     ),
     "spike": EventType(
         when="The detector found a spike, damage, a divergence or another change.",
         fields=_FINDING_FIELDS,
         sentence=_finding,
         mood=_mood_of_spike,
-        mark=Mark(colour="#d55e00", symbol="triangle-up", step=_onset, height=_peak),
+        mark=Mark(colour="orange", symbol="▲", step=_onset, height=_peak),
     ),
     "spike_end": EventType(
         when="The loss came back to its level.",
@@ -170,7 +170,7 @@ RECOVERY_EVENTS: dict[str, EventType] = {
         },
         sentence=_rollback,
         mood="bad",
-        mark=Mark(colour="#cc0000", symbol="arrow-left", step=_step_of_intent),
+        mark=Mark(colour="red", symbol="←", step=_step_of_intent),
     ),
     "skip": EventType(
         when="Samples are left out from now on.",
@@ -181,13 +181,13 @@ RECOVERY_EVENTS: dict[str, EventType] = {
             "why": "finding in words",
         },
         sentence=_skip,
-        mark=Mark(colour="#7b3fa0", symbol="x", step=_first_step),
+        mark=Mark(colour="violet", symbol="×", step=_first_step),
     ),
     "lr_change": EventType(
         when="The learning rate is lowered.",
         fields={"cut": "[step, factor, steps until the rate is back on its schedule]", "why": "finding in words"},
         sentence=_lr_change,
-        mark=Mark(colour="#0072b2", symbol="triangle-down", step=_step_of_cut),
+        mark=Mark(colour="teal", symbol="▼", step=_step_of_cut),
     ),
     "verify": EventType(
         when="Steps were done again, after a resume or in a replay.",
