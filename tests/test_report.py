@@ -25,6 +25,7 @@ from tests.test_runlog import attempt, run  # noqa: F401  a fixture
 from zerobook.cli import report as served
 from zerobook.cli.main import main
 from zerobook.runlog import figures, report
+from zerobook.runlog.events import EVENT_TYPES, Mark, declare
 from zerobook.runlog.history import History
 from zerobook.runlog.lifecycle import begin, code_state
 from zerobook.runlog.writer import RunLog
@@ -379,3 +380,44 @@ def test_the_commit_is_that_of_the_repository_which_tracks_the_recipe(tmp_path):
     assert len(state["commit"]) == 40 and state["changed_files"] == 0
     (tmp_path / "ignored.py").write_text("")
     assert code_state(tmp_path / "ignored.py") == {"file": "ignored.py"}, "the repository does not know this file"
+
+
+def test_an_event_that_is_declared_once_is_in_the_terminal_the_report_and_the_page(tmp_path, capsys):
+    """Nothing else names an event: neither the state of a run, nor a list, nor the loss curve."""
+    before = dict(EVENT_TYPES)
+
+    @declare(
+        "eclipse",
+        when="The sun went dark.",
+        fields={"step": "step at which it was seen", "darkness": "0 to 1"},
+        mood="warn",
+        mark=Mark(colour="rebeccapurple", symbol="☾"),
+        ending="Darkened",
+    )
+    def _eclipse(event):
+        return f"The sun went dark at step {event['step']}: {event['darkness']:.0%}."
+
+    try:
+        log = attempt(tmp_path, {"seed": 1})
+        log.steps([{"step": step, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 5} for step in (1, 2, 3)])
+        log.event("eclipse", step=2, darkness=0.75)
+        log.close()
+
+        assert main(["runlog", "status", str(tmp_path)]) == 0
+        status = capsys.readouterr().out
+        assert main(["runlog", "show", str(tmp_path), "events"]) == 0
+        shown = capsys.readouterr().out
+        page, markdown = (file.read_text() for file in report.write(tmp_path))
+        drawn = figures.charts(History.read(tmp_path))
+    finally:
+        EVENT_TYPES.clear()
+        EVENT_TYPES.update(before)
+
+    sentence = "The sun went dark at step 2: 75%."
+    assert status.startswith("Darkened") and sentence in status
+    assert sentence in shown and f"] {sentence}" in markdown
+    assert 'class="entry warn"' in page and sentence in page
+    (mark,) = [curve for curve in drawn["curves"]["panels"][0]["curves"] if curve["name"] == "eclipse"]
+    assert (mark["x"], mark["y"], mark["symbol"], mark["colour"]) == ([2], [2.0], "☾", "rebeccapurple")
+    attempts = [curve["name"] for curve in drawn["timeline"]["panels"][0]["curves"]]
+    assert "attempt 1: eclipse" in attempts and "stopped" in attempts

@@ -29,7 +29,7 @@ from typing import Any
 from zerobook.cli.arguments import Parser
 from zerobook.cli.run_tables import VIEWS, new_table
 from zerobook.errors import RunLogError
-from zerobook.runlog.events import ENDING_EVENTS, sentence
+from zerobook.runlog.events import ending_types, sentence
 from zerobook.runlog.history import History, folder_of, is_being_written, last_of
 from zerobook.runlog.summary import summary
 from zerobook.runlog.writer import EVENTS
@@ -97,7 +97,7 @@ def status(flags: argparse.Namespace) -> None:
     """Print the state of the run, in a sentence or two."""
     folder = folder_of(flags.run)
     if flags.json:
-        newest = last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", *ENDING_EVENTS))
+        newest = last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", *ending_types()))
         _print_json({"status": summary(folder), **newest})
     else:
         say(summary(folder))

@@ -12,8 +12,7 @@ from functools import partial
 from itertools import cycle, pairwise
 from typing import Any
 
-from zerobook.runlog.events import ENDING_EVENTS, EVENT_TYPES, Event, sentence
-from zerobook.runlog.events.event_type import Mark
+from zerobook.runlog.events import EVENT_TYPES, Event, Mark, ending_types, sentence
 from zerobook.runlog.history import History, when
 from zerobook.utils.terminal import plain
 
@@ -261,8 +260,8 @@ def _timeline(history: History) -> Chart:
         name = f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}"
         curves.append(_line(name, points, colour))
     spikes = [event for event in history.of("spike") if event["kind"] == "spike"]
-    failures = [event for event in history.of(*ENDING_EVENTS) if event["type"] != "run_end"]
-    curves += [_moments(spikes, "spike", "▲"), _moments(failures, "stopped", "×")]
+    failures = [event for event in history.of(*ending_types()) if event["type"] != "run_end"]
+    curves += [_moments(spikes, "spike", "▲"), _moments(failures, "stopped", "✕")]
     drawn = [curve for curve in curves if curve.x]
     return Chart(panels=[Panel(title="step", curves=drawn, height=230, lowest=0)], is_time=True)
 

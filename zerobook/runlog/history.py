@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from zerobook.errors import RunLogError
-from zerobook.runlog.events import ENDING_EVENTS, Event
+from zerobook.runlog.events import Event, ending_types
 from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 from zerobook.utils import locks
@@ -202,7 +202,8 @@ class History:
 
     def ending(self, attempt: list[Event]) -> str:
         """Return how an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
-        last = [event for event in attempt if event["type"] in ENDING_EVENTS and event.get("of_attempt") is None]
+        types = ending_types()
+        last = [event for event in attempt if event["type"] in types and event.get("of_attempt") is None]
         if last:
             kind = str(last[-1]["type"])
             return "finished" if kind == "run_end" else kind

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from zerobook.runlog import compare
-from zerobook.runlog.events import ENDING_EVENTS, Event
+from zerobook.runlog.events import Event, ending_types
 from zerobook.runlog.jsonl import backwards, stream
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
@@ -73,7 +73,7 @@ def _read_previous_attempt(log: RunLog) -> _PreviousAttempt:
             previous.last = event
         # A crash that a later attempt wrote is of another attempt than its own.
         is_of_last_attempt = event["attempt"] == previous.last["attempt"] and not event.get("of_attempt")
-        if is_of_last_attempt and event_type in ENDING_EVENTS:
+        if is_of_last_attempt and event_type in ending_types():
             previous.has_ending = True
         if event_type in ("machine", "run_start", "env") and getattr(previous, event_type) is None:
             setattr(previous, event_type, event)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobook.runlog import figures
-from zerobook.runlog.events import ENDING_EVENTS, Event, is_quiet, mood, sentence
+from zerobook.runlog.events import Event, ending_types, is_quiet, mood, sentence
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import duration, figure
 from zerobook.runlog.history import History, TimeSpent, folder_of, when
@@ -222,7 +222,7 @@ def _table_of_attempts(history: History) -> Table:
         start = starts[0] if starts else attempt[0]
         lasted = duration(max(0.0, (when(attempt[-1]) - when(attempt[0])).total_seconds()))
         # An attempt may hold the crash event of the one before it.
-        failures = [event for event in attempt if event["type"] in ENDING_EVENTS and not event.get("of_attempt")]
+        failures = [event for event in attempt if event["type"] in ending_types() and not event.get("of_attempt")]
         why = sentence(failures[-1]) if failures and failures[-1]["type"] != "run_end" else ""
         rows.append([f"[{start['seq']}]", str(start["attempt"]), lasted, history.ending(attempt), why])
     return Table("Attempts", ["seq", "attempt", "lasted", "ended", "why"], rows)
@@ -240,9 +240,7 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return day -> entries of the logbook: what happened, what was done about it, and the result."""
     days: dict[str, list[dict[str, Any]]] = {}
     for event in history.events:
-        # The detector arms at many harmless log points.
-        is_armed = event["type"] == "anomaly" and event["kind"] == "armed"
-        if is_quiet(event) or is_armed:
+        if is_quiet(event):
             continue
         time = when(event)
         entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "mood": mood(event)}

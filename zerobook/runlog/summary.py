@@ -5,18 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from zerobook.runlog.events import ENDING_EVENTS, Event, sentence
+from zerobook.runlog.events import Event, ending_in_words, ending_types, sentence
 from zerobook.runlog.formatting import duration, far_above_best, figure
 from zerobook.runlog.history import is_being_written, last_of, when
 from zerobook.runlog.writer import EVENTS
 from zerobook.utils.terminal import plain
 
-_STATES = {"run_end": "Finished", "crash": "CRASHED", "preempted": "Preempted", "stop": "STOPPED, and handed over"}
-
 
 def summary(folder: Path) -> str:
     """Return the state of a run in a sentence or two. Reads a few lines only, however long the log is."""
-    types = ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *ENDING_EVENTS)
+    types = ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *ending_types())
     newest = last_of(folder / EVENTS, types)
     start = newest.get("run_start")
     if start is None:
@@ -46,7 +44,7 @@ def summary(folder: Path) -> str:
 
 def _ending(of_attempt: dict[str, Event]) -> Event | None:
     """Return the event that ended an attempt; None where it has none."""
-    endings = [of_attempt[name] for name in ENDING_EVENTS if name in of_attempt]
+    endings = [of_attempt[name] for name in ending_types() if name in of_attempt]
     if not endings:
         return None
     newest = max(endings, key=lambda event: event["seq"])
@@ -56,7 +54,7 @@ def _ending(of_attempt: dict[str, Event]) -> Event | None:
 
 def _state(folder: Path, of_attempt: dict[str, Event], ending: Event | None) -> str:
     if ending is not None:
-        return "Interrupted" if ending.get("signal") == "SIGINT" else _STATES[ending["type"]]
+        return ending_in_words(ending)
     if is_being_written(folder):
         newest = max(of_attempt.values(), key=lambda event: event["seq"])
         age = (datetime.now(UTC) - when(newest)).total_seconds()

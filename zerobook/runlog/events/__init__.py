@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from zerobook.runlog.events.attempts import ATTEMPT_EVENTS
-from zerobook.runlog.events.checkpoints import CHECKPOINT_EVENTS
-from zerobook.runlog.events.event_type import Event, EventType
-from zerobook.runlog.events.recovery import RECOVERY_EVENTS
-from zerobook.runlog.events.training import TRAINING_EVENTS
+from zerobook.runlog.events import attempts, checkpoints, recovery, training
+from zerobook.runlog.events.event_type import EVENT_TYPES, Event, EventType, Mark, declare
 from zerobook.utils.terminal import plain
 
-__all__ = ["COMMON_FIELDS", "ENDING_EVENTS", "EVENT_TYPES", "STEP_FIELDS", "Event", "EventType", "is_quiet", "mood", "sentence"]
+__all__ = [
+    "COMMON_FIELDS",
+    "EVENT_TYPES",
+    "STEP_FIELDS",
+    "Event",
+    "EventType",
+    "Mark",
+    "declare",
+    "ending_in_words",
+    "ending_types",
+    "is_quiet",
+    "mood",
+    "sentence",
+]
 
-EVENT_TYPES: dict[str, EventType] = ATTEMPT_EVENTS | TRAINING_EVENTS | RECOVERY_EVENTS | CHECKPOINT_EVENTS
-"""Name of a type -> its declaration."""
-
-ENDING_EVENTS = tuple(name for name, event_type in EVENT_TYPES.items() if event_type.ends_attempt)
-"""Names of the types that end an attempt. An attempt without one of them was killed."""
+# Importing these modules declares their events.
+MODULES = (attempts, training, recovery, checkpoints)
 
 COMMON_FIELDS = {
     "seq": "number of the event, from 0, without gaps over the whole file",
@@ -37,8 +44,8 @@ def sentence(event: Event) -> str:
     """Return one event in words, on one line and without control characters. HTML has to escape it."""
     event_type = EVENT_TYPES.get(event["type"])
     if event_type is None or event_type.sentence is None:
-        own_fields = {name: value for name, value in event.items() if name not in COMMON_FIELDS}
-        words = f"{event['type']}: " + ", ".join(f"{name} {value}" for name, value in own_fields.items())
+        fields = [f"{name} {value}" for name, value in event.items() if name not in COMMON_FIELDS]
+        words = f"{event['type']}: {', '.join(fields)}"
     else:
         words = event_type.sentence(event)
     return plain(words, lines=False)
@@ -55,4 +62,17 @@ def mood(event: Event) -> str:
 def is_quiet(event: Event) -> bool:
     """Return whether lists of events leave the event out."""
     event_type = EVENT_TYPES.get(event["type"])
-    return event_type is not None and event_type.is_quiet
+    if event_type is None:
+        return False
+    return event_type.is_quiet(event) if callable(event_type.is_quiet) else event_type.is_quiet
+
+
+def ending_types() -> tuple[str, ...]:
+    """Return the names of the types that end an attempt. An attempt without one of them was killed."""
+    return tuple(name for name, event_type in EVENT_TYPES.items() if event_type.ending)
+
+
+def ending_in_words(event: Event) -> str:
+    """Return how a run is called that ended with this event of `ending_types`."""
+    words = EVENT_TYPES[event["type"]].ending
+    return words(event) if callable(words) else words

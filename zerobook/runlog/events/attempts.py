@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from zerobook.runlog.events.event_type import Event, EventType
+from zerobook.runlog.events.event_type import Event, declare
 from zerobook.runlog.formatting import far_above_best, figure
 from zerobook.utils.units import counted
-
-
-def _run_start(event: Event) -> str:
-    processes = counted(event["live"]["world_size"], "process")
-    steps = counted(event["total_steps"], "step")
-    begins = f"goes on from step {event['step']}" if event["step"] else "begins"
-    return f"The run {begins}: {event['live']['strategy']} on {processes}, {event['batch']}, {steps} in all."
 
 
 def _differences(what: str, event: Event) -> str:
@@ -21,25 +12,176 @@ def _differences(what: str, event: Event) -> str:
     return f"{what}: {'; '.join(changes)}."
 
 
+def _mood_of_end(event: Event) -> str:
+    return "bad" if event.get("far_above_best") else "good"
+
+
+declare(
+    "runlog",
+    when="The log is new.",
+    fields={"format": "version of the log's format"},
+    is_quiet=True,
+)
+
+
+@declare(
+    "run_start",
+    when="An attempt begins.",
+    fields={
+        "step": "step that the attempt goes on from; 0 for a new run",
+        "config": "every key of the recipe's config with its value",
+        "sources": "source of each value: default, a YAML file, a flag, Python",
+        "versions": "versions of Python and of the packages that training uses",
+        "code": "file of the recipe; commit of the git repository that tracks it, and how many files differ from that",
+        "argv": "command line of the process",
+        "plan": "resolved launch: strategy, processes, device, precision, DeepSpeed config, notes",
+        "live": "strategy as read from the live objects: wrapper, ZeRO stage, master dtype, master weights of rank 0",
+        "batch": "micro-batch x accumulation x processes = global batch",
+        "total_steps": "optimizer steps of the learning-rate schedule",
+        "data": "training rows; of each dataset a report, its format, its ignored columns and its bad samples",
+    },
+)
+def _run_start(event: Event) -> str:
+    processes = counted(event["live"]["world_size"], "process")
+    steps = counted(event["total_steps"], "step")
+    begins = f"goes on from step {event['step']}" if event["step"] else "begins"
+    return f"The run {begins}: {event['live']['strategy']} on {processes}, {event['batch']}, {steps} in all."
+
+
+declare(
+    "env",
+    when="After run_start.",
+    fields={
+        "host": "host name of rank 0",
+        "platform": "operating system",
+        "cpus": "logical CPU cores",
+        "host_memory": "bytes of host memory",
+        "gpus": "names of the GPUs",
+        "git": "commit of the clone, and whether files differ from it",
+    },
+    is_quiet=True,
+)
+
+
+@declare(
+    "config_diff",
+    when="The config differs from that of the last attempt.",
+    fields={"differing": "key: [before, now]"},
+)
+def _config_diff(event: Event) -> str:
+    return _differences("Other settings than before", event)
+
+
+@declare(
+    "launch_diff",
+    when="The launch differs from that of the last attempt: the strategy, the processes, the device, the precision.",
+    fields={"differing": "key: [before, now]"},
+)
+def _launch_diff(event: Event) -> str:
+    return _differences("Another launch than before", event)
+
+
+@declare(
+    "env_diff",
+    when="Machine or versions differ from those of the last attempt.",
+    fields={"differing": "key: [before, now]"},
+)
+def _env_diff(event: Event) -> str:
+    return _differences("Another environment than before", event)
+
+
+@declare(
+    "resume",
+    when="A checkpoint was loaded at the start of an attempt.",
+    fields={
+        "checkpoint": "folder of the checkpoint",
+        "step": "its step",
+        "cursor": "position in the sample order, over all epochs",
+        "samples": "samples seen so far",
+        "world_size": "processes before and now",
+        "global_batch": "samples of a step before and now",
+        "set_aside": "checkpoints of later steps, which were renamed",
+        "passed_over": "checkpoints that could not be read, with the reason",
+        "bytes_read": "bytes of tensors that each rank read",
+        "verified": "names of what the next step uses as the checkpoint recorded it",
+        "differing": "name: [recorded, found] of what differs",
+    },
+)
 def _resume(event: Event) -> str:
     return f"Resumed from step {event['step']}; as recorded: {', '.join(event['verified'])}."
 
 
+def _ending_of_preempted(event: Event) -> str:
+    return "Interrupted" if event.get("signal") == "SIGINT" else "Preempted"
+
+
+@declare(
+    "preempted",
+    when="A warning signal ended the attempt.",
+    fields={
+        "step": "last step",
+        "signal": "name of the signal",
+        "exit_code": "exit code, 75",
+        "saved": "true where the step was saved",
+    },
+    ending=_ending_of_preempted,
+    mood="warn",
+)
 def _preempted(event: Event) -> str:
     signal = "Ctrl-C" if event["signal"] == "SIGINT" else event["signal"]
     saved = "saved" if event.get("saved", True) else "not saved"
     return f"{signal} received at step {event['step']}: {saved}, left with exit code {event['exit_code']}."
 
 
+@declare(
+    "stop",
+    when="The attempt was stopped by Ctrl-C, or by the policy against spikes.",
+    fields={
+        "step": "last step",
+        "rule": "rule that stopped it",
+        "why": "finding in words",
+        "reason": "reason, where a person stopped it",
+        "exit_code": "exit code, 76",
+        "go_on_from": "newest whole checkpoint from before the spike",
+        "set_aside": "checkpoints saved since the spike began, at their new paths",
+    },
+    ending="STOPPED, and handed over",
+    mood="bad",
+)
 def _stop(event: Event) -> str:
     return f"STOPPED: {event.get('why') or event.get('reason')}."
 
 
+@declare(
+    "crash",
+    when="The attempt ended with an error, or the attempt before it ended without an event.",
+    fields={
+        "reason": "error in words",
+        "error": "class of the error",
+        "traceback": "last 4,000 characters of the traceback",
+        "of_attempt": "attempt that ended without an event",
+        "last_event": "seq of that attempt's last event",
+        "last_utc": "time of that attempt's last event",
+        "machine": "seq of its last machine event",
+    },
+    ending="CRASHED",
+    mood="bad",
+)
 def _crash(event: Event) -> str:
     subject = f"Attempt {event['of_attempt']}" if event.get("of_attempt") else "CRASH"
     return f"{subject}: {event['reason']}."
 
 
+@declare(
+    "early_stop",
+    when="Early stopping ends the run.",
+    fields={
+        "step": "last step",
+        "evaluations": "evaluations without a lower held-out loss",
+        "best": "lowest held-out loss, nats per supervised token",
+        "steps_left": "steps that were not done",
+    },
+)
 def _early_stop(event: Event) -> str:
     return (
         f"Early stopping at step {event['step']}: {counted(event['evaluations'], 'evaluation')} without a lower held-out loss "
@@ -47,181 +189,55 @@ def _early_stop(event: Event) -> str:
     )
 
 
+@declare(
+    "run_end",
+    when="The run is done, and its model is on the disk.",
+    fields={
+        "progress": "progress record, as in a checkpoint",
+        "learning_rate_after": "learning rate that a further step would have",
+        "eval": "last evaluation",
+        "seconds": "seconds of training and of evaluation",
+        "far_above_best": "loss: [last value, best], for each loss that ended far above its best",
+    },
+    ending="Finished",
+    mood=_mood_of_end,
+)
 def _run_end(event: Event) -> str:
     ended = f"The run ended at step {event['progress']['step']}."
     losses = event.get("far_above_best")
     return f"{ended} {far_above_best(losses)}" if losses else ended
 
 
-def _mood_of_end(event: Event) -> str:
-    return "bad" if event.get("far_above_best") else "good"
-
-
+@declare(
+    "note",
+    when="A person wrote a note.",
+    fields={"text": "text", "by": "author", "left": "time at which it was written"},
+    mood="note",
+)
 def _note(event: Event) -> str:
     return f"Note by {event['by']}: {event['text']}"
 
 
+@declare(
+    "repaired",
+    when="The end of a file was damaged when the log was opened.",
+    fields={
+        "file": "name of the file",
+        "torn_bytes": "bytes of the torn last line",
+        "kept_as": "file that keeps them",
+        "damaged_lines_at_the_end": "lines that could not be read",
+    },
+)
 def _repaired(event: Event) -> str:
     if "torn_bytes" in event:
         return f"A torn line of {event['file']} was cut and kept aside."
     return f"Damaged: {event['damaged_lines_at_the_end']} lines at the end of {event['file']} cannot be read."
 
 
+@declare(
+    "written_late",
+    when="A full disk has room again.",
+    fields={"lost": "lines that did not fit into memory meanwhile"},
+)
 def _written_late(event: Event) -> str:
     return "The disk was full; the events of that time are written now."
-
-
-ATTEMPT_EVENTS: dict[str, EventType] = {
-    "runlog": EventType(
-        when="The log is new.",
-        fields={"format": "version of the log's format"},
-        is_quiet=True,
-    ),
-    "run_start": EventType(
-        when="An attempt begins.",
-        fields={
-            "step": "step that the attempt goes on from; 0 for a new run",
-            "config": "every key of the recipe's config with its value",
-            "sources": "source of each value: default, a YAML file, a flag, Python",
-            "versions": "versions of Python and of the packages that training uses",
-            "code": "file of the recipe; commit of the git repository that tracks it, and how many files differ from that",
-            "argv": "command line of the process",
-            "plan": "resolved launch: strategy, processes, device, precision, DeepSpeed config, notes",
-            "live": "strategy as read from the live objects: wrapper, ZeRO stage, master dtype, master weights of rank 0",
-            "batch": "micro-batch x accumulation x processes = global batch",
-            "total_steps": "optimizer steps of the learning-rate schedule",
-            "data": "training rows; of each dataset a report, its format, its ignored columns and its bad samples",
-        },
-        sentence=_run_start,
-    ),
-    "env": EventType(
-        when="After run_start.",
-        fields={
-            "host": "host name of rank 0",
-            "platform": "operating system",
-            "cpus": "logical CPU cores",
-            "host_memory": "bytes of host memory",
-            "gpus": "names of the GPUs",
-            "git": "commit of the clone, and whether files differ from it",
-        },
-        is_quiet=True,
-    ),
-    "config_diff": EventType(
-        when="The config differs from that of the last attempt.",
-        fields={"differing": "key: [before, now]"},
-        sentence=partial(_differences, "Other settings than before"),
-    ),
-    "launch_diff": EventType(
-        when="The launch differs from that of the last attempt: the strategy, the processes, the device, the precision.",
-        fields={"differing": "key: [before, now]"},
-        sentence=partial(_differences, "Another launch than before"),
-    ),
-    "env_diff": EventType(
-        when="Machine or versions differ from those of the last attempt.",
-        fields={"differing": "key: [before, now]"},
-        sentence=partial(_differences, "Another environment than before"),
-    ),
-    "resume": EventType(
-        when="A checkpoint was loaded at the start of an attempt.",
-        fields={
-            "checkpoint": "folder of the checkpoint",
-            "step": "its step",
-            "cursor": "position in the sample order, over all epochs",
-            "samples": "samples seen so far",
-            "world_size": "processes before and now",
-            "global_batch": "samples of a step before and now",
-            "set_aside": "checkpoints of later steps, which were renamed",
-            "passed_over": "checkpoints that could not be read, with the reason",
-            "bytes_read": "bytes of tensors that each rank read",
-            "verified": "names of what the next step uses as the checkpoint recorded it",
-            "differing": "name: [recorded, found] of what differs",
-        },
-        sentence=_resume,
-    ),
-    "preempted": EventType(
-        when="A warning signal ended the attempt.",
-        fields={
-            "step": "last step",
-            "signal": "name of the signal",
-            "exit_code": "exit code, 75",
-            "saved": "true where the step was saved",
-        },
-        sentence=_preempted,
-        ends_attempt=True,
-        mood="warn",
-    ),
-    "stop": EventType(
-        when="The attempt was stopped by Ctrl-C, or by the policy against spikes.",
-        fields={
-            "step": "last step",
-            "rule": "rule that stopped it",
-            "why": "finding in words",
-            "reason": "reason, where a person stopped it",
-            "exit_code": "exit code, 76",
-            "go_on_from": "newest whole checkpoint from before the spike",
-            "set_aside": "checkpoints saved since the spike began, at their new paths",
-        },
-        sentence=_stop,
-        ends_attempt=True,
-        mood="bad",
-    ),
-    "crash": EventType(
-        when="The attempt ended with an error, or the attempt before it ended without an event.",
-        fields={
-            "reason": "error in words",
-            "error": "class of the error",
-            "traceback": "last 4,000 characters of the traceback",
-            "of_attempt": "attempt that ended without an event",
-            "last_event": "seq of that attempt's last event",
-            "last_utc": "time of that attempt's last event",
-            "machine": "seq of its last machine event",
-        },
-        sentence=_crash,
-        ends_attempt=True,
-        mood="bad",
-    ),
-    "early_stop": EventType(
-        when="Early stopping ends the run.",
-        fields={
-            "step": "last step",
-            "evaluations": "evaluations without a lower held-out loss",
-            "best": "lowest held-out loss, nats per supervised token",
-            "steps_left": "steps that were not done",
-        },
-        sentence=_early_stop,
-    ),
-    "run_end": EventType(
-        when="The run is done, and its model is on the disk.",
-        fields={
-            "progress": "progress record, as in a checkpoint",
-            "learning_rate_after": "learning rate that a further step would have",
-            "eval": "last evaluation",
-            "seconds": "seconds of training and of evaluation",
-            "far_above_best": "loss: [last value, best], for each loss that ended far above its best",
-        },
-        sentence=_run_end,
-        ends_attempt=True,
-        mood=_mood_of_end,
-    ),
-    "note": EventType(
-        when="A person wrote a note.",
-        fields={"text": "text", "by": "author", "left": "time at which it was written"},
-        sentence=_note,
-        mood="note",
-    ),
-    "repaired": EventType(
-        when="The end of a file was damaged when the log was opened.",
-        fields={
-            "file": "name of the file",
-            "torn_bytes": "bytes of the torn last line",
-            "kept_as": "file that keeps them",
-            "damaged_lines_at_the_end": "lines that could not be read",
-        },
-        sentence=_repaired,
-    ),
-    "written_late": EventType(
-        when="A full disk has room again.",
-        fields={"lost": "lines that did not fit into memory meanwhile"},
-        sentence=_written_late,
-    ),
-}

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from zerobook.runlog.events.event_type import Event, EventType, Mark
+from zerobook.runlog.events.event_type import Event, Mark, declare
 from zerobook.runlog.formatting import duration
 
 
+def _step_of_complete(event: Event) -> int | None:
+    return event["step"] if event["state"] == "complete" else None
+
+
+@declare(
+    "checkpoint",
+    when="The state of a checkpoint changed.",
+    fields={
+        "state": "complete, proven_good, pinned, unpinned or not_saved",
+        "step": "its step",
+        "folder": "its folder",
+        "seconds": "seconds of the save",
+        "reason": "why it was not saved",
+    },
+    mark=Mark(colour="green", symbol="|", step=_step_of_complete),
+)
 def _checkpoint(event: Event) -> str:
     step = event["step"]
     state = event["state"]
@@ -19,31 +35,11 @@ def _checkpoint(event: Event) -> str:
     return sentences.get(state, f"Checkpoint of step {step}: {state}.")
 
 
-def _step_of_complete(event: Event) -> int | None:
-    return event["step"] if event["state"] == "complete" else None
-
-
+@declare(
+    "save_failed",
+    when="A save failed.",
+    fields={"step": "step of the save", "reason": "error in words", "last_complete": "newest complete checkpoint"},
+    mood="bad",
+)
 def _save_failed(event: Event) -> str:
     return f"Checkpoint of step {event['step']} FAILED: {event['reason']}."
-
-
-CHECKPOINT_EVENTS: dict[str, EventType] = {
-    "checkpoint": EventType(
-        when="The state of a checkpoint changed.",
-        fields={
-            "state": "complete, proven_good, pinned, unpinned or not_saved",
-            "step": "its step",
-            "folder": "its folder",
-            "seconds": "seconds of the save",
-            "reason": "why it was not saved",
-        },
-        sentence=_checkpoint,
-        mark=Mark(colour="green", symbol="|", step=_step_of_complete),
-    ),
-    "save_failed": EventType(
-        when="A save failed.",
-        fields={"step": "step of the save", "reason": "error in words", "last_complete": "newest complete checkpoint"},
-        sentence=_save_failed,
-        mood="bad",
-    ),
-}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerobook.runlog.events.event_type import Event, EventType, Mark
+from zerobook.runlog.events.event_type import Event, Mark, declare
 from zerobook.runlog.formatting import duration, figure
 from zerobook.utils.units import counted
 
@@ -39,10 +39,6 @@ _HIGHEST_DRAWN_PEAK = 1e4
 """Nats per token. A higher peak would flatten the rest of the curve."""
 
 
-def _finding(event: Event) -> str:
-    return f"{_FINDING_TITLES[event['kind']]} at step {event['onset']}: {event['reason']}."
-
-
 def _mood_of_spike(event: Event) -> str:
     return "bad" if event["kind"] in ("damage", "divergence") else "warn"
 
@@ -55,18 +51,92 @@ def _onset_of_outlier(event: Event) -> int | None:
     return event["onset"] if event["kind"] == "outlier" else None
 
 
+def _is_armed(event: Event) -> bool:
+    """Return whether the detector has only armed, which it does at many harmless log points."""
+    return event["kind"] == "armed"
+
+
 def _peak(event: Event) -> float | None:
     peak = event["peak"]
     is_drawn = peak is not None and peak < _HIGHEST_DRAWN_PEAK
     return peak if is_drawn else None
 
 
+def _step_of_intent(event: Event) -> int | None:
+    return event["from_step"] if event["phase"] == "intent" else None
+
+
+def _first_step(event: Event) -> int:
+    return event["steps"][0]
+
+
+def _step_of_cut(event: Event) -> int:
+    return event["cut"][0]
+
+
+@declare(
+    "anomaly",
+    when="The detector armed, or saw odd data.",
+    fields=_FINDING_FIELDS,
+    is_quiet=_is_armed,
+    mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier, height=_peak),
+)
+@declare(
+    "spike",
+    when="The detector found a spike, damage, a divergence or another change.",
+    fields=_FINDING_FIELDS,
+    mood=_mood_of_spike,
+    mark=Mark(colour="orange", symbol="▲", step=_onset, height=_peak),
+)
+@declare(
+    "spike_end",
+    when="The loss came back to its level.",
+    fields=_FINDING_FIELDS,
+)
+def _finding(event: Event) -> str:
+    return f"{_FINDING_TITLES[event['kind']]} at step {event['onset']}: {event['reason']}."
+
+
+@declare(
+    "decision",
+    when="A measure was chosen against damage or a divergence.",
+    fields={
+        "measure": "replay, skip, lower_rate, leave_out, stop or none",
+        "rule": "rule that chose it",
+        "why": "finding in words",
+        "options": "measures that were left",
+        "to_step": "step of the checkpoint that the run goes back to",
+        "leaves_out_steps": "first and last step whose samples are left out",
+        "hardware": "which rank's copy of the weights differs, in words",
+        "ladder": "rollbacks so far, and what was tried at this place",
+    },
+)
 def _decision(event: Event) -> str:
     other_measures = [_MEASURES[option] for option in event["options"] if option != event["measure"]]
     rest = f" Still left: {'; '.join(other_measures)}." if other_measures else ""
     return f"Decision: {_MEASURES[event['measure']]} ({event['rule']}). Why: {event['why']}.{rest}"
 
 
+@declare(
+    "rollback",
+    when="The run goes back to a checkpoint: one event before (`intent`), one after it (`outcome`).",
+    fields={
+        "phase": "`intent` or `outcome`",
+        "measure": "measure that is carried out",
+        "from_step": "step before the rollback",
+        "to_step": "step of the checkpoint",
+        "why": "finding in words",
+        "step": "step after the rollback",
+        "steps_given_up": "steps that will be done again",
+        "seconds": "seconds of the rollback",
+        "bytes_read": "bytes of tensors that each rank read",
+        "set_aside": "checkpoints of the branch that was given up, which were renamed",
+        "verified": "names of what the next step uses as the checkpoint recorded it",
+        "differing": "name: [recorded, found] of what differs",
+    },
+    mood="bad",
+    mark=Mark(colour="red", symbol="←", step=_step_of_intent),
+)
 def _rollback(event: Event) -> str:
     if event["phase"] == "intent":
         return f"Going back from step {event['from_step']} to the checkpoint of step {event['to_step']} ({event['measure']})."
@@ -79,20 +149,29 @@ def _rollback(event: Event) -> str:
     )
 
 
-def _step_of_intent(event: Event) -> int | None:
-    return event["from_step"] if event["phase"] == "intent" else None
-
-
+@declare(
+    "skip",
+    when="Samples are left out from now on.",
+    fields={
+        "ranges": "[start, end) of sample ids",
+        "samples": "how many samples these are",
+        "steps": "first and last step that took them",
+        "why": "finding in words",
+    },
+    mark=Mark(colour="violet", symbol="✕", step=_first_step),
+)
 def _skip(event: Event) -> str:
     first, last = event["steps"]
     verb = "is" if event["samples"] == 1 else "are"
     return f"{counted(event['samples'], 'sample')} of steps {first} to {last} {verb} left out of all that follows."
 
 
-def _first_step(event: Event) -> int:
-    return event["steps"][0]
-
-
+@declare(
+    "lr_change",
+    when="The learning rate is lowered.",
+    fields={"cut": "[step, factor, steps until the rate is back on its schedule]", "why": "finding in words"},
+    mark=Mark(colour="teal", symbol="▼", step=_step_of_cut),
+)
 def _lr_change(event: Event) -> str:
     step, factor, recovery_steps = event["cut"]
     return (
@@ -101,10 +180,21 @@ def _lr_change(event: Event) -> str:
     )
 
 
-def _step_of_cut(event: Event) -> int:
-    return event["cut"][0]
-
-
+@declare(
+    "verify",
+    when="Steps were done again, after a resume or in a replay.",
+    fields={
+        "after": "`steps done again` or `replay`",
+        "steps": "first and last step that were compared",
+        "largest_relative_difference": "largest relative difference of their losses",
+        "first_apart": "first step whose loss is not the same, bit for bit; null where all are",
+        "step": "step of the replay that decided",
+        "reproduced": "true where the spike came again",
+        "loss": "loss now",
+        "loss_before": "loss of the step when it was done first",
+    },
+    mood="good",
+)
 def _verify(event: Event) -> str:
     if event["after"] == "replay":
         if event["reproduced"]:
@@ -117,91 +207,3 @@ def _verify(event: Event) -> str:
     if event.get("first_apart") is not None:
         words += f"; step {event['first_apart']} is the first that differs"
     return f"{words}."
-
-
-RECOVERY_EVENTS: dict[str, EventType] = {
-    "anomaly": EventType(
-        when="The detector armed, or saw odd data.",
-        fields=_FINDING_FIELDS,
-        sentence=_finding,
-        mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier, height=_peak),
-    ),
-    "spike": EventType(
-        when="The detector found a spike, damage, a divergence or another change.",
-        fields=_FINDING_FIELDS,
-        sentence=_finding,
-        mood=_mood_of_spike,
-        mark=Mark(colour="orange", symbol="▲", step=_onset, height=_peak),
-    ),
-    "spike_end": EventType(
-        when="The loss came back to its level.",
-        fields=_FINDING_FIELDS,
-        sentence=_finding,
-    ),
-    "decision": EventType(
-        when="A measure was chosen against damage or a divergence.",
-        fields={
-            "measure": "replay, skip, lower_rate, leave_out, stop or none",
-            "rule": "rule that chose it",
-            "why": "finding in words",
-            "options": "measures that were left",
-            "to_step": "step of the checkpoint that the run goes back to",
-            "leaves_out_steps": "first and last step whose samples are left out",
-            "hardware": "which rank's copy of the weights differs, in words",
-            "ladder": "rollbacks so far, and what was tried at this place",
-        },
-        sentence=_decision,
-    ),
-    "rollback": EventType(
-        when="The run goes back to a checkpoint: one event before (`intent`), one after it (`outcome`).",
-        fields={
-            "phase": "`intent` or `outcome`",
-            "measure": "measure that is carried out",
-            "from_step": "step before the rollback",
-            "to_step": "step of the checkpoint",
-            "why": "finding in words",
-            "step": "step after the rollback",
-            "steps_given_up": "steps that will be done again",
-            "seconds": "seconds of the rollback",
-            "bytes_read": "bytes of tensors that each rank read",
-            "set_aside": "checkpoints of the branch that was given up, which were renamed",
-            "verified": "names of what the next step uses as the checkpoint recorded it",
-            "differing": "name: [recorded, found] of what differs",
-        },
-        sentence=_rollback,
-        mood="bad",
-        mark=Mark(colour="red", symbol="←", step=_step_of_intent),
-    ),
-    "skip": EventType(
-        when="Samples are left out from now on.",
-        fields={
-            "ranges": "[start, end) of sample ids",
-            "samples": "how many samples these are",
-            "steps": "first and last step that took them",
-            "why": "finding in words",
-        },
-        sentence=_skip,
-        mark=Mark(colour="violet", symbol="×", step=_first_step),
-    ),
-    "lr_change": EventType(
-        when="The learning rate is lowered.",
-        fields={"cut": "[step, factor, steps until the rate is back on its schedule]", "why": "finding in words"},
-        sentence=_lr_change,
-        mark=Mark(colour="teal", symbol="▼", step=_step_of_cut),
-    ),
-    "verify": EventType(
-        when="Steps were done again, after a resume or in a replay.",
-        fields={
-            "after": "`steps done again` or `replay`",
-            "steps": "first and last step that were compared",
-            "largest_relative_difference": "largest relative difference of their losses",
-            "first_apart": "first step whose loss is not the same, bit for bit; null where all are",
-            "step": "step of the replay that decided",
-            "reproduced": "true where the spike came again",
-            "loss": "loss now",
-            "loss_before": "loss of the step when it was done first",
-        },
-        sentence=_verify,
-        mood="good",
-    ),
-}

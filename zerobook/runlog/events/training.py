@@ -4,10 +4,48 @@ from __future__ import annotations
 
 from zerobook.health.stragglers import Slow
 from zerobook.health.stragglers import describe as describe_slow
-from zerobook.runlog.events.event_type import Event, EventType
+from zerobook.runlog.events.event_type import Event, declare
 from zerobook.runlog.formatting import figure
 
+declare(
+    "metrics",
+    when="Every log point (`--logging_steps`).",
+    fields={
+        "steps": "first and last step since the last log point",
+        "loss": "loss of the last step, nats per supervised token",
+        "mean_loss": "mean of these steps' losses",
+        "grad_norm": "global gradient norm of the last step, before clipping",
+        "learning_rate": "learning rate of the last step",
+        "tokens_per_second": "supervised tokens per second, over all ranks",
+        "all_tokens_per_second": "tokens of the rows per second, without padding, over all ranks",
+        "data_wait": "share of the time spent waiting for data, 0 to 1",
+        "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
+        "tflops": "10^12 operations of the model per second and device; null where they are not known",
+        "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
+        "point itself",
+        "waited": "of the seconds in forward, backward and optimizer, those in which rank 0 waited for other ranks or for "
+        "a core; null on a GPU, where `--profile` measures it",
+        "metrics": "values that hooks and the objective add",
+    },
+    is_quiet=True,
+)
 
+
+@declare(
+    "eval",
+    when="An evaluation is done.",
+    fields={
+        "step": "step of the evaluation",
+        "seconds": "seconds it took",
+        "loss": "held-out loss, nats per supervised token",
+        "perplexity": "e to the loss, where that is a cross-entropy",
+        "tokens": "supervised tokens of the held-out data",
+        "held_out_fingerprint": "fingerprint of the held-out data; only losses with the same one are comparable",
+        "datasets": "loss, perplexity and tokens of each dataset, where there are several",
+        "metrics": "values of the scorers",
+        "samples": "tables of the scorers, such as generated texts",
+    },
+)
 def _eval(event: Event) -> str:
     values = [f"held-out loss {figure(event['loss'], '.4f')}"] if "loss" in event else []
     for name, value in (event.get("metrics") or {}).items():
@@ -15,118 +53,87 @@ def _eval(event: Event) -> str:
     return f"Step {event['step']}: {', '.join(values)}."
 
 
+declare(
+    "memory",
+    when="After the first step.",
+    fields={
+        "per_rank_bytes": "of each rank: bytes of weights, gradients and optimizer state",
+        "trained_parameters": "number of trained parameters",
+    },
+    is_quiet=True,
+)
+
+
+declare(
+    "machine",
+    when="Every 30 s.",
+    fields={
+        "memory_used": "bytes of host memory in use (of the container, where its limit is lower)",
+        "memory_total": "bytes of host memory there are",
+        "swap_used": "bytes of swap in use",
+        "own": "resident bytes of this process and its children",
+        "gpus": "of each GPU: memory used and total (bytes), utilisation (0 to 1), degrees Celsius",
+        "allocator": "bytes that torch's CUDA allocator of rank 0 has allocated and reserved, now and at the peak",
+    },
+    is_quiet=True,
+)
+
+
+@declare(
+    "memory_warning",
+    when="Host memory is 92 % full.",
+    fields={"reason": "how full it is, in words"},
+    mood="bad",
+)
 def _memory_warning(event: Event) -> str:
     return f"WARNING: {event['reason']} in use."
 
 
+@declare(
+    "straggler",
+    when="A rank or a link has become slower than the others, at a log point.",
+    fields={
+        "what": "data, forward or link",
+        "host": "host name",
+        "ranks": "ranks that it was measured on",
+        "step": "step of the log point",
+        "seconds": "seconds of a step that it waits for data or takes for forward passes; seconds of a message over a link",
+        "typical": "the same of a typical rank, or of the link's fastest message",
+    },
+    mood="warn",
+)
 def _straggler(event: Event) -> str:
     slow = Slow(**{field: event[field] for field in Slow._fields})
     return f"Step {event['step']}: {describe_slow(slow)}."
 
 
+declare(
+    "shard",
+    when="A stream reached a shard (`--streaming`).",
+    fields={
+        "dataset": "number of the dataset",
+        "shard": "number of the shard",
+        "rows": "rows of the shard",
+        "tokens": "tokens of the shard",
+        "report": "samples, tokens and lengths of the shard",
+        "bad_samples": "samples of it that could not be used",
+    },
+    is_quiet=True,
+)
+
+
+@declare(
+    "profile",
+    when="The steps that `--profile` names were done.",
+    fields={
+        "steps": "first and last step",
+        "ranks": "of each rank: `seconds` of these steps, and the shares of `compute`, of `communication` that no "
+        "computation hides, and of `idle`, on its device",
+        "folder": "folder of the traces, which chrome://tracing and ui.perfetto.dev open",
+    },
+)
 def _profile(event: Event) -> str:
     first, last = event["steps"]
     shares = event["ranks"][0]
     words = ", ".join(f"{shares[activity]:.0%} {activity}" for activity in ("compute", "communication", "idle"))
     return f"Steps {first} to {last} were profiled; rank 0: {words}. Traces: {event['folder']}."
-
-
-TRAINING_EVENTS: dict[str, EventType] = {
-    "metrics": EventType(
-        when="Every log point (`--logging_steps`).",
-        fields={
-            "steps": "first and last step since the last log point",
-            "loss": "loss of the last step, nats per supervised token",
-            "mean_loss": "mean of these steps' losses",
-            "grad_norm": "global gradient norm of the last step, before clipping",
-            "learning_rate": "learning rate of the last step",
-            "tokens_per_second": "supervised tokens per second, over all ranks",
-            "all_tokens_per_second": "tokens of the rows per second, without padding, over all ranks",
-            "data_wait": "share of the time spent waiting for data, 0 to 1",
-            "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
-            "tflops": "10^12 operations of the model per second and device; null where they are not known",
-            "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
-            "point itself",
-            "waited": "of the seconds in forward, backward and optimizer, those in which rank 0 waited for other ranks or for "
-            "a core; null on a GPU, where `--profile` measures it",
-            "metrics": "values that hooks and the objective add",
-        },
-        is_quiet=True,
-    ),
-    "eval": EventType(
-        when="An evaluation is done.",
-        fields={
-            "step": "step of the evaluation",
-            "seconds": "seconds it took",
-            "loss": "held-out loss, nats per supervised token",
-            "perplexity": "e to the loss, where that is a cross-entropy",
-            "tokens": "supervised tokens of the held-out data",
-            "held_out_fingerprint": "fingerprint of the held-out data; only losses with the same one are comparable",
-            "datasets": "loss, perplexity and tokens of each dataset, where there are several",
-            "metrics": "values of the scorers",
-            "samples": "tables of the scorers, such as generated texts",
-        },
-        sentence=_eval,
-    ),
-    "memory": EventType(
-        when="After the first step.",
-        fields={
-            "per_rank_bytes": "of each rank: bytes of weights, gradients and optimizer state",
-            "trained_parameters": "number of trained parameters",
-        },
-        is_quiet=True,
-    ),
-    "machine": EventType(
-        when="Every 30 s.",
-        fields={
-            "memory_used": "bytes of host memory in use (of the container, where its limit is lower)",
-            "memory_total": "bytes of host memory there are",
-            "swap_used": "bytes of swap in use",
-            "own": "resident bytes of this process and its children",
-            "gpus": "of each GPU: memory used and total (bytes), utilisation (0 to 1), degrees Celsius",
-            "allocator": "bytes that torch's CUDA allocator of rank 0 has allocated and reserved, now and at the peak",
-        },
-        is_quiet=True,
-    ),
-    "memory_warning": EventType(
-        when="Host memory is 92 % full.",
-        fields={"reason": "how full it is, in words"},
-        sentence=_memory_warning,
-        mood="bad",
-    ),
-    "straggler": EventType(
-        when="A rank or a link has become slower than the others, at a log point.",
-        fields={
-            "what": "data, forward or link",
-            "host": "host name",
-            "ranks": "ranks that it was measured on",
-            "step": "step of the log point",
-            "seconds": "seconds of a step that it waits for data or takes for forward passes; seconds of a message over a link",
-            "typical": "the same of a typical rank, or of the link's fastest message",
-        },
-        sentence=_straggler,
-        mood="warn",
-    ),
-    "shard": EventType(
-        when="A stream reached a shard (`--streaming`).",
-        fields={
-            "dataset": "number of the dataset",
-            "shard": "number of the shard",
-            "rows": "rows of the shard",
-            "tokens": "tokens of the shard",
-            "report": "samples, tokens and lengths of the shard",
-            "bad_samples": "samples of it that could not be used",
-        },
-        is_quiet=True,
-    ),
-    "profile": EventType(
-        when="The steps that `--profile` names were done.",
-        fields={
-            "steps": "first and last step",
-            "ranks": "of each rank: `seconds` of these steps, and the shares of `compute`, of `communication` that no "
-            "computation hides, and of `idle`, on its device",
-            "folder": "folder of the traces, which chrome://tracing and ui.perfetto.dev open",
-        },
-        sentence=_profile,
-    ),
-}
