@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from zerobook.cli.compare_runs import compare_runs
 from zerobook.cli.main import main
+from zerobook.cli.runlog import runlog
 from zerobook.errors import RunLogError
 from zerobook.runlog.lifecycle import begin
 from zerobook.runlog.writer import RunLog
@@ -65,6 +65,15 @@ def test_json_has_the_figures_as_numbers(runs, capsys):
     assert told[2]["settings"] == {"learning_rate": 1e-4, "lora_r": 64, "train_file": "/data/other.jsonl"}
 
 
+def test_json_has_the_first_step_whose_loss_is_not_that_of_the_first_run(runs, capsys):
+    for run, losses in zip(runs, ([3.0, 2.5, 2.0], [3.0, 2.5, 1.0], [3.0, 2.5, 2.0]), strict=True):
+        log = RunLog(run, attempt=False)
+        log.steps([{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)])
+        log.close()
+    main(["runlog", "compare", *map(str, runs), "--json"])
+    assert [one["first_differing_step"] for one in json.loads(capsys.readouterr().out)] == [None, 3, None]
+
+
 def test_many_runs_and_runs_with_nothing_measured_stay_within_80_columns(tmp_path, capsys):
     runs = [make_run(tmp_path / f"run-with-a-long-name-{seed}", [], seed=seed) for seed in range(7)]
     main(["runlog", "compare", *map(str, runs)])
@@ -82,4 +91,4 @@ def test_another_commit_of_the_recipe_is_a_difference(tmp_path, capsys):
 
 def test_one_run_cannot_be_compared(runs):
     with pytest.raises(RunLogError, match="two"):
-        compare_runs([str(runs[0])])
+        runlog(["compare", str(runs[0])])

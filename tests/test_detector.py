@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts import detector as script
+from scripts.detector import read, replay
 from tests.calls import function_calls
 from zerobook.errors import DataError
-from zerobook.monitor.curves import read, replay
 from zerobook.monitor.detector import Detector, Point
 
 STEPS = 400
@@ -321,24 +322,19 @@ def test_a_file_that_is_no_curve_is_an_error_that_names_what_was_found(tmp_path,
 
 
 def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
-    from zerobook.cli.main import main
-
     losses = lifted(noise(0.02), 200, [2.5 - 1.4 * i / 16 for i in range(16)])
     file = curve(tmp_path, "run.csv", "step,loss\n" + "".join(f"{i},{x}\n" for i, x in enumerate(losses)))
-    assert main(["runlog", "test-detector", str(file), "--plot", str(tmp_path / "run.png")]) == 0
+    assert script.main(["try", str(file), "--plot", str(tmp_path / "run.png")]) == 0
     text = capsys.readouterr().out
     assert "rolls back, skips the data" in text and "1 alarms, 1 rollbacks" in text
     assert (tmp_path / "run.png").stat().st_size > 10_000
-    assert main(["runlog", "test-detector", str(file), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["points"], told["rollbacks"]) == (STEPS, 1)
-    assert [f["kind"] for f in told["findings"] if f["rollback"]] == ["damage"]
-    assert main(["runlog", "test-detector", str(tmp_path / "none.csv")]) == 2
+    assert f"{STEPS} points" in text and "damage" in text
+    assert script.main(["try", str(tmp_path / "none.csv")]) == 2
     assert "there is no such file" in capsys.readouterr().err
 
 
 def test_nothing_here_needs_torch():
     import subprocess
 
-    modules = "zerobook.cli.runlog, zerobook.cli.try_detector, zerobook.runlog.report, zerobook.monitor.policy"
+    modules = "zerobook.cli.runlog, zerobook.runlog.report, zerobook.monitor.policy"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=60)

@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from recipes.lora_finetune import LoraConfig
+from scripts import detector
 from tests.harness import ROOT
 from zerobook.checkpoint import store
 from zerobook.checkpoint.origin import weights_digest
@@ -39,7 +40,6 @@ from zerobook.evaluation import tasks
 from zerobook.evaluation.tasks import read_task
 from zerobook.launch import accelerate_file
 from zerobook.models import load
-from zerobook.monitor import curves
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import read_config
 from zerobook.runlog import jsonl, report
@@ -98,7 +98,7 @@ def test_small_files_of_others_are_refused_by_name_or_passed_over(tmp_path, monk
     write(file)
     refused = {
         "a link's measurement": (ConfigError, lambda: cluster(gpu="a100-80gb", intra_node=str(file))),
-        "a loss curve": (DataError, lambda: list(curves.read(file))),
+        "a loss curve": (DataError, lambda: list(detector.read(file))),
         "a task": (DataError, lambda: read_task(file)),
     }
 

@@ -1,18 +1,13 @@
-"""Manners of the commands: wrong names, completion, JSON, and what a run says at its end."""
+"""Manners of the commands: wrong names, JSON, and what a run says at its end."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 
 import pytest
 
 from tests.test_runlog import run  # noqa: F401  a fixture
-from zerobook.cli.completion import ACTIONS
 from zerobook.cli.main import COMMANDS, HELP, main
-from zerobook.cli.runlog import ACTIONS as RUNLOG_ACTIONS
-from zerobook.cli.runlog import OWN_PARSERS
 
 
 def test_a_wrong_command_is_answered_with_the_nearest(capsys):
@@ -42,25 +37,6 @@ def test_help_names_every_command():
     assert all(f"\n  {command} " in HELP for command in COMMANDS)
 
 
-@pytest.mark.parametrize("typed, completed", [
-    ("ru", ["runlog"]), ("", list(COMMANDS)), ("runlog sh", ["show"]), ("checkpoint p", ["pin", "prune"]),
-])  # fmt: skip
-def test_bash_completes_commands_and_actions(capsys, typed, completed):
-    assert main(["completion", "bash"]) == 0
-    words = ["zerobook", *typed.split(" ")]
-    line = (
-        f"COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}; _zerobook; echo ${{COMPREPLY[@]}}"
-    )
-    done = subprocess.run(
-        [shutil.which("bash"), "-c", capsys.readouterr().out + line], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == completed
-
-
-def test_completion_knows_the_actions_there_are():
-    assert set(ACTIONS["runlog"].split()) == {*RUNLOG_ACTIONS, *OWN_PARSERS}
-
-
 def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811
     def told(*arguments):
         assert main(["runlog", *arguments, str(run), "--json"]) == 0
@@ -69,7 +45,7 @@ def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811
     assert told("status")["status"].startswith("Finished: step 40") and told("status")["run_end"]["progress"] == {"step": 40}
     shown = told("show")
     assert [event["onset"] for event in shown["spikes"]] == [18]
-    assert [event["type"] for event in told("why")[0]] == ["spike", "decision", "rollback", "skip", "rollback"]
+    assert [event["type"] for event in shown["decisions"][0]] == ["spike", "decision", "rollback", "skip", "rollback"]
     assert shown["time"]["steps_given_up"]
     assert shown["branches"][0]["number"] == 0
     assert shown["skipped"][0]["samples"] == 3

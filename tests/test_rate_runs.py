@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import pytest
 
+from scripts import detector
 from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.resume import keep_global_batch
 from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.monitor import curves
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.history import History
 from zerobook.training.hooks import Hook
@@ -252,7 +252,7 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
     history = History.read(run.output)
     assert [s["step"] for s in history.steps(living=True)] == list(range(1, STEPS + 1))
     assert sum(history.time().steps_given_up.values()) == given_up
-    assert [point.step for point in curves.read(run.output)] == list(range(1, STEPS + 1))
+    assert [point.step for point in detector.read(run.output)] == list(range(1, STEPS + 1))
 
 
 class GoesBack(Hook):

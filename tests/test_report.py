@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
-from zerobook.cli import report as served
+from zerobook.cli import serve_report as served
 from zerobook.cli.main import main
 from zerobook.runlog import figures, report
 from zerobook.runlog.events import EVENT_TYPES, Mark, declare

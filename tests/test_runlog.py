@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -454,15 +453,16 @@ def test_a_run_that_ended_far_above_its_best_says_so_in_its_status_and_on_its_pa
 
 
 def test_the_story_is_told_from_every_side(run, capsys):
-    said = {action: told(capsys, action, run)[1] for action in ("status", "why", "verify")}
-    views = ("spikes", "time", "checkpoints", "skipped", "branches")
+    said = {action: told(capsys, action, run)[1] for action in ("status", "verify")}
+    views = ("spikes", "decisions", "time", "checkpoints", "skipped", "branches")
     said |= {view: told(capsys, "show", run, view)[1] for view in views}
     said["show"] = told(capsys, "show", run)[1]
     assert all(said[view].strip() in said["show"] for view in views)
     assert "Finished: step 40 of 10" in said["status"] and "attempt 2, branch 2" in said["status"]
     assert "Held-out loss 1.5000 at step 40" in said["status"] and "Last decision: skip" in said["status"]
-    assert "DAMAGE at step 18" in said["why"] and "3 samples of steps 17 to 20 are left out" in said["why"]
-    assert said["why"].index("DAMAGE") < said["why"].index("Decision") < said["why"].index("Back at step 10")
+    decisions = said["decisions"]
+    assert "DAMAGE at step 18" in decisions and "3 samples of steps 17 to 20 are left out" in decisions
+    assert decisions.index("DAMAGE") < decisions.index("Decision") < decisions.index("Back at step 10")
     assert "2 -> 3" in said["spikes"] and "skip" in said["spikes"]
     assert "training given up: rollback" in said["time"] and "training given up: stop before a save" in said["time"]
     assert "proven good" in said["checkpoints"] and "not proven yet" in said["checkpoints"]
@@ -470,14 +470,14 @@ def test_the_story_is_told_from_every_side(run, capsys):
     branches = said["branches"]
     assert "step 10" in branches and "Resumed" not in branches and "goes on from step 30" in branches
     assert "all sound" in said["verify"], said["verify"]
-    assert told(capsys, "why", run, 19) == (0, said["why"]) and told(capsys, "why", run, 3)[0] == 1
+    events = told(capsys, "show", run, "events")[1]
+    assert events.index("DAMAGE") < events.index("Resumed from step 30") and "log point" not in events
 
 
 def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
     history = History.read(run)
     assert [s["step"] for s in history.steps(living=True)] == list(range(1, 41))
     assert [s["branch"] for s in history.steps(living=True)] == [0] * 10 + [1] * 20 + [2] * 10
-    assert [s["step"] for s in history.steps(seen_from=0)] == list(range(1, 21))
     assert [(b.number, b.start, b.end, b.lives_to) for b in history.branches()] == [
         (0, 0, 20, 10),
         (1, 10, 34, 30),
@@ -487,10 +487,10 @@ def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
     assert spent.steps_given_up == {"rollback": 10, "stop before a save": 4}
     assert spent.saving == pytest.approx(0.2) and spent.evaluating == pytest.approx(0.2) and spent.going_back == 0.5
     assert [history.ending(a) for a in history.attempts()] == ["killed", "finished"]
-    _, text = told(capsys, "export", run)
+    _, text = told(capsys, "show", run, "steps")
     rows = text.splitlines()
     assert rows[0].startswith("step,loss") and len(rows) == 41
-    assert len(told(capsys, "export", run, "--all")[1].splitlines()) == 55
+    assert [s["step"] for s in json.loads(told(capsys, "show", run, "steps", "--json")[1])] == list(range(1, 41))
 
 
 def test_the_strategy_and_the_first_loss_that_differs_are_among_the_changes(tmp_path, capsys):
@@ -526,26 +526,11 @@ def test_no_password_of_an_address_is_printed_or_logged(tmp_path, capsys, rank):
     assert "mirror.example/models" in written
 
 
-def test_a_command_to_paste_quotes_what_the_log_names(run, tmp_path, capsys):
-    evil = tmp_path / "step-000010; touch ran; $(touch ran)"
-    evil.mkdir()
-    file = run / "runlog" / "events.jsonl"
-    events = [event | {"folder": str(evil)} if "folder" in event else event for event in read(file)]
-    file.write_bytes(b"".join(encode(event) for event in events))
-
-    line = told(capsys, "replay", run, 18)[1].strip().splitlines()[-1]
-
-    assert shlex.split(line)[:2] == ["--resume_from_checkpoint", str(evil)]
-
-
-def test_comparing_replaying_and_noting(run, tmp_path, capsys):
+def test_comparing_and_noting(run, tmp_path, capsys):
     text = told(capsys, "compare", run, "--attempts", 1, 2)[1]
     assert "seed" in text and "strategy" not in text
     assert "losses of the 4 steps that both have are the same" in text, "steps 31 to 34 were done again"
     assert "the same, bit for bit" in told(capsys, "compare", run, run)[1]
-    code, text = told(capsys, "replay", run, 18)
-    assert code == 0 and "--resume_from_checkpoint" in text and "step-000010" in text
-    assert told(capsys, "replay", run, 300)[0] == 1
     assert "Noted as [" in told(capsys, "note", run, "looks fine")[1]
     assert read(run / "runlog" / "events.jsonl")[-1]["text"] == "looks fine"
     log = RunLog(run)
@@ -564,10 +549,32 @@ def test_comparing_replaying_and_noting(run, tmp_path, capsys):
     for wrong in of_the_log:
         assert main(["runlog", *map(str, wrong)]) == 2
         assert "RunLogError" in capsys.readouterr().err
-    for wrong in (["replay", run], ["why", run, "x"], ["show", run, "x"], ["status", run, "x"], ["note", run]):
+    for wrong in (["show", run, "x"], ["status", run, "x"], ["note", run]):
         with pytest.raises(SystemExit, match="2"):
             main(["runlog", *map(str, wrong)])
         assert capsys.readouterr().err.startswith("zerobook runlog")
+
+
+@pytest.mark.parametrize("field", ["steps", "utc", "step", "measure"])
+def test_a_log_that_lacks_a_field_is_one_sentence_with_its_file(run, capsys, field):
+    file = run / "runlog" / "events.jsonl"
+    forged = [{key: value for key, value in event.items() if key != field} for event in read(file)]
+    file.write_bytes(b"".join(encode(event) for event in forged))
+
+    code = main(["runlog", "report", str(run)])
+
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith(f"RunLogError: {file}") and field in error
+    assert not (run / "runlog" / "report.html").exists()
+
+
+def test_a_line_without_the_fields_of_every_event_is_found(run, capsys):
+    file = run / "runlog" / "events.jsonl"
+    events = read(file)
+    del events[3]["seq"]
+    file.write_bytes(b"".join(encode(event) for event in events))
+    code, text = told(capsys, "verify", run)
+    assert code == 1 and "line 4: it lacks seq" in text
 
 
 def test_status_reads_little_of_a_long_log(tmp_path, capsys):

@@ -1,20 +1,18 @@
-"""``zerobook runlog compare A B C ...``: several runs in one table, with what differs in their settings.
-
-Of two runs, and of two attempts of one (``compare RUN --attempts 1 2``), it also says from which step on the losses differ.
-"""
+"""``zerobook runlog compare``: runs, or two attempts of one, in one table."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerobook.cli.arguments import Parser
 from zerobook.errors import RunLogError
 from zerobook.runlog import compare
 from zerobook.runlog.facts import code_version, run_results, short_name
-from zerobook.runlog.history import History
+from zerobook.runlog.history import History, naming_the_log
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, counted, size
 
@@ -40,56 +38,87 @@ RESULTS: dict[str, Callable[[Any], str]] = {
 """Label of a row of results -> the text of a run's cell."""
 
 
-def compare_runs(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
-    parser = Parser("zerobook runlog compare", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run")
     parser.add_argument("--attempts", nargs=2, type=int, metavar="N", help="compare two attempts of one run")
     parser.add_argument("--json", action="store_true", help="print JSON, with every figure as a number")
-    flags = parser.parse_args(arguments)
+
+
+def compare_runs(flags: argparse.Namespace) -> None:
+    """Print several runs in one table, with what differs in their settings. Of two runs, and of two attempts of one, also say
+    from which step on the losses differ."""
     histories = [History.read(run) for run in flags.runs]
-    if flags.attempts is not None:
-        if len(histories) > 1:
-            raise RunLogError(f"zerobook runlog compare --attempts: they are of one run, and {len(histories)} are given.")
-        return _compare_attempts(flags.runs[0], histories[0], flags.attempts, as_json=flags.json)
-    if len(histories) < 2:
+    if flags.attempts is not None and len(histories) > 1:
+        raise RunLogError(f"zerobook runlog compare --attempts: they are of one run, and {len(histories)} are given.")
+    if flags.attempts is None and len(histories) < 2:
         raise RunLogError(
             f"zerobook runlog compare: {flags.runs[0]} is one run. Give two or more, or --attempts with the numbers of two."
         )
-    starts = [history.of("run_start") for history in histories]
-    settings = _differing_settings([_settings(run_starts[-1]) if run_starts else {} for run_starts in starts])
-    results = [run_results(history) for history in histories]
+    if flags.attempts is not None:
+        compared = _attempts(flags.runs[0], histories[0], flags.attempts)
+    else:
+        compared = [_run(run, history) for run, history in zip(flags.runs, histories, strict=True)]
+    settings = _differing_settings([one.settings for one in compared])
     if flags.json:
-        runs = []
-        for index, run in enumerate(flags.runs):
-            run_settings = {key: values[index] for key, values in settings.items()}
-            runs.append({"run": run, **results[index], "settings": run_settings})
-        print(json.dumps(runs, indent=2, default=str))
-        return 0
-    names = _names(flags.runs)
+        _print_json(compared, settings)
+        return
+    results = [one.results for one in compared if one.results]
+    names = _names(compared)
     _print_tables(names, settings, results)
-    _say_best(names, results)
-    if len(histories) == 2:
-        _say_where_losses_differ(*(_losses(history.steps(living=True)) for history in histories))
-    return 0
+    if results:
+        _say_best(names, results)
+    if len(compared) == 2:
+        _say_where_losses_differ(compared[0].losses, compared[1].losses)
 
 
-def _compare_attempts(run: str, history: History, numbers: Sequence[int], *, as_json: bool) -> int:
+@dataclass(kw_only=True)
+class Compared:
+    """A run or an attempt of one. An attempt has no ``results`` of its own."""
+
+    run: str
+    attempt: int | None
+    settings: dict[str, Any]
+    losses: dict[int, float | None]
+    results: dict[str, Any]
+
+
+def _run(run: str, history: History) -> Compared:
+    starts = history.of("run_start")
+    with naming_the_log(history.folder):
+        return Compared(
+            run=run,
+            attempt=None,
+            settings=_settings(starts[-1]) if starts else {},
+            losses=_losses(history.steps(living=True)),
+            results=run_results(history),
+        )
+
+
+def _attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compared]:
     starts = {event["attempt"]: event for event in history.of("run_start")}
+    attempts = []
     for number in numbers:
         if number not in starts:
             raise RunLogError(f"{run}: it has no attempt {number}, only {', '.join(map(str, starts))}.")
-    settings = _differing_settings([_settings(starts[number]) for number in numbers])
-    if as_json:
-        attempts = []
-        for index, number in enumerate(numbers):
-            attempt_settings = {key: values[index] for key, values in settings.items()}
-            attempts.append({"run": run, "attempt": number, "settings": attempt_settings})
-        print(json.dumps(attempts, indent=2, default=str))
-        return 0
-    _print_tables([f"attempt {number}" for number in numbers], settings, [])
-    _say_where_losses_differ(*(_losses(step for step in history.steps() if step["attempt"] == number) for number in numbers))
-    return 0
+        steps = [step for step in history.steps() if step["attempt"] == number]
+        with naming_the_log(history.folder):
+            settings = _settings(starts[number])
+        attempts.append(Compared(run=run, attempt=number, settings=settings, losses=_losses(steps), results={}))
+    return attempts
+
+
+def _print_json(compared: Sequence[Compared], settings: Mapping[str, list[Any]]) -> None:
+    values = []
+    for index, one in enumerate(compared):
+        value: dict[str, Any] = {"run": one.run}
+        if one.attempt is not None:
+            value["attempt"] = one.attempt
+        value |= one.results
+        value["settings"] = {key: of_all[index] for key, of_all in settings.items()}
+        # The first step whose loss is not that of the first run; null for the first run itself, and where none differs.
+        value["first_differing_step"] = compare.first_apart(compared[0].losses, one.losses)
+        values.append(value)
+    print(json.dumps(values, indent=2, default=str))
 
 
 def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -140,10 +169,16 @@ def _say_where_losses_differ(first: Mapping[int, float | None], second: Mapping[
     )
 
 
-def _names(runs: Sequence[str]) -> list[str]:
-    """Return short names of runs: the last part of the path, or where two have the same, the path as it was given."""
-    names = [Path(run).resolve().name for run in runs]
-    return [name if names.count(name) == 1 else run for name, run in zip(names, runs, strict=True)]
+def _names(compared: Sequence[Compared]) -> list[str]:
+    """Return short names: the number of the attempt, or the last part of the path where no two runs have the same."""
+    names = []
+    last_parts = [Path(one.run).resolve().name for one in compared]
+    for one, last_part in zip(compared, last_parts, strict=True):
+        if one.attempt is not None:
+            names.append(f"attempt {one.attempt}")
+        else:
+            names.append(last_part if last_parts.count(last_part) == 1 else one.run)
+    return names
 
 
 def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results: Sequence[dict[str, Any]]) -> None:

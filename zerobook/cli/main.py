@@ -27,8 +27,6 @@ its result:
   eval        accuracy of a model on multiple-choice task files
   export      a checkpoint as a plain transformers folder
 
-  completion  completion of these commands in bash and zsh
-
 Recipes are started with accelerate, in a clone or in a folder that zerobook init has made:
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
 """
@@ -45,7 +43,6 @@ COMMANDS = {
     "export": ("zerobook.cli.export", "export"),
     "chat": ("zerobook.cli.chat", "chat"),
     "eval": ("zerobook.cli.eval", "evaluate"),
-    "completion": ("zerobook.cli.completion", "completion"),
 }
 """command -> (module, its function of the remaining arguments, which returns the exit code)"""
 

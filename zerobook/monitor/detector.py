@@ -12,7 +12,7 @@
 *   Shock: a gradient norm `Settings.shock_factor` times the usual is evidence against the weights. The level before it is
     kept for eight times `Settings.patience` points: a slow rise after it is not followed, and no new level is accepted.
 
-The defaults were chosen on public logs; docs/guides/detector.md has the table, and `scripts/detector_table.py` makes it.
+The defaults were chosen on public logs; docs/guides/detector.md has the table, and `scripts/detector.py` makes it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ from typing import Any
 from zerobook.runlog.jsonl import Damage, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 
+REQUIRED_FIELDS = ("seq", "attempt", "branch", "type", "utc", "monotonic")
+"""Fields that every event has."""
+
 
 def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
     """Return (the problems of a log, each a sentence; the number of lines read of each file).
@@ -22,6 +25,10 @@ def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
     previous: dict[str, Any] | None = None
     for event in stream(folder / EVENTS, damaged_events):
         counts["events"] += 1
+        missing = [field for field in REQUIRED_FIELDS if field not in event]
+        if missing:
+            problems_of_events.append(f"{EVENTS}, line {counts['events']}: it lacks {', '.join(missing)}.")
+            continue
         problems_of_events += _problems_after(previous, event, known_damage=bool(damaged_events))
         previous = event
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +26,21 @@ def folder_of(run: str | Path) -> Path:
             check_format(folder / EVENTS)
             return folder
     raise RunLogError(f"{run}: there is no runlog. Give the output_dir of a run.")
+
+
+@contextmanager
+def naming_the_log(folder: Path) -> Iterator[None]:
+    """Turn the error of an event that lacks a field, or has another kind of value, into a `RunLogError` with the file's name.
+
+    A log with sound lines can still be of another program, or have been changed by hand.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunLogError(
+            f"{folder / EVENTS}: an event lacks a field, or has another kind of value than Zerobook writes "
+            f"({type(error).__name__}: {error}). zerobook runlog verify reads every line."
+        ) from error
 
 
 def last_of(file: Path, event_types: Iterable[str]) -> dict[str, Event]:
@@ -139,14 +155,11 @@ class History:
                 starts[event["branch"]] = (event["step"], event)
         return starts
 
-    def lives_to(self, seen_from: int | None = None) -> dict[int, float]:
-        """Return branch -> its last step that no later branch gave up; ``seen_from``: when that branch was the last."""
+    def lives_to(self) -> dict[int, float]:
+        """Return branch -> its last step that no later branch gave up."""
         last_step = float("inf")
         lives_to = {}
         for branch, (start, _) in sorted(self.starts().items(), reverse=True):
-            if seen_from is not None and branch > seen_from:
-                lives_to[branch] = -1.0
-                continue
             lives_to[branch] = last_step
             last_step = min(last_step, start)
         return lives_to
@@ -176,14 +189,10 @@ class History:
             branches.append(branch)
         return branches
 
-    def steps(self, *, living: bool = False, seen_from: int | None = None) -> Iterator[Event]:
-        """Yield the records of steps, in the order in which the steps were done.
-
-        Args:
-            living: only those that are part of the run as it is.
-            seen_from: only those that were part of it when this branch was the last one.
-        """
-        lives = self.lives_to(seen_from) if living or seen_from is not None else {}
+    def steps(self, *, living: bool = False) -> Iterator[Event]:
+        """Yield the records of steps, in the order in which the steps were done; with ``living``, only those that are part of
+        the run as it is."""
+        lives = self.lives_to() if living else {}
         for record in stream(self.folder / STEPS):
             if record["step"] <= lives.get(record["branch"], float("inf")):
                 yield record

@@ -6,30 +6,43 @@ import html
 import re
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerobook.runlog import figures
-from zerobook.runlog.events import Event, ending_types, is_quiet, mood, sentence
+from zerobook.runlog.events import Event, mood, sentence
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import duration, figure
-from zerobook.runlog.history import History, TimeSpent, folder_of, when
+from zerobook.runlog.history import History, TimeSpent, folder_of, naming_the_log, when
+from zerobook.runlog.summary import summary
+from zerobook.runlog.tables import (
+    Table,
+    attempt_table,
+    change_table,
+    checkpoint_table,
+    logbook,
+    rollback_table,
+    sample_tables,
+    skipped_table,
+    time_table,
+)
 from zerobook.utils.terminal import plain
 from zerobook.utils.writing import write_whole
 
 PAGE = "report.html"
 MARKDOWN = "report.md"
-MOST_RANGES = 60
-"""Ranges of sample numbers that a table lists."""
 
 
 def write(run: str | Path) -> tuple[Path, Path]:
     """Write the page and the Markdown file beside the log. Return their paths."""
     folder = folder_of(run)
-    history = History.read(folder)
+    with naming_the_log(folder):
+        history = History.read(folder)
+        html_text = render(history)
+        markdown_text = as_markdown(history)
     page = folder / PAGE
     markdown = folder / MARKDOWN
-    write_whole(page, render(history))
-    write_whole(markdown, as_markdown(history))
+    write_whole(page, html_text)
+    write_whole(markdown, markdown_text)
     return page, markdown
 
 
@@ -44,14 +57,14 @@ def render(history: History, refresh: int | None = None) -> str:
     script = jinja2.utils.markupsafe.Markup((Path(__file__).parent / "charts.js").read_text())
     return environment.get_template("report.html.j2").render(
         name=_name(history),
-        state=_state(history),
+        state=summary(history.folder),
         facts=run_facts(history),
         cards=_cards(history, spent),
         refresh=refresh,
         charts=figures.charts(history),
         script=script,
         hint=figures.data_bound(history),
-        tables=_tables(history, spent),
+        tables=_tables(history),
         days=_days(history),
         events=len(history.events),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
@@ -65,12 +78,6 @@ def _printable(value: Any) -> Any:
 
 def _name(history: History) -> str:
     return str(history.folder.resolve().parent.name)
-
-
-def _state(history: History) -> str:
-    from zerobook.runlog.summary import summary
-
-    return summary(history.folder)
 
 
 def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
@@ -111,137 +118,23 @@ def _speed_cards(log_point: Event) -> list[tuple[str, str]]:
     return cards
 
 
-# --- tables
-class Table(NamedTuple):
-    """A table of the page. ``columns`` are its headings; a column ``seq`` holds numbers of events."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    text_if_empty: str = "None."
-
-
-def _tables(history: History, spent: TimeSpent) -> list[Table]:
+def _tables(history: History) -> list[Table]:
     return [
-        _table_of_time(spent),
-        _table_of_rollbacks(history),
-        _table_of_data_left_out(history),
-        _table_of_checkpoints(history),
-        *_tables_of_samples(history),
-        _table_of_attempts(history),
-        _table_of_changes(history),
+        time_table(history),
+        rollback_table(history),
+        skipped_table(history),
+        checkpoint_table(history),
+        *sample_tables(history),
+        attempt_table(history),
+        change_table(history),
     ]
-
-
-def _table_of_time(spent: TimeSpent) -> Table:
-    uses = {"training that was kept": spent.training}
-    for cause, seconds in spent.given_up.items():
-        uses[f"training given up: {cause}"] = seconds
-    uses |= {
-        "rolling back": spent.going_back,
-        "evaluating": spent.evaluating,
-        "saving": spent.saving,
-        "between attempts": spent.stopped,
-        "starting up, and the rest": spent.other,
-    }
-    rows = []
-    for use, seconds in uses.items():
-        share = f"{seconds / spent.total:.1%}" if spent.total else ""
-        rows.append([use, duration(seconds), share])
-    return Table("Where the time went", ["what", "time", "share"], rows)
-
-
-def _table_of_rollbacks(history: History) -> Table:
-    rows = []
-    for intent in history.of("rollback"):
-        if intent["phase"] != "intent":
-            continue
-        outcomes = [event for event in history.effects(intent) if event["type"] == "rollback"]
-        took = "it has not ended"
-        if outcomes:
-            took = f"{duration(outcomes[0]['seconds'])}, branch {outcomes[0]['branch']}"
-        steps = [str(intent["from_step"]), str(intent["to_step"])]
-        rows.append([f"[{intent['seq']}]", *steps, intent["measure"], intent["why"], took])
-    return Table("Rollbacks", ["seq", "from step", "to step", "measure", "why", "took"], rows)
-
-
-def _table_of_data_left_out(history: History) -> Table:
-    rows = []
-    for event in history.of("skip"):
-        first, last = event["steps"]
-        ranges = _format_ranges(event["ranges"])
-        rows.append([f"[{event['seq']}]", f"{first} to {last}", str(event["samples"]), ranges, event["why"]])
-    return Table("Data left out", ["seq", "steps", "samples", "sample numbers", "why"], rows)
-
-
-def _format_ranges(ranges: list[list[int]]) -> str:
-    shown = []
-    for start, end in ranges[:MOST_RANGES]:
-        shown.append(str(start) if end - start == 1 else f"{start}-{end - 1}")
-    more = f" and {len(ranges) - MOST_RANGES} more stretches" if len(ranges) > MOST_RANGES else ""
-    return ", ".join(shown) + more
-
-
-def _table_of_checkpoints(history: History) -> Table:
-    proven_by = _proven_by(history)
-    rows = []
-    for event in history.of("checkpoint"):
-        if event["state"] == "complete":
-            proof = f"[{proven_by[event['seq']]}]" if event["seq"] in proven_by else ""
-            rows.append([f"[{event['seq']}]", str(event["step"]), str(event["branch"]), duration(event["seconds"]), proof])
-    return Table("Checkpoints", ["seq", "step", "branch", "took", "proven good"], rows)
-
-
-def _proven_by(history: History) -> dict[int, int]:
-    """Return seq of a checkpoint's event -> seq of the event that says it is good."""
-    newest_of_step: dict[int, int] = {}
-    proven_by: dict[int, int] = {}
-    for event in history.of("checkpoint"):
-        if event["state"] == "complete":
-            newest_of_step[event["step"]] = event["seq"]
-        elif event["state"] == "proven_good" and event["step"] in newest_of_step:
-            proven_by[newest_of_step[event["step"]]] = event["seq"]
-    return proven_by
-
-
-def _tables_of_samples(history: History) -> list[Table]:
-    """Return the table of the newest evaluation that has samples, such as generated texts; an empty list without any."""
-    evaluations = [event for event in history.of("eval") if event.get("samples")]
-    if not evaluations:
-        return []
-    newest = evaluations[-1]
-    columns = list(newest["samples"][0])
-    rows = [[str(sample.get(column, "")) for column in columns] for sample in newest["samples"]]
-    return [Table(f"Samples of the evaluation at step {newest['step']}", columns, rows)]
-
-
-def _table_of_attempts(history: History) -> Table:
-    rows = []
-    for attempt in history.attempts():
-        starts = [event for event in attempt if event["type"] == "run_start"]
-        start = starts[0] if starts else attempt[0]
-        lasted = duration(max(0.0, (when(attempt[-1]) - when(attempt[0])).total_seconds()))
-        # An attempt may hold the crash event of the one before it.
-        failures = [event for event in attempt if event["type"] in ending_types() and not event.get("of_attempt")]
-        why = sentence(failures[-1]) if failures and failures[-1]["type"] != "run_end" else ""
-        rows.append([f"[{start['seq']}]", str(start["attempt"]), lasted, history.ending(attempt), why])
-    return Table("Attempts", ["seq", "attempt", "lasted", "ended", "why"], rows)
-
-
-def _table_of_changes(history: History) -> Table:
-    changes = history.of("config_diff", "launch_diff", "env_diff", "verify")
-    rows = [[f"[{event['seq']}]", str(event["attempt"]), sentence(event)] for event in changes]
-    title = "Changes: settings, launch, environment, and steps done again"
-    return Table(title, ["seq", "attempt", "what"], rows)
 
 
 # --- the list of events
 def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return day -> entries of the logbook: what happened, what was done about it, and the result."""
+    """Return day -> entries of the logbook."""
     days: dict[str, list[dict[str, Any]]] = {}
-    for event in history.events:
-        if is_quiet(event):
-            continue
+    for event in logbook(history):
         time = when(event)
         entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "mood": mood(event)}
         days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
@@ -251,16 +144,16 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
 def as_markdown(history: History) -> str:
     """Return the logbook as Markdown, without the figures."""
     spent = history.time()
-    lines = [f"# {_plain(_name(history))}: logbook", "", _plain(_state(history)), ""]
+    lines = [f"# {_plain(_name(history))}: logbook", "", _plain(summary(history.folder)), ""]
     lines += [f"- {label}: {_plain(text)}" for label, text in run_facts(history).items()]
     lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]
-    for table in _tables(history, spent):
+    for table in _tables(history):
         lines += ["", f"## {_plain(table.title)}", ""]
         if table.rows:
             lines += [_markdown_row(table.columns), "|" + "---|" * len(table.columns)]
             lines += [_markdown_row(row) for row in table.rows]
         else:
-            lines.append(table.text_if_empty)
+            lines.append("None.")
     lines += ["", "## Logbook"]
     for day, entries in _days(history):
         lines += ["", f"### {day}", ""]

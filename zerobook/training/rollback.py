@@ -199,8 +199,8 @@ class Recovery:
         self.say(
             f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. The last checkpoint before it: "
             f"{checkpoint or 'none'}.{saved_since}\n  {way_on} a lower --learning_rate than {config.learning_rate}, "
-            f"more --num_warmup_steps, or other data; or with --on_spike log. `zerobook runlog why {config.output_dir}` "
-            "tells the whole story."
+            f"more --num_warmup_steps, or other data; or with --on_spike log. "
+            f"`zerobook runlog show {config.output_dir} decisions` tells the whole story."
         )
         write_page(log)
 

@@ -1,4 +1,4 @@
-"""``zerobook runlog report RUN``: the logbook as one HTML page that needs nothing else, and as Markdown."""
+"""``zerobook runlog report RUN --watch``: the logbook's page, served on this machine and made anew as the run goes on."""
 
 from __future__ import annotations
 
@@ -8,41 +8,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from zerobook.cli.arguments import Parser
-from zerobook.runlog.history import History, folder_of
-from zerobook.runlog.report import render, write
+from zerobook.runlog.history import History
+from zerobook.runlog.report import render
 from zerobook.runlog.writer import EVENTS
-from zerobook.utils.terminal import say
 
 SECONDS = 15
 """Seconds after which the page of --watch loads itself again."""
 
 
-def report(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
-    parser = Parser("zerobook runlog report", description=__doc__)
-    parser.add_argument("run", help="a run's output_dir")
-    parser.add_argument(
-        "--watch", action="store_true", help=f"serve the page on localhost, rendered every {SECONDS} s as the run goes on"
-    )
-    parser.add_argument("--port", type=int, default=8765, help="of --watch")
-    known = parser.parse_args(arguments)
-    if known.watch:
-        return _serve(known.run, known.port)
-    page, markdown = write(known.run)
-    say(f"written: {page} and {markdown}")
-    return 0
-
-
-def _serve(run: str, port: int) -> int:
-    folder = folder_of(run)
+def serve(folder: Path, port: int) -> None:
+    """Serve the page of the runlog in ``folder`` until Ctrl-C."""
     server = ThreadingHTTPServer(("127.0.0.1", port), partial(PageHandler, folder))
     print(f"http://127.0.0.1:{server.server_port}  (Ctrl-C ends it)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
         server.server_close()
-    return 0
 
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")

@@ -1,0 +1,218 @@
+"""Tables of what happened to a run, for the page, its Markdown and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from zerobook.runlog.events import Event, ending_types, is_quiet, sentence
+from zerobook.runlog.formatting import duration, figure
+from zerobook.runlog.history import Branch, History, when
+
+MOST_RANGES = 60
+"""Ranges of sample numbers that a table lists."""
+
+
+class Table(NamedTuple):
+    """A table. ``columns`` are its headings; a column ``seq`` holds numbers of events."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def time_table(history: History) -> Table:
+    spent = history.time()
+    uses = [("training that was kept", spent.training, "")]
+    for cause, seconds in spent.given_up.items():
+        uses.append((f"training given up: {cause}", seconds, str(spent.steps_given_up[cause])))
+    uses += [
+        ("rolling back", spent.going_back, ""),
+        ("evaluating", spent.evaluating, ""),
+        ("saving", spent.saving, ""),
+        ("between attempts", spent.stopped, ""),
+        ("starting up, and the rest", spent.other, ""),
+    ]
+    rows = []
+    for use, seconds, steps in uses:
+        share = f"{seconds / spent.total:.1%}" if spent.total else ""
+        rows.append([use, duration(seconds), share, steps])
+    return Table("Where the time went", ["what", "time", "share", "steps"], rows)
+
+
+def spike_table(history: History) -> Table:
+    rows = []
+    for spike in history.of("spike"):
+        measures = [effect["measure"] for effect in history.effects(spike) if effect["type"] == "decision"]
+        loss = f"{figure(spike['base'], '.4g')} -> {figure(spike['peak'], '.4g')}"
+        place = [_seq(spike), str(spike["branch"]), str(spike["onset"]), str(spike["points"])]
+        rows.append([*place, spike["kind"], loss, measures[0] if measures else ""])
+    return Table("Spikes", ["seq", "branch", "step", "points", "what", "loss", "what was done"], rows)
+
+
+def rollback_table(history: History) -> Table:
+    rows = []
+    for intent in history.of("rollback"):
+        if intent["phase"] != "intent":
+            continue
+        outcomes = [event for event in history.effects(intent) if event["type"] == "rollback"]
+        took = "it has not ended"
+        if outcomes:
+            took = f"{duration(outcomes[0]['seconds'])}, branch {outcomes[0]['branch']}"
+        steps = [str(intent["from_step"]), str(intent["to_step"])]
+        rows.append([_seq(intent), *steps, intent["measure"], intent["why"], took])
+    return Table("Rollbacks", ["seq", "from step", "to step", "measure", "why", "took"], rows)
+
+
+def skipped_table(history: History) -> Table:
+    rows = []
+    for event in history.of("skip"):
+        first, last = event["steps"]
+        ranges = _format_ranges(event["ranges"])
+        rows.append([_seq(event), f"{first} to {last}", str(event["samples"]), ranges, event["why"]])
+    return Table("Data left out", ["seq", "steps", "samples", "sample numbers", "why"], rows)
+
+
+def _format_ranges(ranges: list[list[int]]) -> str:
+    """Return half-open ranges as text, such as ``5-6, 9``."""
+    shown = []
+    for start, end in ranges[:MOST_RANGES]:
+        shown.append(str(start) if end - start == 1 else f"{start}-{end - 1}")
+    more = f" and {len(ranges) - MOST_RANGES} more stretches" if len(ranges) > MOST_RANGES else ""
+    return ", ".join(shown) + more
+
+
+def checkpoint_table(history: History) -> Table:
+    proven_by = _proven_by(history)
+    lives_to = history.lives_to()
+    rows = []
+    for event in history.of("checkpoint"):
+        if event["state"] != "complete":
+            continue
+        state = "not proven yet"
+        if event["step"] > lives_to.get(event["branch"], float("inf")):
+            state = "of an abandoned branch"
+        elif event["seq"] in proven_by:
+            state = f"proven good [{proven_by[event['seq']]}]"
+        rows.append([_seq(event), str(event["step"]), str(event["branch"]), duration(event.get("seconds") or 0), state])
+    return Table("Checkpoints", ["seq", "step", "branch", "took", "state"], rows)
+
+
+def _proven_by(history: History) -> dict[int, int]:
+    """Return seq of a checkpoint's event -> seq of the event that says it is good."""
+    newest_of_step: dict[int, int] = {}
+    proven_by: dict[int, int] = {}
+    for event in history.of("checkpoint"):
+        # After a rollback, a step is saved again, and has to be proven again.
+        if event["state"] == "complete":
+            newest_of_step[event["step"]] = event["seq"]
+        elif event["state"] == "proven_good" and event["step"] in newest_of_step:
+            proven_by[newest_of_step[event["step"]]] = event["seq"]
+    return proven_by
+
+
+def branch_table(history: History) -> Table:
+    rows = []
+    for branch in history.branches():
+        cause = sentence(branch.cause) if branch.cause else "the run began"
+        numbers = [str(branch.number), str(branch.attempt), str(branch.start), str(branch.end)]
+        rows.append([*numbers, _living_steps(branch), cause])
+    return Table("Branches", ["branch", "attempt", "from", "to", "lives to", "why it began"], rows)
+
+
+def _living_steps(branch: Branch) -> str:
+    if branch.lives_to >= branch.end:
+        return "all of it"
+    if branch.lives_to <= branch.start:
+        return "nothing"
+    return f"step {branch.lives_to}"
+
+
+def attempt_table(history: History) -> Table:
+    types = ending_types()
+    rows = []
+    for attempt in history.attempts():
+        starts = [event for event in attempt if event["type"] == "run_start"]
+        start = starts[0] if starts else attempt[0]
+        lasted = duration(max(0.0, (when(attempt[-1]) - when(attempt[0])).total_seconds()))
+        # An attempt may hold the crash event of the one before it.
+        endings = [event for event in attempt if event["type"] in types and not event.get("of_attempt")]
+        why = sentence(endings[-1]) if endings and endings[-1]["type"] != "run_end" else ""
+        rows.append([_seq(start), str(start["attempt"]), lasted, history.ending(attempt), why])
+    return Table("Attempts", ["seq", "attempt", "lasted", "ended", "why"], rows)
+
+
+def change_table(history: History) -> Table:
+    changes = history.of("config_diff", "launch_diff", "env_diff", "verify")
+    rows = [[_seq(event), str(event["attempt"]), sentence(event)] for event in changes]
+    title = "Changes: settings, launch, environment, and steps done again"
+    return Table(title, ["seq", "attempt", "what"], rows)
+
+
+def decisions(history: History) -> list[list[Event]]:
+    """Return each decision with what was seen before it and what came of it, in order."""
+    return [[*history.causes(decision), *history.effects(decision)] for decision in history.of("decision")]
+
+
+def decision_table(history: History) -> Table:
+    rows = []
+    for number, events in enumerate(decisions(history), 1):
+        for event in events:
+            rows.append([str(number), _seq(event), sentence(event)])
+    return Table("Decisions", ["decision", "seq", "what"], rows)
+
+
+def logbook(history: History) -> list[Event]:
+    """Return the events that lists show: what happened, what was done about it, and the result."""
+    return [event for event in history.events if not is_quiet(event)]
+
+
+def event_table(history: History) -> Table:
+    rows = [[_seq(event), when(event).strftime("%Y-%m-%d %H:%M:%S"), sentence(event)] for event in logbook(history)]
+    return Table("Logbook", ["seq", "UTC", "what"], rows)
+
+
+def sample_tables(history: History) -> list[Table]:
+    """Return the table of the newest evaluation that has samples, such as generated texts; an empty list without any."""
+    evaluations = [event for event in history.of("eval") if event.get("samples")]
+    if not evaluations:
+        return []
+    newest = evaluations[-1]
+    columns = list(newest["samples"][0])
+    rows = [[str(sample.get(column, "")) for column in columns] for sample in newest["samples"]]
+    return [Table(f"Samples of the evaluation at step {newest['step']}", columns, rows)]
+
+
+def _seq(event: Event) -> str:
+    return f"[{event['seq']}]"
+
+
+# --- what ``zerobook runlog show`` takes by name
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One side of a run: a table, and the same as JSON values."""
+
+    table: Callable[[History], Table]
+    as_json: Callable[[History], Any]
+
+
+def _time_as_json(history: History) -> dict[str, Any]:
+    spent = history.time()
+    return {**asdict(spent), "other": spent.other, "ratio": spent.ratio}
+
+
+def _branches_as_json(history: History) -> list[dict[str, Any]]:
+    return [asdict(branch) for branch in history.branches()]
+
+
+# JSON is of events as docs/reference/runlog.md describes them, of seconds, or of branches.
+VIEWS = {
+    "spikes": View(table=spike_table, as_json=lambda history: history.of("spike")),
+    "decisions": View(table=decision_table, as_json=decisions),
+    "time": View(table=time_table, as_json=_time_as_json),
+    "checkpoints": View(table=checkpoint_table, as_json=lambda history: history.of("checkpoint")),
+    "skipped": View(table=skipped_table, as_json=lambda history: history.of("skip")),
+    "branches": View(table=branch_table, as_json=_branches_as_json),
+    "events": View(table=event_table, as_json=logbook),
+}
