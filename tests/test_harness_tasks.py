@@ -133,13 +133,14 @@ def test_an_evaluation_does_not_read_the_harness_own_tasks(llama, tasks, monkeyp
 
 
 def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
-    line = [str(tiny / "llama"), "--tasks", f"{tasks / 'choices.yaml'},{tasks / 'text.yaml'}", "--limit", "3"]
-    own = ["--task", str(sorted(QUESTIONS.glob("*.jsonl"))[0])]
-    assert evaluate([*line, *own, "--json"]) == 0
+    names = f"{tasks / 'choices.yaml'},{tasks / 'text.yaml'}"
+    questions = sorted(QUESTIONS.glob("*.jsonl"))[0]
+    line = [str(tiny / "llama"), "--limit", "3", "--tasks"]
+    assert evaluate([*line, f"{names},{questions}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["task"] for row in found["lm_evaluation_harness"]} == {"zerobook_choices", "zerobook_text"}
     assert found["tasks"]
-    assert evaluate(line) == 0
+    assert evaluate([*line, names]) == 0
     assert "zerobook_choices" in capsys.readouterr().out
 
 

@@ -172,7 +172,9 @@ def check_hover_zoom_and_hiding(chromium):
         "{const r = document.querySelector('#curves svg svg').getBoundingClientRect(); [r.x, r.y, r.width]}"
     )
     # the value under the pointer, and the event at a mark
-    chromium.ask("Input.dispatchMouseEvent", type="mouseMoved", x=left + width * 18 / 40, y=top + 100)
+    chromium.ask(
+        "Input.dispatchMouseEvent", type="mouseMoved", x=left + width * (18 - whole[0]) / (whole[1] - whole[0]), y=top + 100
+    )
     tip = chromium.value("document.querySelector('#curves .tip').innerText")
     assert "step 18" in tip and "the run as it is: 3" in tip and "DAMAGE at step 18: <b>high</b>" in tip, tip
     # zoom by the mouse, move with Shift, and back by a double click

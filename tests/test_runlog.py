@@ -163,9 +163,9 @@ def test_damage_in_the_middle_is_named_and_the_rest_is_read(tmp_path, capsys):
     log = RunLog(tmp_path)
     assert log.event("note", text="", by="") == 9, "the damaged one's number is not given again"
     log.close()
-    file.write_bytes(encode({"seq": 1, "attempt": 1, "branch": 0, "type": "a", "monotonic": 100.0})
-                     + encode({"seq": 1, "attempt": 1, "branch": 1, "type": "a", "monotonic": 10.0, "parent": 5})
-                     + encode({"seq": 4, "attempt": 1, "branch": 0, "type": "a", "monotonic": 11.0}))  # fmt: skip
+    file.write_bytes(encode({"seq": 1, "attempt": 1, "branch": 0, "type": "a", "monotonic": 100.0, "utc": ""})
+                     + encode({"seq": 1, "attempt": 1, "branch": 1, "type": "a", "monotonic": 10.0, "utc": "", "parent": 5})
+                     + encode({"seq": 4, "attempt": 1, "branch": 0, "type": "a", "monotonic": 11.0, "utc": ""}))  # fmt: skip
     found = "\n".join(problems(log.folder)[0])
     for said in ("events before it are missing", "two processes have written", "time goes back by 90 s", "comes after it",
                  "2 events before it", "branch 0 comes after 1"):  # fmt: skip

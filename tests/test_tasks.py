@@ -378,7 +378,7 @@ def score_in_a_launch() -> None:
 def test_the_command_prints_a_table_or_one_object(tiny, capsys):
     from zerobook.cli.main import main
 
-    line = ["eval", str(tiny / "llama"), "--task", str(FIXTURES[0]), "--task", str(FIXTURES[1])]
+    line = ["eval", str(tiny / "llama"), "--tasks", f"{FIXTURES[0]},{FIXTURES[1]}"]
     assert main([*line, "--json", "--batch_size", "5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found["tasks"]) == ["arithmetic", "geography"]
@@ -390,7 +390,7 @@ def test_the_command_prints_a_table_or_one_object(tiny, capsys):
     assert main(line) == 0
     text = capsys.readouterr().out
     assert f"{geography['acc']:.3f} ± {geography['acc_stderr']:.3f}" in text and "sqrt(p (1 - p) / n)" in text
-    assert main(["eval", str(tiny / "llama"), "--task", "none.jsonl"]) == 2
+    assert main(["eval", str(tiny / "llama"), "--tasks", "none.jsonl"]) == 2
     assert "DataError: none.jsonl: the task cannot be read" in capsys.readouterr().err
 
 

@@ -162,7 +162,6 @@ class RecipeConfig(_Keys):
         False, description="compile the model's layers with torch.compile: fewer, fused operations, after a minute at the start"
     )
     fast: bool = Field(False, description="turn on what is faster on this hardware and computes the same; notes say what")
-    device_map: str | None = Field(None, description="transformers' device map; one process only")
     activation_checkpointing: str = Field(
         "none",
         description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
@@ -251,7 +250,6 @@ class RecipeConfig(_Keys):
     early_stopping_patience: int | None = Field(
         None, ge=1, description="end the run after so many evaluations without a lower held-out loss"
     )
-    early_stopping_threshold: float = Field(0.0, ge=0, description="least difference that counts as a lower held-out loss")
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
@@ -578,8 +576,6 @@ class RecipeConfig(_Keys):
                 "early_stopping_patience: it counts evaluations, and automatic ones are at other steps in each run. Give "
                 "--eval_steps."
             )
-        if self.early_stopping_threshold and not self.early_stopping_patience:
-            problems.append("early_stopping_threshold: it has no effect without --early_stopping_patience.")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             problems.append(
                 f"learning_rate: {self.learning_rate:g} is not above {POLYNOMIAL_END:g}, where lr_scheduler_type polynomial "

@@ -36,8 +36,8 @@ def test_a_run_ends_when_its_held_out_loss_no_longer_falls(tiny, tmp_path, strat
 
 def test_what_counts_as_a_lower_loss():
     progress, counts = Progress(), []
-    for loss in (2.0, 1.9, 1.89, float("nan"), 1.88, 1.7):
-        progress.evaluated(loss, 0.05)
+    for loss in (2.0, 1.9, 1.9, float("nan"), 1.95, 1.7):
+        progress.evaluated(loss)
         counts.append(progress.evaluations_without_progress)
     assert counts == [0, 0, 1, 2, 3, 0] and progress.best_eval_loss == 1.7
 

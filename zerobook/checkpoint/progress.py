@@ -65,24 +65,18 @@ class Progress:
     eval_loss: float | None = None
     """held-out loss at this very step; None where it was not evaluated here, or is not finite"""
 
-    def evaluated(self, loss: float, least: float = 0.0) -> None:
-        """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best.
-
-        Args:
-            least: difference by which the loss has to be below the best one to count as progress.
-        """
+    def evaluated(self, loss: float) -> None:
+        """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best."""
         best = self.best_eval_loss
-        # Records of earlier versions may hold a NaN. Comparisons with it are false, so they ask for the opposite.
-        is_progress = best is None or not best - loss <= least
+        # Records of earlier versions may hold a NaN. Comparisons with it are false, so this asks for the opposite.
         is_best = best is None or not best <= loss
-        if is_progress and math.isfinite(loss):
+        if math.isfinite(loss):
+            self.eval_loss = loss
+        if is_best and math.isfinite(loss):
+            self.best_eval_loss = loss
             self.evaluations_without_progress = 0
         else:
             self.evaluations_without_progress += 1
-        if math.isfinite(loss):
-            self.eval_loss = loss
-            if is_best:
-                self.best_eval_loss = loss
 
     def use_held_out_data(self, fingerprint: str) -> bool:
         """Record the held-out data that the next losses are measured on. Losses of other data are forgotten.

@@ -2,7 +2,7 @@
 
     zerobook data inspect chats.jsonl --max_seq_length 1024
     zerobook data prepare recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml
-    zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3 --png lengths.png
+    zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3
 
 All other flags than those below belong to the recipe, so a launch of the recipe finds the prepared data.
 """
@@ -40,7 +40,6 @@ def data(arguments: list[str]) -> int:
     parser.add_argument("recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, up to its data")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: all cores)")
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
-    parser.add_argument("--png", help="inspect: write a picture of the lengths to this file")
     flags, recipe_flags = parser.parse_known_args(arguments)
     prepared, tokenizer = _prepare(flags.recipe, recipe_flags, flags.workers)
     _print_table(prepared)
@@ -51,9 +50,6 @@ def data(arguments: list[str]) -> int:
             shown = range(min(flags.samples, len(view)))
             rows += [(f"{name}, row {number}", view[number]) for number in shown]
         show_rows(rows, tokenizer)
-        if flags.png:
-            draw_lengths(prepared, flags.png)
-            say(f"wrote {flags.png}")
     return 0
 
 
@@ -112,25 +108,3 @@ def print_lengths(name: str, lengths: np.ndarray) -> None:
     """Print a histogram of the tokens per row of a dataset."""
     console().print(f"\n{name}: tokens per row", style="bold")
     print_histogram(lengths)
-
-
-def draw_lengths(data: PreparedData, file: str) -> None:
-    """Draw histograms of tokens per row, one panel per dataset, as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    datasets = _datasets(data)
-    size = (8, 2.4 * len(datasets))
-    figure, axes = pyplot.subplots(len(datasets), 1, figsize=size, squeeze=False, constrained_layout=True)
-    for (name, view), axis in zip(datasets, axes[:, 0], strict=True):
-        axis.hist(view.lengths, bins=40, color="#3b6ea5")
-        axis.axvline(np.median(view.lengths), color="#c0392b", linewidth=1, label=f"median {int(np.median(view.lengths))}")
-        axis.set_title(f"{name}: {len(view):,} rows, {int(view.lengths.sum()):,} tokens", loc="left", fontsize=10)
-        axis.set_xlabel("tokens per row")
-        axis.set_ylabel("rows")
-        axis.legend(frameon=False)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobook.checkpoint.resume import earlier_result, earlier_run
+from zerobook.cli.arguments import Parser
 from zerobook.config import ConfigSources, RecipeConfig, read
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
@@ -53,9 +54,12 @@ def doctor(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
-    as_json = "--json" in argv
-    all_ranks = "--all_ranks" in argv
-    argv = [token for token in argv if token not in ("--json", "--all_ranks")]
+    parser = Parser("zerobook doctor", allow_abbrev=False, add_help=False)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--all_ranks", action="store_true")
+    flags, argv = parser.parse_known_args(argv)
+    as_json = flags.json
+    all_ranks = flags.all_ranks
     out = console()
     out.quiet = as_json
     hardware = Hardware.detect()

@@ -21,12 +21,11 @@ def evaluate(argv: list[str]) -> int:
     """Print what a model scores on tasks. Return 0."""
     parser = Parser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
-    parser.add_argument("--task", action="append", default=[], metavar="FILE.jsonl", help="may be given several times")
     parser.add_argument(
         "--tasks",
-        default="",
+        required=True,
         metavar="NAMES",
-        help="of lm-evaluation-harness, with commas between: arc_easy,my_task.yaml",
+        help="files of questions and tasks of lm-evaluation-harness, with commas between: mine.jsonl,arc_easy,my_task.yaml",
     )
     parser.add_argument("--limit", type=positive, help="questions of each task of the harness (default: all)")
     parser.add_argument("--num_fewshot", type=int, help="examples before a question of the harness (default: the task's)")
@@ -37,10 +36,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
-    harness_names = [name for name in flags.tasks.split(",") if name]
-    files, harness_tasks = split([*flags.task, *harness_names])
-    if not files and not harness_tasks:
-        parser.error("no task is named: give --task FILE.jsonl or --tasks NAMES")
+    files, harness_tasks = split([name for name in flags.tasks.split(",") if name])
     # Files are read before the model, which takes longer.
     tasks = [read_task(file) for file in files]
 

@@ -584,11 +584,6 @@ def _check_model_choices(launch: LaunchDraft) -> None:
     obstacle = fast.not_compiled(plan, config)
     if config.torch_compile and obstacle:
         plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")
-    if config.device_map and plan.world_size > 1:
-        plan.problems.append(
-            f"device_map: {config.device_map!r} spreads one process over all devices and cannot be combined with "
-            f"{plan.world_size} processes. Remove it (ZeRO-3 or FSDP shard the model), or launch one process."
-        )
     if config.base_format is not None:
         flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
         refusal = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)

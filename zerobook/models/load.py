@@ -307,8 +307,6 @@ def load_model(
     options |= {"dtype": DTYPES[config.dtype], "attn_implementation": attention, "config": model_config}
     if quantization is not None:
         options["quantization_config"] = quantization
-    if config.device_map:
-        options["device_map"] = config.device_map
     if strategy.is_main and quantization is None:
         _warn_of_copies(hub.folder(name, revision), config, strategy)
     with freed_blocks_returned():

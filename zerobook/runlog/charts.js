@@ -23,6 +23,9 @@ function html(name, className, parent, text = "") {
 // A colour of the page's palette, which has a light and a dark variant, or any colour of CSS.
 const colourOf = (curve) => `var(--${curve.colour}, ${curve.colour})`;
 
+// The character that stands for a curve beside its name.
+const keyOf = (curve) => curve.symbol || (curve.kind === "dotted" ? "•••" : "━");
+
 function format(value) {
   if (value === null) return "not finite";
   if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9)) return value.toExponential(2).replace(/\.?0+e/, "e");
@@ -88,7 +91,7 @@ class Chart {
       const button = html("button", "", legend);
       button.type = "button";
       button.ariaPressed = "true";
-      const key = html("i", "", button, curve.symbol || (curve.kind === "dotted" ? "•••" : "━"));
+      const key = html("i", "", button, keyOf(curve));
       key.style.color = colourOf(curve);
       button.append(name);
       button.onclick = () => {
@@ -312,7 +315,7 @@ class Chart {
     html("b", "", this.tip, this.is_time ? this.xText(x, true) : `step ${this.xText(x)}`);
     for (const [curve, text] of lines) {
       const line = html("div", "", this.tip);
-      html("i", "", line, curve.symbol || "━").style.color = colourOf(curve);
+      html("i", "", line, keyOf(curve)).style.color = colourOf(curve);
       line.append(text);
     }
     this.cursor.setAttribute("x1", this.toPixel(x));

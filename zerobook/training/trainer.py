@@ -627,7 +627,7 @@ class Trainer:
             self._automatic_evaluations.evaluated(self.progress.step, seconds)
         self.hooks("on_evaluate", self, record)
         if "loss" in record.result:
-            self.progress.evaluated(record.result["loss"], self.config.early_stopping_threshold)
+            self.progress.evaluated(record.result["loss"])
         self.evaluation = record.result
         return record.result
 
