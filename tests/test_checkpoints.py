@@ -410,7 +410,7 @@ def test_commands_show_what_there_is(tmp_path, capsys):
     assert "1.2500" in shown and "best" in shown and "ZeRO-2, 2 processes" in shown and "damaged" in shown
     command(["inspect", str(checkpoints / "step-000012")])
     shown = capsys.readouterr().out
-    assert "7 x 5" in shown and "adamw has taken 4 steps" in shown and "eval_loss" in shown
+    assert "ZeRO-2" in shown and "cursor" in shown and "eval_loss" in shown
     with pytest.raises(CheckpointError, match="there are no checkpoints"):
         command(["list", str(tmp_path / "nothing")])
     assert [size(n) for n in (999, 1_620_000_000, 2_500)] == ["999 B", "1.62 GB", "2.50 kB"]

@@ -9,20 +9,14 @@ import random
 import re
 import resource
 import shutil
-import socket
 import subprocess
-import threading
 import time
-import urllib.request
 from contextlib import contextmanager
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.test_runlog import attempt, run  # noqa: F401  a fixture
-from zerobook.cli import serve_report as served
 from zerobook.cli.main import main
 from zerobook.runlog import figures, report
 from zerobook.runlog.events import EVENT_TYPES, Mark, declare
@@ -300,41 +294,6 @@ def test_thinning_loses_no_spike():
     assert len(steps) <= figures.POINTS and steps == sorted(steps)
     assert (54_321, 99.0) in zip(steps, kept, strict=True) and (777, -5.0) in zip(steps, kept, strict=True) and 10 not in steps
     assert figures.thin([1, 2], [1.0, None]) == ([1], [1.0])
-
-
-def test_watching_serves_it_on_this_machine_alone_and_makes_it_anew(run, monkeypatch):  # noqa: F811
-    made = []
-    inner = report.render
-    monkeypatch.setattr(served, "render", lambda history, refresh=None: made.append(1) or inner(history, refresh))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(served.PageHandler, run / "runlog"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-
-    def ask(host):
-        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as wire:
-            wire.sendall(b"GET / HTTP/1.0\r\n" + (b"" if host is None else f"Host: {host}\r\n".encode()) + b"\r\n")
-            return wire.makefile("rb").read()
-
-    def get(path=""):
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{path}", timeout=30) as answer:
-            return answer.read().decode()
-
-    try:
-        assert 'http-equiv="refresh" content="15"' in get() and "while it runs" not in get() and len(made) == 1
-        log = RunLog(run, attempt=False)
-        log.event("note", text="while it runs", by="me")
-        log.close()
-        assert "while it runs" in get() and len(made) == 2
-        with pytest.raises(urllib.error.HTTPError):
-            get("etc/passwd")
-        port = server.server_port
-        for host in ("localhost", "LOCALHOST:9000", f"127.0.0.1:{port}", "[::1]", f"[::1]:{port}"):
-            assert ask(host).startswith(b"HTTP/1.0 200"), f"{host} is this machine, also behind a tunnel"
-        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.", "", None):
-            refused = ask(host)
-            assert refused.startswith(b"HTTP/1.0 421") and b"while it runs" not in refused, f"{host} is another site's name"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):

@@ -82,5 +82,5 @@ def test_own_chats_become_a_model_that_is_continued_and_talked_to(tmp_path, tiny
     assert "Finished: step 4 of 4" in shell("zerobook runlog status runs/second")
     listed = shell("zerobook checkpoint list runs/second --json")
     assert [one["progress"]["step"] for one in json.loads(listed)] == [2, 4] and any(one["best"] for one in json.loads(listed))
-    assert "zerobook chat runs/second" in again and "watch it: zerobook runlog report runs/second --watch" in again
+    assert "zerobook chat runs/second" in again and "watch it: zerobook runlog report runs/second" in again
     assert "held-out loss" in shell("zerobook runlog report runs/second") or (mine / "runs/second/runlog/report.html").exists()

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.save import ADAM_STEPS, STATE_SHAPES, STEPS
 from zerobook.cli.arguments import Parser
 from zerobook.errors import CheckpointError
 from zerobook.utils.terminal import console, plain, say
@@ -52,7 +50,7 @@ def checkpoint(arguments: list[str]) -> int:
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
     if flags.action == "inspect" and flags.json:
-        print(json.dumps(_facts(path), indent=2))
+        print(json.dumps(_facts(path, store.find_best(path.parent)), indent=2))
     elif flags.action == "inspect":
         _inspect(path)
     elif flags.action == "pin":
@@ -102,7 +100,7 @@ def _one_or_all(path: Path) -> list[Path]:
 def _table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
-    numbers = ("step", "samples", "held-out loss", "size", "numbers", "tensors", "pieces")
+    numbers = ("step", "samples", "held-out loss", "size")
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -146,7 +144,7 @@ def _row(checkpoint: Path, *, is_best: bool) -> list[str]:
     ]
 
 
-def _facts(checkpoint: Path, best: Path | None = None) -> dict[str, Any]:
+def _facts(checkpoint: Path, best: Path | None) -> dict[str, Any]:
     """Return a checkpoint as JSON values."""
     reason = store.find_damage(checkpoint)
     if reason is not None:
@@ -192,37 +190,12 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
 
 
 def _inspect(checkpoint: Path) -> None:
-    reason = store.find_damage(checkpoint)
-    if reason is not None:
-        raise CheckpointError(reason)
-    index = store.read_json(checkpoint / "tensors.json")
-    table = _table(str(checkpoint), "progress", "value")
-    for key, value in store.read_json(checkpoint / store.PROGRESS).items():
+    """Print the record of a checkpoint: who wrote it, its size, and the progress of the run."""
+    facts = _facts(checkpoint, store.find_best(checkpoint.parent))
+    if facts["damage"] is not None:
+        raise CheckpointError(facts["damage"])
+    table = _table(str(checkpoint), "what", "value")
+    progress = facts.pop("progress")
+    for key, value in (facts | progress).items():
         table.add_row(key, str(value))
     console().print(table)
-    console().print(_tensors_table(index))
-    table = _table("largest weights", "name", "shape")
-    largest_first = sorted(index["shapes"].items(), key=lambda item: -math.prod(item[1]))
-    for name, shape in largest_first[:5]:
-        table.add_row(name, " x ".join(map(str, shape)))
-    console().print(table)
-    optimizer = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
-    steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
-    console().print(f"written by {index['written_by']}; the optimizer {optimizer} has taken {counted(steps, 'step')}")
-
-
-def _tensors_table(index: dict[str, Any]) -> Table:
-    """Return a table of weights and optimizer state: a tensor is named KIND/WEIGHT, and is stored in pieces."""
-    state_shapes = index.get(STATE_SHAPES, {})
-    kinds = sorted({name.partition("/")[0] for name in index["pieces"]})
-    table = _table("tensors", "kind", "tensors", "numbers", "size", "pieces")
-    for kind in kinds:
-        names = [name for name in index["pieces"] if name.startswith(f"{kind}/")]
-        numbers = 0
-        pieces = 0
-        for name in names:
-            weight = name.partition("/")[2]
-            numbers += math.prod(state_shapes.get(name, index["shapes"][weight]))
-            pieces += len(index["pieces"][name])
-        table.add_row(kind, str(len(names)), f"{numbers:,}", size(4 * numbers), str(pieces))
-    return table

@@ -5,7 +5,7 @@ zerobook runlog show outputs/run [VIEW]      tables of spikes, decisions, time, 
                                              one of them; all events; or the steps that are part of the run, as CSV
 zerobook runlog compare A B C ...            runs in one table: what differs, held-out loss, speed, memory
 zerobook runlog compare RUN --attempts 1 2   two attempts of one run
-zerobook runlog report outputs/run           the runlog as one HTML page and as Markdown [--watch serves it]
+zerobook runlog report outputs/run           the runlog as one HTML page and as Markdown
 zerobook runlog note outputs/run "..."       write into the runlog, while the run trains or later
 zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
 
@@ -23,7 +23,6 @@ from typing import Any
 
 from zerobook.cli import compare_runs
 from zerobook.cli.arguments import Parser
-from zerobook.cli.serve_report import serve
 from zerobook.errors import RunLogError
 from zerobook.runlog.events import ending_types
 from zerobook.runlog.history import History, folder_of, is_being_written, last_of, naming_the_log
@@ -63,11 +62,6 @@ def make_parser() -> Parser:
             action.add_argument("view", nargs="?", choices=[*VIEWS, STEPS_VIEW], help="default: all but events and steps")
         if name == "note":
             action.add_argument("text", help="the note, in quotes")
-        if name == "report":
-            action.add_argument(
-                "--watch", action="store_true", help="serve the page on localhost, made anew as the run goes on"
-            )
-            action.add_argument("--port", type=int, default=8765, help="of --watch")
     return parser
 
 
@@ -135,10 +129,7 @@ def _print_steps(history: History, *, as_json: bool) -> None:
 
 
 def report(flags: argparse.Namespace) -> None:
-    """Write the logbook as one HTML page that needs no other file, and as Markdown."""
-    if flags.watch:
-        serve(folder_of(flags.run), flags.port)
-        return
+    """Write the logbook as one HTML page that needs no other file, and as Markdown. The run may still train."""
     page, markdown = write(flags.run)
     say(f"written: {page} and {markdown}")
 

@@ -46,8 +46,8 @@ def write(run: str | Path) -> tuple[Path, Path]:
     return page, markdown
 
 
-def render(history: History, refresh: int | None = None) -> str:
-    """Return the page. ``refresh``: seconds after which a browser loads it again."""
+def render(history: History) -> str:
+    """Return the page."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -60,7 +60,6 @@ def render(history: History, refresh: int | None = None) -> str:
         state=summary(history.folder),
         facts=run_facts(history),
         cards=_cards(history, spent),
-        refresh=refresh,
         charts=figures.charts(history),
         script=script,
         hint=figures.data_bound(history),

@@ -50,7 +50,7 @@ class Console(Hook):
         config = trainer.config
         state = trainer.state
         data = trainer.data
-        self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)} --watch")
+        self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)}")
         self.say(f"running: {_describe_strategy(trainer.strategy.describe())}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
