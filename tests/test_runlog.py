@@ -22,7 +22,7 @@ from zerobook.cli.main import main
 from zerobook.errors import RunLogError
 from zerobook.runlog import writer
 from zerobook.runlog.check import problems
-from zerobook.runlog.history import History, last_of
+from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
 from zerobook.runlog.lifecycle import begin, last_words, read_decisions
 from zerobook.runlog.machine import nearly_full, sample
@@ -483,7 +483,7 @@ def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
         (1, 10, 34, 30),
         (2, 30, 40, 40),
     ]
-    spent = history.time()
+    spent = time_spent(history)
     assert spent.steps_given_up == {"rollback": 10, "stop before a save": 4}
     assert spent.saving == pytest.approx(0.2) and spent.evaluating == pytest.approx(0.2) and spent.going_back == 0.5
     assert [history.ending(a) for a in history.attempts()] == ["killed", "finished"]

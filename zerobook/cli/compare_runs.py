@@ -58,11 +58,11 @@ def compare_runs(flags: argparse.Namespace) -> None:
         compared = _attempts(flags.runs[0], histories[0], flags.attempts)
     else:
         compared = [_run(run, history) for run, history in zip(flags.runs, histories, strict=True)]
-    settings = _differing_settings([one.settings for one in compared])
+    settings = _differing_settings([entry.settings for entry in compared])
     if flags.json:
         _print_json(compared, settings)
         return
-    results = [one.results for one in compared if one.results]
+    results = [entry.results for entry in compared if entry.results]
     names = _names(compared)
     _print_tables(names, settings, results)
     if results:
@@ -73,7 +73,7 @@ def compare_runs(flags: argparse.Namespace) -> None:
 
 @dataclass(kw_only=True)
 class Compared:
-    """A run or an attempt of one. An attempt has no ``results`` of its own."""
+    """A run or an attempt of entry. An attempt has no ``results`` of its own."""
 
     run: str
     attempt: int | None
@@ -109,14 +109,14 @@ def _attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compar
 
 def _print_json(compared: Sequence[Compared], settings: Mapping[str, list[Any]]) -> None:
     values = []
-    for index, one in enumerate(compared):
-        value: dict[str, Any] = {"run": one.run}
-        if one.attempt is not None:
-            value["attempt"] = one.attempt
-        value |= one.results
+    for index, entry in enumerate(compared):
+        value: dict[str, Any] = {"run": entry.run}
+        if entry.attempt is not None:
+            value["attempt"] = entry.attempt
+        value |= entry.results
         value["settings"] = {key: of_all[index] for key, of_all in settings.items()}
         # The first step whose loss is not that of the first run; null for the first run itself, and where none differs.
-        value["first_differing_step"] = compare.first_apart(compared[0].losses, one.losses)
+        value["first_differing_step"] = compare.first_apart(compared[0].losses, entry.losses)
         values.append(value)
     print(json.dumps(values, indent=2, default=str))
 
@@ -148,7 +148,7 @@ def _settings(run_start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _losses(steps: Iterable[Mapping[str, Any]]) -> dict[int, float | None]:
-    """Return step -> loss; of a step that was done twice, the last one."""
+    """Return step -> loss; of a step that was done twice, the last entry."""
     return {step["step"]: step["loss"] for step in steps}
 
 
@@ -172,12 +172,12 @@ def _say_where_losses_differ(first: Mapping[int, float | None], second: Mapping[
 def _names(compared: Sequence[Compared]) -> list[str]:
     """Return short names: the number of the attempt, or the last part of the path where no two runs have the same."""
     names = []
-    last_parts = [Path(one.run).resolve().name for one in compared]
-    for one, last_part in zip(compared, last_parts, strict=True):
-        if one.attempt is not None:
-            names.append(f"attempt {one.attempt}")
+    last_parts = [Path(entry.run).resolve().name for entry in compared]
+    for entry, last_part in zip(compared, last_parts, strict=True):
+        if entry.attempt is not None:
+            names.append(f"attempt {entry.attempt}")
         else:
-            names.append(last_part if last_parts.count(last_part) == 1 else one.run)
+            names.append(last_part if last_parts.count(last_part) == 1 else entry.run)
     return names
 
 

@@ -33,17 +33,21 @@ _OTHER_PROGRAMS = {"-m", "--module", "--no_python", "--no-python"}
 def launch(argv: list[str]) -> int:
     """Start the processes of this machine. Return the exit code of the process that failed first, or 0."""
     parser = Parser(
-        "zerobook launch", usage="zerobook launch [--min_machines N] [accelerate launch's flags] RECIPE [its flags]",
-        description=DESCRIPTION, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        "zerobook launch",
+        usage="zerobook launch [--min_machines N] [accelerate launch's flags] RECIPE [its flags]",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         add_help=False,
-    )  # fmt: skip
+    )
     parser.add_argument("--min_machines", type=int, help="the fewest machines that the run goes on with")
     if not argv or argv[0] in ("-h", "--help"):
         parser.print_help()
         return 0
-    known, arguments = parser.parse_known_args(argv)
-    if known.min_machines:
-        return quietly(lambda: elastic.launch(known.min_machines, arguments))
+    flags, arguments = parser.parse_known_args(argv)
+    if flags.min_machines:
+        return quietly(lambda: elastic.launch(flags.min_machines, arguments))
     return quietly(lambda: _launch(arguments))
 
 
@@ -77,5 +81,5 @@ def _problems_of_launch(arguments: list[str], flags: list[str], script: str) -> 
 
     if not is_missing and not is_recipe(script):
         return problems
-    plan, found, _, _ = inspect_launch(arguments, Hardware.detect())
-    return found + (plan.problems if plan else [])
+    plan, earlier_problems, _, _ = inspect_launch(arguments, Hardware.detect())
+    return earlier_problems + (plan.problems if plan else [])

@@ -51,20 +51,21 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        print(f"zerobook {arguments[0]}: no such command." + (f" Did you mean zerobook {near[0]}?" if near else "")
-              + " zerobook --help lists all.", file=sys.stderr)  # fmt: skip
+        nearest = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f" Did you mean zerobook {nearest[0]}?" if nearest else ""
+        print(f"zerobook {arguments[0]}: no such command.{hint} zerobook --help lists all.", file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
-    known = parser.parse_args(arguments[:1])
-    if known.version:
+    # The other arguments are the command's.
+    flags = parser.parse_args(arguments[:1])
+    if flags.version:
         from zerobook import __version__
 
         print(__version__)
         return 0
-    if known.command is None:
+    if flags.command is None:
         parser.print_help()
         return 0
     from zerobook.errors import ZerobookError
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     hush()
     sys.excepthook = say_traceback
     try:
-        module, function = COMMANDS[known.command]
+        module, function = COMMANDS[flags.command]
         return getattr(import_module(module), function)(arguments[1:])
     except ZerobookError as error:
         say(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from zerobook.checkpoint import store
 from zerobook.errors import RunLogError
 from zerobook.runlog.facts import code_version, data_names, model_name, training_method
 from zerobook.runlog.formatting import duration
-from zerobook.runlog.history import History
+from zerobook.runlog.history import History, time_spent
 from zerobook.utils.units import counted
 
 LOAD = {
@@ -111,7 +111,7 @@ def _describe_run(folder: Path) -> dict[str, Any]:
         history = History.read(folder)
     except RunLogError:
         return {}
-    rows: dict[str, Any] = {"time": duration(history.time().total)}
+    rows: dict[str, Any] = {"time": duration(time_spent(history).total)}
     environments = history.of("env")
     starts = history.of("run_start")
     if environments:

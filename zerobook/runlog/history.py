@@ -197,11 +197,6 @@ class History:
             if record["step"] <= lives.get(record["branch"], float("inf")):
                 yield record
 
-    # --- where the time went
-    def time(self) -> TimeSpent:
-        return time_spent(self)
-
-    # --- as it is now
     def attempts(self) -> list[list[Event]]:
         """Return the events of each attempt."""
         by_attempt: dict[int, list[Event]] = {}
@@ -240,8 +235,9 @@ class TimeSpent:
     @property
     def other(self) -> float:
         """Seconds of all other uses, mostly startup."""
-        known = self.training + sum(self.given_up.values()) + self.evaluating + self.saving + self.going_back + self.stopped
-        return max(0.0, self.total - known)
+        steps = self.training + sum(self.given_up.values())
+        measured = steps + self.evaluating + self.saving + self.going_back + self.stopped
+        return max(0.0, self.total - measured)
 
     @property
     def ratio(self) -> float:
@@ -254,41 +250,60 @@ def time_spent(history: History) -> TimeSpent:
     if not history.events:
         return spent
     spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
-    lives, starts = history.lives_to(), history.starts()
-    mark: float | None = None  # monotonic time after the last block
-    besides = 0.0
-    last: Event | None = None
+    last_living_step = history.lives_to()
+    starts = history.starts()
+    # Monotonic time at which the present block of steps began; None between two attempts.
+    block_start: float | None = None
+    # Evaluations and saves are written within the block of steps in which they took place.
+    seconds_beside_steps = 0.0
+    previous = history.events[0]
     for event in history.events:
-        if last is not None and event["attempt"] != last["attempt"]:
-            spent.stopped += max(0.0, (when(event) - when(last)).total_seconds())
-            mark = None
-        kind = event["type"]
-        if kind == "run_start":
-            mark, besides = event["monotonic"], 0.0
-        elif kind == "eval":
+        if event["attempt"] != previous["attempt"]:
+            spent.stopped += max(0.0, (when(event) - when(previous)).total_seconds())
+            block_start = None
+        previous = event
+        event_type = event["type"]
+        is_rollback = event_type == "rollback" and event["phase"] == "outcome"
+        if event_type == "eval":
             spent.evaluating += event["seconds"]
-            besides += event["seconds"]
-        elif kind == "checkpoint" and event.get("seconds") is not None:
+            seconds_beside_steps += event["seconds"]
+        elif event_type == "checkpoint" and event.get("seconds") is not None:
             spent.saving += event["seconds"]
-            besides += event["seconds"]
-        elif kind == "rollback" and event["phase"] == "outcome":
+            seconds_beside_steps += event["seconds"]
+        elif is_rollback:
             spent.going_back += event["seconds"]
-            mark, besides = event["monotonic"], 0.0
-        elif kind == "metrics":
-            seconds = max(0.0, event["monotonic"] - (mark if mark is not None else event["monotonic"]) - besides)
-            mark, besides = event["monotonic"], 0.0
-            first, end = event["steps"]
-            done, alive = end - first + 1, max(0, int(min(end, lives.get(event["branch"], end))) - first + 1)
-            spent.training += seconds * alive / done
-            if alive < done:
-                cause = _gave_up(starts, event["branch"], end)
-                spent.given_up[cause] = spent.given_up.get(cause, 0.0) + seconds * (done - alive) / done
-                spent.steps_given_up[cause] = spent.steps_given_up.get(cause, 0) + done - alive
-        last = event
+        elif event_type == "metrics":
+            seconds = 0.0
+            if block_start is not None:
+                seconds = max(0.0, event["monotonic"] - block_start - seconds_beside_steps)
+            _add_block(spent, event, seconds, last_living_step, starts)
+        if event_type in ("run_start", "metrics") or is_rollback:
+            block_start = event["monotonic"]
+            seconds_beside_steps = 0.0
     return spent
 
 
-def _gave_up(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
+def _add_block(
+    spent: TimeSpent,
+    log_point: Event,
+    seconds: float,
+    last_living_step: dict[int, float],
+    starts: dict[int, tuple[int, Event]],
+) -> None:
+    """Share the seconds of a block of steps between those that are part of the run and those that were given up."""
+    first, last = log_point["steps"]
+    steps = last - first + 1
+    last_living = min(last, last_living_step.get(log_point["branch"], last))
+    living_steps = max(0, int(last_living) - first + 1)
+    spent.training += seconds * living_steps / steps
+    steps_given_up = steps - living_steps
+    if steps_given_up:
+        cause = _cause_of_giving_up(starts, log_point["branch"], last)
+        spent.given_up[cause] = spent.given_up.get(cause, 0.0) + seconds * steps_given_up / steps
+        spent.steps_given_up[cause] = spent.steps_given_up.get(cause, 0) + steps_given_up
+
+
+def _cause_of_giving_up(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
     """Return why a step of a branch is not part of the run any more."""
     for later in sorted(starts):
         start, event = starts[later]

@@ -30,18 +30,27 @@ def sample() -> dict[str, Any]:
     ``memory_used`` and ``memory_total`` are the host's, or the container's where its limit is lower; ``own`` is the resident
     memory of this process and its children. ``allocator`` is what `allocator` says.
     """
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    used, total = memory.total - memory.available, memory.total
+    memory = psutil.virtual_memory()
+    used = memory.total - memory.available
+    total = memory.total
     limit = _cgroup("memory.max")
     if limit is not None and limit < total:
-        used, total = (_cgroup("memory.current") or 0) - (_cgroup_cache() or 0), limit
-    own = 0
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
+        # The cache of files is given back before a process is killed for memory.
+        used = (_cgroup("memory.current") or 0) - (_cgroup_cache() or 0)
+        total = limit
+    resident = 0
+    this_process = psutil.Process()
+    for process in [this_process, *this_process.children(recursive=True)]:
         with suppress(psutil.Error):
-            own += process.memory_info().rss
-    return {"memory_used": used, "memory_total": total, "swap_used": swap.used, "own": own, "gpus": _gpus(),
-            "allocator": allocator()}  # fmt: skip
+            resident += process.memory_info().rss
+    return {
+        "memory_used": used,
+        "memory_total": total,
+        "swap_used": psutil.swap_memory().used,
+        "own": resident,
+        "gpus": _gpus(),
+        "allocator": allocator(),
+    }
 
 
 def allocator() -> dict[str, int] | None:
@@ -53,24 +62,24 @@ def allocator() -> dict[str, int] | None:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
-    stats = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]  # a process uses one of them
-
-    def bytes_of(what: str, moment: str) -> int:
-        return sum(found.get(f"{what}_bytes.all.{moment}", 0) for found in stats)
-
-    return {
-        "allocated": bytes_of("allocated", "current"), "allocated_peak": bytes_of("allocated", "peak"),
-        "reserved": bytes_of("reserved", "current"), "reserved_peak": bytes_of("reserved", "peak"),
-    }  # fmt: skip
+    # A process uses one of the devices; the others have zeros.
+    stats_of_devices = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
+    amounts = {}
+    for name in ("allocated", "reserved"):
+        for suffix, moment in (("", "current"), ("_peak", "peak")):
+            key = f"{name}_bytes.all.{moment}"
+            amounts[f"{name}{suffix}"] = sum(stats.get(key, 0) for stats in stats_of_devices)
+    return amounts
 
 
 def out_of_memory() -> str:
     """Return advice for a GPU without memory for another tensor, with the memory that torch's allocator held."""
-    held, words = allocator(), []
-    if held is not None:
-        words.append(
-            f"torch had reserved {held['reserved'] / 2**30:.1f} GiB, {held['allocated'] / 2**30:.1f} GiB of it for tensors."
-        )
+    amounts = allocator()
+    words = []
+    if amounts is not None:
+        reserved = amounts["reserved"] / 2**30
+        allocated = amounts["allocated"] / 2**30
+        words.append(f"torch had reserved {reserved:.1f} GiB, {allocated:.1f} GiB of it for tensors.")
     if "expandable_segments:True" not in os.environ.get(SETTINGS, os.environ.get("PYTORCH_ALLOC_CONF", "")):
         words.append(
             f"If much is reserved and not used, start the run with {SETTINGS}=expandable_segments:True: the allocator then "
@@ -111,27 +120,30 @@ def _gpus() -> list[dict[str, Any]]:
         import pynvml
     except ImportError:
         return []
-    found = []
-    try:
+    gpus = []
+    # A GPU that answers no question, such as one that has fallen off the bus, ends the list.
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            found.append(
-                {"memory_used": memory.used, "memory_total": memory.total,
-                 "utilisation": pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-                 "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)}
-            )  # fmt: skip
-    except pynvml.NVMLError:
-        return found
-    return found
+            gpus.append(
+                {
+                    "memory_used": memory.used,
+                    "memory_total": memory.total,
+                    "utilisation": pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+                    "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+                }
+            )
+    return gpus
 
 
 class Sampler:
     """Writes a ``machine`` event every `SECONDS`, from a thread, until `stop`."""
 
     def __init__(self, log: RunLog, seconds: float = SECONDS):
-        self.log, self.seconds = log, seconds
+        self.log = log
+        self.seconds = seconds
         self._end = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name="machine samples", daemon=True)
@@ -144,17 +156,18 @@ class Sampler:
                 return
 
     def once(self) -> None:
-        now = sample()
-        seq = self.log.event("machine", durable=False, **now)
-        full = nearly_full(now)
-        if full and not self._warned:
-            self.log.event("memory_warning", parent=seq, reason=full)
+        record = sample()
+        seq = self.log.event("machine", durable=False, **record)
+        usage = nearly_full(record)
+        # Once for each time that the memory fills up.
+        if usage and not self._warned:
+            self.log.event("memory_warning", parent=seq, reason=usage)
             words = (
-                f"WARNING: {full} are in use. A process that runs out of memory is killed without a message: use fewer "
+                f"WARNING: {usage} are in use. A process that runs out of memory is killed without a message: use fewer "
                 "--dataloader_num_workers, less offload to host memory, or a machine with more."
             )
             print(words, file=sys.stderr, flush=True)
-        self._warned = bool(full)
+        self._warned = bool(usage)
 
     def stop(self) -> None:
         self._end.set()

@@ -12,7 +12,7 @@ from zerobook.runlog import figures
 from zerobook.runlog.events import Event, mood, sentence
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import duration, figure
-from zerobook.runlog.history import History, TimeSpent, folder_of, naming_the_log, when
+from zerobook.runlog.history import History, TimeSpent, folder_of, naming_the_log, time_spent, when
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import (
     Table,
@@ -52,7 +52,7 @@ def render(history: History) -> str:
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
-    spent = history.time()
+    spent = time_spent(history)
     # The script is ours; everything else is escaped.
     script = jinja2.utils.markupsafe.Markup((Path(__file__).parent / "charts.js").read_text())
     return environment.get_template("report.html.j2").render(
@@ -142,7 +142,7 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
 
 def as_markdown(history: History) -> str:
     """Return the logbook as Markdown, without the figures."""
-    spent = history.time()
+    spent = time_spent(history)
     lines = [f"# {_plain(_name(history))}: logbook", "", _plain(summary(history.folder)), ""]
     lines += [f"- {label}: {_plain(text)}" for label, text in run_facts(history).items()]
     lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]

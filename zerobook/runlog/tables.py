@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zerobook.runlog.events import Event, ending_types, is_quiet, sentence
 from zerobook.runlog.formatting import duration, figure
-from zerobook.runlog.history import Branch, History, when
+from zerobook.runlog.history import Branch, History, time_spent, when
 
 MOST_RANGES = 60
 """Ranges of sample numbers that a table lists."""
@@ -23,7 +23,7 @@ class Table(NamedTuple):
 
 
 def time_table(history: History) -> Table:
-    spent = history.time()
+    spent = time_spent(history)
     uses = [("training that was kept", spent.training, "")]
     for cause, seconds in spent.given_up.items():
         uses.append((f"training given up: {cause}", seconds, str(spent.steps_given_up[cause])))
@@ -198,7 +198,7 @@ class View:
 
 
 def _time_as_json(history: History) -> dict[str, Any]:
-    spent = history.time()
+    spent = time_spent(history)
     return {**asdict(spent), "other": spent.other, "ratio": spent.ratio}
 
 
