@@ -43,7 +43,7 @@ from zerobook.models import load
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import read_config
 from zerobook.runlog import jsonl, report
-from zerobook.runlog.writer import RunLog, leave_note
+from zerobook.runlog.writer import RunLog
 from zerobook.training import trackers
 from zerobook.utils import reading, user_code
 from zerobook.utils.files import staging_of
@@ -396,7 +396,6 @@ def hold_the_checkpoints(folder):
     ("runlog/report.html.partial", report_of_a_run),
     ("runlog/events.jsonl", lambda folder: RunLog(folder).close()),
     ("runlog/steps.jsonl", lambda folder: RunLog(folder).close()),
-    ("runlog/notes.jsonl", lambda folder: leave_note(folder / "runlog", "text", "somebody")),
     ("checkpoints/.lock", hold_the_checkpoints),
     ("checkpoints/.lock.holder", hold_the_checkpoints),
     ("checkpoints/step-000001.pinned", pin_a_checkpoint),

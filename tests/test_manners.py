@@ -53,5 +53,5 @@ def test_what_is_read_can_be_read_as_json(run, capsys):  # noqa: F811
     assert main(["runlog", "show", str(run), "spikes", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == shown["spikes"]
     with pytest.raises(SystemExit, match="2"):
-        main(["runlog", "note", str(run), "x", "--json"])
+        main(["runlog", "verify", str(run), "--json"])
     assert "--json" in capsys.readouterr().err

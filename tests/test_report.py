@@ -141,7 +141,7 @@ def test_the_page_in_a_browser(run, tmp_path_factory, capsys):  # noqa: F811
                      "effective training time", "Back at step 10", "5-6, 9",
                      "The run ended at step 40", "seed 1 -> 2"):  # fmt: skip
             assert said in text, said
-        assert chromium.value(f"document.querySelector('#seq-{note} p').textContent").startswith("Note by <i>me</i>: <script>")
+        assert chromium.value(f"document.querySelector('#seq-{note} p').textContent").startswith("note: text <script>")
         assert chromium.value("document.title") == f"{run.name}: logbook"
         assert chromium.value("document.querySelectorAll('.entry img, .entry script, td img, td b').length") == 0
         # the curves: the living path, what was given up, and the marks

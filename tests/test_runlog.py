@@ -252,7 +252,7 @@ def test_a_death_without_a_word_is_told_by_the_next_attempt_and_memory_is_suspec
     assert "out of memory, or a power failure" in read(log.folder / "events.jsonl")[-3]["reason"]
 
 
-def test_a_note_behind_the_end_is_no_death(tmp_path):
+def test_an_event_behind_the_end_is_no_death(tmp_path):
     log = attempt(tmp_path, {"seed": 1})
     log.event("run_end", progress={"step": 10})
     log.close()
@@ -526,30 +526,21 @@ def test_no_password_of_an_address_is_printed_or_logged(tmp_path, capsys, rank):
     assert "mirror.example/models" in written
 
 
-def test_comparing_and_noting(run, tmp_path, capsys):
+def test_comparing_attempts_and_runs(run, tmp_path, capsys):
     text = told(capsys, "compare", run, "--attempts", 1, 2)[1]
     assert "seed" in text and "strategy" not in text
     assert "losses of the 4 steps that both have are the same" in text, "steps 31 to 34 were done again"
     assert "the same, bit for bit" in told(capsys, "compare", run, run)[1]
-    assert "Noted as [" in told(capsys, "note", run, "looks fine")[1]
-    assert read(run / "runlog" / "events.jsonl")[-1]["text"] == "looks fine"
-    log = RunLog(run)
-    assert "next log point" in told(capsys, "note", run, "while it runs")[1]
-    log.take_notes()
-    log.take_notes()
-    log.close()
-    assert [e["text"] for e in read(log.folder / "events.jsonl") if e["type"] == "note"] == ["looks fine", "while it runs"]
     of_the_log = (
         ["compare", run],
         ["compare", run, "--attempts", 1, 7],
         ["compare", run, run, "--attempts", 1, 2],
         ["status", tmp_path / "none"],
-        ["note", run, " "],
     )
     for wrong in of_the_log:
         assert main(["runlog", *map(str, wrong)]) == 2
         assert "RunLogError" in capsys.readouterr().err
-    for wrong in (["show", run, "x"], ["status", run, "x"], ["note", run]):
+    for wrong in (["show", run, "x"], ["status", run, "x"], ["note", run, "x"]):
         with pytest.raises(SystemExit, match="2"):
             main(["runlog", *map(str, wrong)])
         assert capsys.readouterr().err.startswith("zerobook runlog")
@@ -601,15 +592,3 @@ def test_json_is_what_the_files_are(run):
     lines = (run / "runlog" / "events.jsonl").read_text().splitlines()
     plain = [json.loads(line) for line in lines]
     assert [{k: v for k, v in e.items() if k != "crc"} for e in plain] == History.read(run).events
-
-
-def test_a_note_brings_its_text_and_nothing_else(tmp_path):
-    log = RunLog(tmp_path)
-    forged = {"text": "hello", "by": "me", "seq": 999, "type": "crash", "attempt": 7}
-    (log.folder / "notes.jsonl").write_bytes(encode(forged))
-    log.take_notes()
-    (note,) = [e for e in read(log.folder / "events.jsonl") if e.get("text") == "hello"]
-    assert (note["type"], note["by"]) == ("note", "me") and note["seq"] != 999 and note["attempt"] == log.attempt
-    (log.folder / "notes.jsonl").mkdir()
-    log.take_notes()
-    log.close()

@@ -6,7 +6,6 @@ zerobook runlog show outputs/run [VIEW]      tables of spikes, decisions, time, 
 zerobook runlog compare A B C ...            runs in one table: what differs, held-out loss, speed, memory
 zerobook runlog compare RUN --attempts 1 2   two attempts of one run
 zerobook runlog report outputs/run           the runlog as one HTML page and as Markdown
-zerobook runlog note outputs/run "..."       write into the runlog, while the run trains or later
 zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
 
 status, show and compare print JSON with --json.
@@ -16,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import getpass
 import json
 import sys
 from typing import Any
 
 from zerobook.cli import compare_runs
 from zerobook.cli.arguments import Parser
-from zerobook.errors import RunLogError
 from zerobook.runlog.events import ending_types
-from zerobook.runlog.history import History, folder_of, is_being_written, last_of, naming_the_log
+from zerobook.runlog.history import History, folder_of, last_of, naming_the_log
 from zerobook.runlog.report import write
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import VIEWS, Table
@@ -60,8 +57,6 @@ def make_parser() -> Parser:
             action.add_argument("--json", action="store_true", help="print JSON")
         if name == "show":
             action.add_argument("view", nargs="?", choices=[*VIEWS, STEPS_VIEW], help="default: all but events and steps")
-        if name == "note":
-            action.add_argument("text", help="the note, in quotes")
     return parser
 
 
@@ -134,25 +129,6 @@ def report(flags: argparse.Namespace) -> None:
     say(f"written: {page} and {markdown}")
 
 
-def note(flags: argparse.Namespace) -> None:
-    """Write a note into the runlog, while the run trains or later."""
-    from zerobook.runlog.writer import RunLog, leave_note
-
-    if not flags.text.strip():
-        raise RunLogError('zerobook runlog note: no text is given. Give it in quotes, as in note outputs/run "..."')
-    folder = folder_of(flags.run)
-    author = getpass.getuser()
-    # Only one process writes the log: a run that trains adds the note itself.
-    if is_being_written(folder):
-        leave_note(folder, flags.text, author)
-        say("Noted. The run adds it to its log at its next log point.")
-        return
-    log = RunLog(folder.parent, attempt=False)
-    seq = log.event("note", text=flags.text, by=author)
-    log.close()
-    say(f"Noted as [{seq}].")
-
-
 def verify(flags: argparse.Namespace) -> int:
     """Read every line of the runlog. Exit code 1 where something is wrong."""
     from zerobook.runlog.check import problems
@@ -170,6 +146,5 @@ ACTIONS = {
     "show": show,
     "compare": compare_runs.compare_runs,
     "report": report,
-    "note": note,
     "verify": verify,
 }

@@ -21,11 +21,10 @@ from zerobook.utils.writing import refuse_link
 
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
-NOTES = "notes.jsonl"
 GRACE_S = 15.0
 """Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
 
-__all__ = ["EVENTS", "NOTES", "STEPS", "NullRunLog", "RunLog", "leave_note", "read"]
+__all__ = ["EVENTS", "STEPS", "NullRunLog", "RunLog", "read"]
 
 
 class RunLog:
@@ -95,17 +94,6 @@ class RunLog:
         with self._lock:
             self._write(STEPS, b"".join(encode(own | record) for record in records), durable=False)
 
-    def take_notes(self) -> None:
-        """Move notes that people have left in `NOTES` into the log."""
-        file = self.folder / NOTES
-        if file.is_file():
-            taken = file.with_suffix(".taken")
-            file.rename(taken)  # atomic, so that no note is taken twice or lost
-            for note in read(taken):
-                facts: dict[str, Any] = {key: str(note[key]) for key in ("text", "by", "left") if key in note}
-                self.event("note", **facts)
-            taken.unlink()
-
     def close(self) -> None:
         for file in self._files.values():
             file.close()
@@ -147,17 +135,8 @@ class NullRunLog(RunLog):
     def steps(self, records: list[dict[str, Any]]) -> None:
         pass
 
-    def take_notes(self) -> None:
-        pass
-
     def close(self) -> None:
         pass
-
-
-def leave_note(folder: Path, text: str, by: str) -> None:
-    """Leave a note for the process that holds the log."""
-    with open(folder / NOTES, "ab", opener=refuse_link) as file:
-        file.write(encode({"text": text, "by": by, "left": datetime.now(UTC).isoformat(timespec="seconds")}))
 
 
 class _File:

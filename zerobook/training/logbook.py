@@ -80,7 +80,6 @@ class Logbook(Hook):
             waited=_rounded(pace.waited, 4),
             **metrics,
         )
-        self.log.take_notes()
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
         # Losses of different data are not compared, so the event says of which data this one is.

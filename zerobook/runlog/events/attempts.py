@@ -209,16 +209,6 @@ def _run_end(event: Event) -> str:
 
 
 @declare(
-    "note",
-    when="A person wrote a note.",
-    fields={"text": "text", "by": "author", "left": "time at which it was written"},
-    mood="note",
-)
-def _note(event: Event) -> str:
-    return f"Note by {event['by']}: {event['text']}"
-
-
-@declare(
     "repaired",
     when="The end of a file was damaged when the log was opened.",
     fields={

@@ -60,7 +60,7 @@ def declare(
     Args:
         when: when the event is written, as a sentence of the reference.
         fields: name -> meaning of the event's own fields. A field without a value is left out of the event, or null.
-        mood: style of the entry on the page: bad, warn, good, note or none.
+        mood: style of the entry on the page: bad, warn, good or none.
         is_quiet: leave the event out of the list of events on the page and in the terminal.
         ending: for the last event of an attempt that ended by itself, how a run that ended so is called.
 
