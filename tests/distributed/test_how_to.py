@@ -54,7 +54,7 @@ def test_a_how_to_is_short_and_prepares_and_plans(tiny, tmp_path, capsys, page):
     file, flags = file_of(page, tmp_path), flags_of(page, tiny, tmp_path)
     assert sum(bool(line.strip()) for line in file.read_text().splitlines()) <= 60, "lines that are not blank"
     line = [str(file), *(str(word) for key, value in flags.items() for word in (f"--{key}", value))]
-    assert main(["data", "prepare", *line, "--output_dir", str(tmp_path / "run"), "--workers", "2"]) == 0
+    assert main(["data", "prepare", *line, "--output_dir", str(tmp_path / "run"), "--preprocessing_num_workers", "2"]) == 0
     assert "rows" not in CASES[page] or "18" in capsys.readouterr().out, "of 24 rows, a quarter is held out"
     assert main(["plan", "--gpus", "2", "--strategies", "zero3,fsdp", *line]) == 0
     assert "zero3" in capsys.readouterr().out

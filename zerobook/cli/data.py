@@ -4,7 +4,8 @@
     zerobook data prepare recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml
     zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3
 
-All other flags than those below belong to the recipe, so a launch of the recipe finds the prepared data.
+All other flags than those below belong to the recipe, so a launch of the recipe finds the prepared data. All cores tokenize, or
+those of the recipe's --preprocessing_num_workers.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ def data(arguments: list[str]) -> int:
     parser = Parser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "inspect"])
     parser.add_argument("recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, up to its data")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that tokenize (default: all cores)")
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
     flags, recipe_flags = parser.parse_known_args(arguments)
-    prepared, tokenizer = _prepare(flags.recipe, recipe_flags, flags.workers)
+    prepared, tokenizer = _prepare(flags.recipe, recipe_flags)
     _print_table(prepared)
     if flags.action == "inspect":
         rows = []
@@ -53,13 +53,15 @@ def data(arguments: list[str]) -> int:
     return 0
 
 
-def _prepare(recipe: str, flags: list[str], workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:
+def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     from zerobook.training.run import prepare_data
 
     recipe_type = recipe_class(recipe)
     config, sources, dry_run = parse(recipe_type.config_class, flags)
     if dry_run:
         raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
+    # Nothing else runs beside it, unlike in a launch.
+    workers = config.preprocessing_num_workers or os.cpu_count() or 1
     return prepare_data(recipe_type(config), sources, workers)
 
 
