@@ -21,6 +21,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.data.examine import BadSamples, Examined, Locations, examine, held_out_twice, in_both
 from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
+from zerobook.data.source import Splits
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.templates import CausalEncoder, describe_default_template
 from zerobook.errors import ConfigError, DataError
@@ -50,18 +51,7 @@ def inspect(arguments: list[str]) -> int:
     if train.has_chats and encoder.has_default_template:
         say(describe_default_template(encoder.tokenizer), file=sys.stderr)
 
-    # Which samples a run would hold out, and which of them it would train on too.
-    share = flags.validation_split_percentage
-    if held_out is not None:
-        held_out_count = int(held_out.is_kept.sum())
-        both = in_both(train, held_out)
-    elif splits.train.lone_text:
-        # The end of the text is held out.
-        held_out_count = 0
-        both = Locations()
-    else:
-        held_out_count, both = held_out_twice(train, share / 100, flags.seed)
-
+    held_out_count, both = _held_out_samples(splits, train, held_out, flags)
     splits_choice = splits.describe(uses_held_out=not flags.validation_file)
     if flags.json:
         findings: dict[str, Any] = {"max_seq_length": flags.max_seq_length, "train": train.summary()}
@@ -78,7 +68,7 @@ def inspect(arguments: list[str]) -> int:
         if held_out:
             _print_findings(held_out, flags.max_seq_length)
         elif held_out_count:
-            chosen_by = f"--validation_split_percentage {share}, --seed {flags.seed}"
+            chosen_by = f"--validation_split_percentage {flags.validation_split_percentage}, --seed {flags.seed}"
             say(f"{held_out_count:,} of the samples are held out ({chosen_by})")
         _list("held-out samples that are training samples too", both)
         rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
@@ -87,14 +77,33 @@ def inspect(arguments: list[str]) -> int:
     problem = _held_out_problem(held_out, flags.max_seq_length)
     if problem:
         raise DataError(problem)
-    if held_out is None and len(train.lengths) and share:
-        held_out_rows = held_out_count
-        if splits.train.lone_text:
-            held_out_rows = round(int(train.lengths.sum()) * share / 100) // flags.max_seq_length
-        if not held_out_rows:
-            say(describe_empty_share(flags.file, share), file=sys.stderr)
+    if held_out is None:
+        _warn_if_nothing_is_held_out(splits, train, held_out_count, flags)
     has_bad_samples = train.bad.count or (held_out is not None and held_out.bad.count)
     return 2 if has_bad_samples else 0
+
+
+def _held_out_samples(
+    splits: Splits, train: Examined, held_out: Examined | None, flags: argparse.Namespace
+) -> tuple[int, Locations]:
+    """Return the number of samples that a run would hold out, and those of them that it would train on too."""
+    if held_out is not None:
+        return int(held_out.is_kept.sum()), in_both(train, held_out)
+    # Of running text, the end is held out, and no samples.
+    if splits.train.lone_text:
+        return 0, Locations()
+    return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)
+
+
+def _warn_if_nothing_is_held_out(splits: Splits, train: Examined, held_out_count: int, flags: argparse.Namespace) -> None:
+    share = flags.validation_split_percentage
+    if not share or not len(train.lengths):
+        return
+    held_out_rows = held_out_count
+    if splits.train.lone_text:
+        held_out_rows = round(int(train.lengths.sum()) * share / 100) // flags.max_seq_length
+    if not held_out_rows:
+        say(describe_empty_share(flags.file, share), file=sys.stderr)
 
 
 def _parser() -> Parser:
