@@ -81,15 +81,16 @@ def charts(history: History) -> dict[str, dict[str, Any]]:
         "scores": _scores(history),
         "steps": _step_times(history),
     }
-    values = {}
-    for name, chart in drawn.items():
-        if chart is not None:
-            for curve in [curve for panel in chart.panels for curve in panel.curves]:
-                # Names may come from data.
-                curve.name = plain(curve.name, lines=False)
-                curve.y = [_rounded(value) for value in curve.y]
-            values[name] = asdict(chart)
-    return values
+    return {name: _as_json(chart) for name, chart in drawn.items() if chart is not None}
+
+
+def _as_json(chart: Chart) -> dict[str, Any]:
+    for panel in chart.panels:
+        for curve in panel.curves:
+            # Names may come from data.
+            curve.name = plain(curve.name, lines=False)
+            curve.y = [_rounded(value) for value in curve.y]
+    return asdict(chart)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zerobook.runlog.events import attempts, checkpoints, recovery, training
 from zerobook.runlog.events.event_type import EVENT_TYPES, Event, EventType, Mark, declare
 from zerobook.utils.terminal import plain
@@ -53,18 +55,12 @@ def sentence(event: Event) -> str:
 
 def mood(event: Event) -> str:
     """Return the style of the event's entry on the page; an empty string for none."""
-    event_type = EVENT_TYPES.get(event["type"])
-    if event_type is None:
-        return ""
-    return event_type.mood(event) if callable(event_type.mood) else event_type.mood
+    return _setting(event, "mood", "")
 
 
 def is_quiet(event: Event) -> bool:
     """Return whether lists of events leave the event out."""
-    event_type = EVENT_TYPES.get(event["type"])
-    if event_type is None:
-        return False
-    return event_type.is_quiet(event) if callable(event_type.is_quiet) else event_type.is_quiet
+    return _setting(event, "is_quiet", False)
 
 
 def ending_types() -> tuple[str, ...]:
@@ -74,5 +70,13 @@ def ending_types() -> tuple[str, ...]:
 
 def ending_in_words(event: Event) -> str:
     """Return how a run is called that ended with this event of `ending_types`."""
-    words = EVENT_TYPES[event["type"]].ending
-    return words(event) if callable(words) else words
+    return _setting(event, "ending", "")
+
+
+def _setting(event: Event, name: str, default: Any) -> Any:
+    """Return an attribute of the event's type, which may be a function of the event; ``default`` for an unknown type."""
+    event_type = EVENT_TYPES.get(event["type"])
+    if event_type is None:
+        return default
+    setting = getattr(event_type, name)
+    return setting(event) if callable(setting) else setting
