@@ -54,7 +54,7 @@ def test_an_earlier_runs_files_are_read_by_the_commands(before, tmp_path, capsys
     assert main(["runlog", "report", run]) == 0 and (before.output / "runlog" / "report.html").stat().st_size > 10_000
     assert main(["checkpoint", "verify", run]) == 0
     assert main(["checkpoint", "inspect", f"{run}/checkpoints/step-000003"]) == 0
-    assert "3 steps" in capsys.readouterr().out
+    assert "eval_loss" in capsys.readouterr().out
 
 
 def test_a_warm_up_that_an_earlier_version_began_goes_on_at_the_rate_of_this_one(tiny, tmp_path, capfd):
