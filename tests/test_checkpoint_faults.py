@@ -146,7 +146,7 @@ def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path,
     threading.excepthook = lambda found: errors.append(found.exc_value)
 
     class Slow(FakeStrategy):
-        def pieces(self):
+        def pieces(self, more=None):
             if background:
                 return iter(self.dealt[self.rank])
             return self._late()

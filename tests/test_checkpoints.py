@@ -69,7 +69,7 @@ class FakeStrategy:
         self.barrier()
         return self.told.value.decode() or None
 
-    def pieces(self):
+    def pieces(self, more=None):
         return iter(self.dealt[self.rank])
 
     def trainable(self):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
+from zerobook.checkpoint import store
+from zerobook.checkpoint.state import tensors
 from zerobook.config import parse
 from zerobook.errors import ConfigError
 from zerobook.monitor.policy import RecoveryAction
@@ -24,6 +31,16 @@ def flags(tiny, hook, **more):
         model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl", validation_split_percentage=0, block_size=64,
         max_train_steps=4, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=2, hooks=f"{__name__}:{hook}",
     ) | more  # fmt: skip
+
+
+def train_with(output, instances, **more):
+    """Train with instances of hooks, besides those of the flags."""
+    with mock.patch("zerobook.training.trainer.load_hooks", lambda specs: instances):
+        return train(output, **more)
+
+
+def model_vocabulary(tiny):
+    return json.loads((tiny / "llama" / "config.json").read_text())["vocab_size"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +82,21 @@ class Diary(Hook):
             return None
         return RecoveryAction(kind="replay", rule="a test", reason="a test", options=(), onset=4, noticed=4, to_step=2)
 
+    def before_evaluate(self, trainer):
+        self.note("before_evaluate")
+
+    def after_evaluate(self, trainer):
+        self.note("after_evaluate")
+
     def on_evaluate(self, trainer, record):
         self.note("on_evaluate", record.step, "loss" in record.result)
+
+    def state_dict(self, trainer):
+        self.note("state_dict")
+        return {"step": trainer.progress.step}
+
+    def load_state_dict(self, trainer, state):
+        self.note("load_state_dict", state)
 
     def on_save(self, trainer, folder):
         self.note("on_save", folder.name, (folder / "progress.json").is_file())
@@ -76,6 +106,9 @@ class Diary(Hook):
 
     def on_end(self, trainer):
         self.note("on_end")
+
+    def close(self, trainer):
+        self.note("close", (Path(trainer.config.output_dir) / "model" / "config.json").is_file())
 
 
 def step(number):
@@ -87,24 +120,38 @@ def step(number):
     ]
 
 
+def evaluated(number):
+    return [("before_evaluate", number), ("after_evaluate", number), ("on_evaluate", number, number, True)]
+
+
 def test_every_point_is_called_in_its_order(tiny, tmp_path):
     plan = {"validation_file": tiny / "few.jsonl", "max_eval_samples": 2, "eval_steps": 4, "save_steps": 2}
     run = train(tmp_path / "run", **flags(tiny, "Diary", **plan))
     log = ("on_log", 4, [3, 4], True)
-    saved, first = ("on_save", 2, "step-000002", True), ("before_prepare", None)
-    ending = [("on_evaluate", 4, 4, True), ("on_save", 4, "step-000004", True), ("on_end", 4)]
-    first_two = [first, ("on_start", 0), *step(1), *step(2), ("on_log", 2, [1, 2], True), saved]
+    saved = [("state_dict", 2), ("on_save", 2, "step-000002", True)]
+    first = ("before_prepare", None)
+    ending = [*evaluated(4), ("state_dict", 4), ("on_save", 4, "step-000004", True), ("on_end", 4), ("close", 4, True)]
+    first_two = [first, ("on_start", 0), *step(1), *step(2), ("on_log", 2, [1, 2], True), *saved]
     assert first_two == CALLS[: len(first_two)]
-    assert [*step(3), *step(4), log, ("on_rollback", 2, 2), *step(3), *step(4), log, *ending] == CALLS[len(first_two) :]
+    back = [("load_state_dict", 2, {"step": 2}), ("on_rollback", 2, 2)]
+    assert [*step(3), *step(4), log, *back, *step(3), *step(4), log, *ending] == CALLS[len(first_two) :]
     assert [event["phase"] for event in run.events if event["type"] == "rollback"] == ["intent", "outcome"]
 
     CALLS.clear()
     CALLS.append(("on_rollback",))
     train(tmp_path / "run", **flags(tiny, "Diary", max_train_steps=5, resume_from_checkpoint="auto", **plan))
     assert CALLS[1:] == [
-        first, ("on_start", 4), *step(5), ("on_log", 5, [5], True), ("on_evaluate", 5, 5, True),
-        ("on_save", 5, "step-000005", True), ("on_end", 5),
-    ]  # fmt: skip
+        first,
+        ("load_state_dict", 4, {"step": 4}),
+        ("on_start", 4),
+        *step(5),
+        ("on_log", 5, [5], True),
+        *evaluated(5),
+        ("state_dict", 5),
+        ("on_save", 5, "step-000005", True),
+        ("on_end", 5),
+        ("close", 5, True),
+    ]
 
 
 class Breaks(Hook):
@@ -119,6 +166,107 @@ def test_an_error_in_a_hook_ends_the_run_with_the_hooks_name(tiny, tmp_path):
     assert where in "".join(raised.value.__notes__)
     crash = read(tmp_path / "run" / "runlog" / "events.jsonl")[-1]
     assert crash["type"] == "crash" and where in crash["reason"] and "a mistake" in crash["reason"]
+
+
+class Closes(Hook):
+    def on_start(self, trainer):
+        self.trainer = trainer
+
+    def on_error(self, trainer, error):
+        CALLS.append(("on_error", type(error)))
+
+    def close(self, trainer):
+        CALLS.append(("close", trainer is self.trainer))
+
+
+class Leaks(Closes):
+    def close(self, trainer):
+        super().close(trainer)
+        raise FileNotFoundError("cannot be closed")
+
+
+def test_hooks_hear_of_an_error_and_are_closed_and_the_first_error_stays(tiny, tmp_path):
+    with pytest.raises(ZeroDivisionError) as raised:
+        train_with(tmp_path / "run", [Closes(), Leaks(), Breaks()], **flags(tiny, "Adds"))
+    assert [("on_error", ZeroDivisionError)] * 2 + [("close", True)] * 2 == CALLS
+    assert any("Leaks failed in close" in note for note in raised.value.__notes__)
+
+
+def test_an_error_of_closing_alone_ends_the_run_after_all_are_closed(tiny, tmp_path):
+    with pytest.raises(FileNotFoundError, match="cannot be closed"):
+        train_with(tmp_path / "run", [Closes(), Leaks()], **flags(tiny, "Adds", max_train_steps=2))
+    assert CALLS == [("close", True)] * 2
+    assert read(tmp_path / "run" / "runlog" / "events.jsonl")[-1]["error"] == "FileNotFoundError"
+
+
+class Remembers(Hook):
+    """Keeps its first weights, and gives states that a checkpoint cannot hold where a test asks for them."""
+
+    bad = None
+
+    def on_start(self, trainer):
+        self.weights = {name: shard.clone() for name, shard in trainer.strategy.shards()}
+
+    def state_dict(self, trainer):
+        first = next(iter(self.weights))
+        bad_states = {
+            "no JSON": {"function": len},
+            "missing": {"weights": {first: self.weights[first]}},
+            "shape": {"weights": {**self.weights, first: torch.zeros(3)}},
+            "unknown": {"weights": {**self.weights, "another": torch.zeros(3)}},
+        }
+        return bad_states.get(self.bad, {"weights": self.weights, "count": 3})
+
+
+@pytest.mark.parametrize(
+    "bad, error", [("no JSON", TypeError), ("missing", ValueError), ("shape", ValueError), ("unknown", ValueError)]
+)
+def test_a_state_that_a_checkpoint_cannot_hold_ends_the_run(tiny, tmp_path, monkeypatch, bad, error):
+    monkeypatch.setattr(Remembers, "bad", bad)
+    with pytest.raises(error, match="state_dict of the hook Remembers"):
+        train(tmp_path / "run", **flags(tiny, "Remembers", max_train_steps=1))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_holds_a_hooks_tensors_beside_the_weights(tiny, tmp_path, in_background):
+    background = {"async_save": True} if in_background else {}
+    run = train(tmp_path / "run", **flags(tiny, "Remembers", max_train_steps=2, save_steps=1, **background))
+    checkpoint = store.list_complete(run.output / "checkpoints")[-1]
+    saved = tensors(checkpoint)
+    weights = {name.removeprefix("weight/"): tensor for name, tensor in saved.items() if name.startswith("weight/")}
+    for name, weight in weights.items():
+        assert saved[f"hooks.Remembers.weights/{name}"].shape == weight.shape
+    assert not torch.equal(saved["hooks.Remembers.weights/model.norm.weight"], weights["model.norm.weight"])
+    hooks = store.read_json(checkpoint / "hooks.json")
+    assert hooks == {"Remembers": {"values": {"count": 3}, "tensors": ["weights"]}}
+
+
+class Swaps(Hook):
+    """Evaluates weights of zeros, and checks that the training's own come back."""
+
+    def before_evaluate(self, trainer):
+        self.before = {name: shard.clone() for name, shard in trainer.strategy.shards()}
+        self.zeros = {name: torch.zeros_like(shard) for name, shard in self.before.items()}
+        self.swap = trainer.strategy.swapped_weights(self.zeros)
+        self.swap.__enter__()
+        assert not any(shard.any() for _, shard in trainer.strategy.shards())
+
+    def after_evaluate(self, trainer):
+        self.swap.__exit__(None, None, None)
+        for name, shard in trainer.strategy.shards():
+            assert torch.equal(shard, self.before[name])
+        assert not any(tensor.any() for tensor in self.zeros.values())
+        CALLS.append("swapped")
+
+
+def test_swapped_weights_are_evaluated_and_the_training_goes_on_as_without(tiny, tmp_path):
+    plan = {"validation_file": tiny / "few.jsonl", "max_eval_samples": 2, "eval_steps": 2}
+    run = train(tmp_path / "run", **flags(tiny, "Swaps", **plan))
+    plain = train(tmp_path / "plain", **flags(tiny, "Adds", **plan))
+    assert run.losses == plain.losses and CALLS == ["swapped"] * 2
+    evaluations = [event["loss"] for event in run.events if event["type"] == "eval"]
+    # A model of zeros finds all tokens equally likely.
+    assert evaluations[0] == evaluations[1] == pytest.approx(math.log(model_vocabulary(tiny)), rel=1e-5)
 
 
 class Adds(Hook):

@@ -130,7 +130,7 @@ def test_the_shards_of_columns_are_slices_and_those_of_rows_stretches():
         strategy.mesh = Mesh(SimpleNamespace(process_index=1, num_processes=2, is_main_process=False))
         for placement, mine, offset in ((Shard(0), whole[3:], (12,)), (Shard(1), whole[:, 2:], (0, 2))):
             tensor = DTensor(mine.clone(), DTensorSpec(mesh, (placement,), tensor_meta=meta), requires_grad=False)
-            found, values = strategy._piece(0, tensor, None)
+            found, values = strategy._written_part(0, tensor, tensor.to_local())
             assert found == offset and torch.equal(values, values_of(whole, offset, values.shape))
             tensor.to_local().zero_()
             strategy.restore(tensor, None, Read())

@@ -277,7 +277,7 @@ def test_the_bar_of_a_long_run_leaves_room_for_itself_at_80_columns(monkeypatch)
         console.bar.update(40_000)
         console.on_log(trainer, [record])
         console.bar.refresh()
-        console.close()
+        console.close_bar()
     written = read_to_the_end(reader)
     os.close(reader)
     bars = [line for line in re.split(r"[\r\n]", written) if "loss 3.4161" in line and "|" in line]
@@ -290,7 +290,7 @@ def test_the_loss_stands_in_a_line_of_each_log_point(capsys):
     console = Console(silent=False)
     console.on_start(trainer)
     console.on_log(trainer, [record])
-    console.close()
+    console.close_bar()
     out, err = capsys.readouterr()
     assert err == "", "a file gets no bar"
     (line,) = out.splitlines()

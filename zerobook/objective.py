@@ -120,6 +120,10 @@ class Objective(ABC):
     An objective is sent to the processes that prepare data, so it must be picklable.
     """
 
+    reference_model: nn.Module | None = None
+    """The frozen model of `Recipe.reference_model`, as the strategy prepared it: call it under ``torch.no_grad``. None while
+    the data is prepared, and in ``zerobook plan``, which has no second model."""
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
         """Return the loss of this rank's micro-batch, summed over its rows and not averaged.

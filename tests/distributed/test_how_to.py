@@ -23,21 +23,31 @@ DIALOGUES = [{"dialogue": f"Q: What is {n}? A: A number. Q: And {n + 1}? A: One 
 CASES = {
     "custom_loss": {"block_size": 32, "z_weight": 0.01},
     "dpo": {"rows": PAIRS, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3, "beta": 0.5},
+    "dpo_full": {"rows": PAIRS, "block_size": 64, "learning_rate": 1e-3, "beta": 0.5},
     "data_format": {"rows": DIALOGUES, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3},
     "evaluation": {"block_size": 32},
 }
 """Page -> flags of its file; ``rows`` are the data."""
-SAMPLE = [("custom_loss", "zero3"), ("dpo", "fsdp"), ("data_format", "zero3"), ("evaluation", "fsdp")]
-METRICS = {"custom_loss": {"z_loss"}, "dpo": {"reward_margin", "reward_accuracy"}}
+SAMPLE = [
+    ("custom_loss", "zero3"),
+    ("dpo", "fsdp"),
+    ("dpo_full", "zero3"),
+    ("data_format", "zero3"),
+    ("evaluation", "fsdp"),
+]
+PAGES = {"dpo_full": "dpo"}
+"""A page's second file -> the page."""
+PREFERENCES = {"reward_margin", "reward_accuracy"}
+METRICS = {"custom_loss": {"z_loss"}, "dpo": PREFERENCES, "dpo_full": PREFERENCES}
 
 
-def file_of(page: str, folder: Path) -> Path:
-    """Write a page's Python block under the name in its first line, and return the file."""
-    block = re.search(r"```python\n# (\w+\.py)\n.*?```", (FOLDER / f"{page}.md").read_text(), re.S)
-    assert block, f"{page}.md has no block that begins with a file's name"
-    file = folder / block[1]
-    file.write_text(block[0].removeprefix("```python\n").removesuffix("```"))
-    return file
+def file_of(case: str, folder: Path) -> Path:
+    """Write a page's Python blocks under the names in their first lines, and return the file of the case."""
+    page = PAGES.get(case, case)
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (FOLDER / f"{page}.md").read_text(), re.S)
+    for code, name in blocks:
+        (folder / name).write_text(code)
+    return folder / (f"{case}.py" if case in PAGES else blocks[0][1])
 
 
 def flags_of(page: str, tiny: Path, folder: Path) -> dict:
@@ -66,7 +76,7 @@ def trained(tiny, tmp_path_factory):
 
     @cache
     def run(page, strategy):
-        ranks, micro = {"single": (1, 6), "zero3": (2, 1), "fsdp": (2, 3)}[strategy]
+        ranks, micro = {"single": (1, 6), "zero2": (2, 1), "zero3": (2, 1), "fsdp": (2, 3)}[strategy]
         folder = tmp_path_factory.mktemp(page)
         return launch(
             strategy, ranks, str(file_of(page, folder)), folder / strategy, per_device_train_batch_size=micro,
@@ -78,10 +88,10 @@ def trained(tiny, tmp_path_factory):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("page, strategy", sampled(product(CASES, ["zero3", "fsdp"]), *SAMPLE))
+@pytest.mark.parametrize("page, strategy", sampled([*product(CASES, ["zero3", "fsdp"]), ("dpo_full", "zero2")], *SAMPLE))
 def test_a_how_to_trains_equal_to_one_process(trained, page, strategy):
     one, run = trained(page, "single"), trained(page, strategy)
-    assert one.losses[-1] < one.losses[0] or page == "dpo"
+    assert one.losses[-1] < one.losses[0] or page.startswith("dpo")
     assert run.losses == pytest.approx(one.losses, rel=1e-5) and run.norms == pytest.approx(one.norms, rel=1e-5)
     for ours, reference in zip(run.steps, one.steps, strict=True):
         assert set(ours.get("metrics", {})) == METRICS.get(page, set())

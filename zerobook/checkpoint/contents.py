@@ -31,6 +31,10 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         "Persistent buffers by name, in the dtypes in which they were loaded. With adapters: PiSSA's initial weights.",
         {},
     ),
+    "hooks.json": (
+        "The state of hooks, where there is any. Their tensors are pieces like those of weights, `hooks.HOOK.KEY/NAME`.",
+        {"values": "by hook: its state, but for tensors", "tensors": "by hook: the keys of its tensors"},
+    ),
     "progress.json": ("The state of the loop: one `zerobook.checkpoint.progress.Progress` record.", {}),
     "config.json": (
         "The settings of the run that wrote it.",

@@ -7,8 +7,10 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from zerobook.checkpoint import resume, state, store
+from zerobook.checkpoint.hook_state import arrange
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
@@ -80,7 +82,7 @@ class CheckpointManager:
         Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
         """
         step = unfinished_rollback(Path(self.config.output_dir) / "runlog")
-        if step is None or store.find_damage(self._path_of(step), thorough=True) is not None:
+        if step is None or store.find_damage(self.path_of(step), thorough=True) is not None:
             return
         new_paths = store.set_aside(self.folder, step)
         if new_paths:
@@ -92,7 +94,7 @@ class CheckpointManager:
         """True if the run resumes from a checkpoint in its own folder, so that its step is saved already."""
         if self.checkpoint is None:
             return False
-        return self.checkpoint.resolve() == self._path_of(store.step_of(self.checkpoint)).resolve()
+        return self.checkpoint.resolve() == self.path_of(store.step_of(self.checkpoint)).resolve()
 
     def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
@@ -141,10 +143,20 @@ class CheckpointManager:
         Returns:
             (its progress, bytes of tensors that each rank read).
         """
-        checkpoint = self.checkpoint if step is None else self._path_of(step)
+        checkpoint = self.checkpoint if step is None else self.path_of(step)
         assert checkpoint is not None
         progress, bytes_read = state.load(self.strategy, checkpoint)
         return progress, self.strategy.gather(bytes_read)
+
+    def load_hook_states(self, step: int | None = None) -> dict[str, dict[str, Any]]:
+        """Return the state of each hook in `checkpoint`, or in the one of ``step``, by the hook's name. Collective."""
+        checkpoint = self.checkpoint if step is None else self.path_of(step)
+        assert checkpoint is not None
+        return state.read_hook_states(checkpoint, self.strategy)
+
+    def unlock(self) -> None:
+        """Let another run use the folder."""
+        store.unlock(self.folder)
 
     def take_back(self) -> None:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
@@ -177,9 +189,9 @@ class CheckpointManager:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
 
         def check() -> bool:
-            reason = store.find_damage(self._path_of(step), thorough=True)
+            reason = store.find_damage(self.path_of(step), thorough=True)
             if reason is not None:
-                self.skipped[self._path_of(step)] = reason
+                self.skipped[self.path_of(step)] = reason
                 tqdm.write(plain(f"  passed over: {reason}"))
             return reason is None
 
@@ -213,13 +225,18 @@ class CheckpointManager:
 
         return read_weight
 
-    def _path_of(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
+        """Return where the checkpoint of ``step`` is, or would be."""
         return self.folder / store.name_of(step)
 
     # --- saving
 
-    def save(self, progress: Progress, log: RunLog) -> None:
-        """Save the state after a whole step. In the background, only start the save."""
+    def save(self, progress: Progress, log: RunLog, hook_states: dict[str, dict[str, Any]] | None = None) -> None:
+        """Save the state after a whole step. In the background, only start the save.
+
+        Args:
+            hook_states: hook's name -> its state.
+        """
         self.saver.save(
             progress,
             {
@@ -229,6 +246,7 @@ class CheckpointManager:
                 "base_commit": getattr(self.strategy.unwrapped, "base_commit", None),
                 "base": getattr(self.strategy.unwrapped, "base_facts", None),
             },
+            arrange(hook_states or {}, self.strategy),
         )
         # In the background, `report` is called after later steps.
         if not self.config.async_save:

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.hook_state import HOOKS, HookState
 from zerobook.checkpoint.merge import is_slice, merge
 from zerobook.checkpoint.progress import Progress
 from zerobook.errors import CheckpointError
@@ -95,12 +96,13 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
 
-    def save(self, progress: Progress, config: dict[str, Any]) -> None:
+    def save(self, progress: Progress, config: dict[str, Any], hooks: HookState | None = None) -> None:
         """Save the state after a whole step. Collective.
 
         Returns when the checkpoint is complete or has failed; in the background, when the state is copied. `results` returns
         the outcome.
         """
+        hooks = hooks or HookState()
         # The blocks of host memory still hold the last save until it is written.
         self.wait()
         strategy = self.strategy
@@ -115,17 +117,22 @@ class Saver:
         strategy.materialise_optimizer()
         index = self._make_index()
         shapes = _tensor_shapes(strategy)
+        for key in hooks.tensors:
+            for name, shape in index["shapes"].items():
+                shapes[f"{key}/{name}"] = shape
         state_shapes = {name: shape for name, shape in shapes.items() if shape != index["shapes"][name.partition("/")[2]]}
         if state_shapes:
             index[STATE_SHAPES] = state_shapes
         buffers = strategy.buffers() if strategy.is_main else {}
         texts = {INDEX: index, store.PROGRESS: progress.to_json(), "config.json": config}
+        if hooks.values:
+            texts[HOOKS] = hooks.values
         if self.background:
             # Training goes on, so everything that it changes is copied first.
-            pieces: Iterable[Piece] = self._copy_pieces()
+            pieces: Iterable[Piece] = self._copy_pieces(strategy.pieces(hooks.tensors))
             texts = json.loads(json.dumps(texts))
         else:
-            pieces = strategy.pieces()
+            pieces = strategy.pieces(hooks.tensors)
         save = _Save(
             step=progress.step,
             staging=staging,
@@ -164,12 +171,12 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _copy_pieces(self) -> list[Piece]:
-        """Return this rank's share, in host memory. A piece that does not fit into the rest of a block is cut there."""
+    def _copy_pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Return copies of ``pieces`` in host memory. A piece that does not fit into the rest of a block is cut there."""
         copies = []
         block = -1
         room = torch.empty(0)
-        for piece in self.strategy.pieces():
+        for piece in pieces:
             uncopied = [piece]
             while uncopied:
                 # The rest of the block is used up.

@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.hook_state import HOOKS, tensor_key
 from zerobook.checkpoint.merge import is_slice
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import differing_optimizer
@@ -104,6 +105,24 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     # fp16 skips steps that overflow: the optimizer and the schedule have seen fewer than the loop.
     strategy.set_schedule_step(steps)
     return progress, reader.bytes_read
+
+
+def read_hook_states(checkpoint: Path, strategy: Strategy) -> dict[str, dict[str, Any]]:
+    """Return the state of each hook by its name, with this rank's shards of tensors; empty where there is none. Collective."""
+    file = checkpoint / HOOKS
+    if not file.exists():
+        return {}
+    reader = Reader(checkpoint)
+    states = {}
+    for hook, saved in store.read_json(file).items():
+        state = dict(saved["values"])
+        for key in saved["tensors"]:
+            shards = {}
+            for name, parameter in strategy.trainable():
+                shards[name] = strategy.read_shard(parameter, TensorReader(reader, f"{tensor_key(hook, key)}/{name}"))
+            state[key] = shards
+        states[hook] = state
+    return states
 
 
 def read_buffers(checkpoint: Path, model_buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -229,13 +229,7 @@ def _print_strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, source
     from zerobook.data.batch_loader import BatchLayout
 
     table = Table(title="the run", title_justify="left", show_header=False)
-    layout = BatchLayout(
-        world_size=plan.data_parallel_size,
-        rank=0,
-        micro=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        sharing=plan.world_size // plan.data_parallel_size,
-    )
+    layout = BatchLayout.from_plan(config, plan)
     processes = f"{plan.world_size} on {plan.device}"
     if plan.backend:
         processes += f" over {plan.backend}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from zerobook.data.sampler import SampleOrder
 from zerobook.data.stream import Stream, StreamOrder
 from zerobook.data.views import PreparedRows
 from zerobook.utils.units import counted
+
+if TYPE_CHECKING:
+    from zerobook.config import RecipeConfig
+    from zerobook.strategy.launch_plan import LaunchPlan
 
 Rows = PreparedRows | Stream
 Order = SampleOrder | StreamOrder
@@ -34,6 +38,22 @@ class BatchLayout:
     micro: int
     accumulation: int = 1
     sharing: int = 1
+
+    @classmethod
+    def from_plan(cls, config: RecipeConfig, plan: LaunchPlan, rank: int = 0) -> BatchLayout:
+        """Return the layout of a run.
+
+        Args:
+            rank: of this process among those that read different samples.
+        """
+        return cls(
+            world_size=plan.data_parallel_size,
+            rank=rank,
+            micro=config.per_device_train_batch_size,
+            accumulation=config.gradient_accumulation_steps,
+            # Ranks that share rows (tensor or sequence parallelism) read the same samples.
+            sharing=plan.world_size // plan.data_parallel_size,
+        )
 
     @property
     def global_batch(self) -> int:

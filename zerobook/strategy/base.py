@@ -13,7 +13,8 @@ the state for checkpoints from `zerobook.strategy.state`. `zerobook.strategy.mes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from zerobook.optimizer import optimizer_spec
 from zerobook.strategy.engine import Engine
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.replicas import Replicas, compare_replicas
+from zerobook.strategy.swap import SwappedWeights
 from zerobook.strategy.weights import local, unwrapped_name
 from zerobook.utils.units import counted
 
@@ -100,6 +102,21 @@ class Strategy(Engine):
 
     def once_per_node(self, work: Callable[[], T]) -> T:
         return self.mesh.once_per_node(work)
+
+    def swapped_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which the model has ``weights``: it is evaluated, and `get_tensor` returns them. Collective.
+
+        Nothing may be trained and no checkpoint may be saved inside. Afterwards, the training goes on bit for bit as it would
+        have. No memory is needed but for one shard: numbers are exchanged, so inside the context ``weights`` holds the
+        trained numbers.
+
+        Args:
+            weights: name -> fp32 tensor of the shape of this rank's shard, for every weight that `shards` yields.
+
+        Raises:
+            ValueError: on entering, if a tensor is missing, unknown or of another shape.
+        """
+        return SwappedWeights(self, weights)
 
     def differing_replicas(self) -> Replicas | None:
         """Return the difference between the ranks' copies of the weights; None if they are equal or sharded. Collective."""

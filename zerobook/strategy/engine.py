@@ -51,6 +51,18 @@ class Engine(TrainingState):
                 parameter.data = self._in_fp32(parameter.data)
         self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
 
+    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+        """Distribute a second model, which is not trained, and return it prepared. Collective. Call it after `prepare`.
+
+        Checkpoints and the saved model do not hold it.
+        """
+        model.requires_grad_(requires_grad=False)
+        model.eval()
+        return self._spread_frozen(model)
+
+    def _spread_frozen(self, model: nn.Module) -> nn.Module:
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
+
     def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float()
 
@@ -190,9 +202,6 @@ class Engine(TrainingState):
         does nothing: DeepSpeed has cast the weights themselves, and FSDP2 casts what it gathers.
         """
         return nullcontext()
-
-    def release_gathered_parameters(self) -> None:
-        """Re-shard parameters that forward-only passes (evaluation, generation) left gathered. Call on every rank."""
 
     def learning_rate(self) -> float:
         """Return the rate set in the optimizer. Under a schedule that the strategy owns, it is the next step's rate."""

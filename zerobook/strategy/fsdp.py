@@ -88,14 +88,7 @@ class FullyShardedStrategy(Strategy):
         if self.plan.context > 1:
             # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation.
             self.accelerator._prepare_cp = lambda *objects: objects
-        is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
-        with (
-            _hide_buffers(model, self.mesh.device),
-            _prepare_encoder_decoder(model) if is_encoder_decoder else nullcontext(),
-            _hide_absent_layers(model),
-            _keep_ties(model),
-            weights_freed_as_sharded(),
-        ):
+        with self._sharding(model):
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
         # layers are gathered by the hooks of the whole model only.
@@ -105,6 +98,27 @@ class FullyShardedStrategy(Strategy):
         if self.accelerator.scaler is not None and self.plan.offload_optimizer != "none":
             keep_scale_in_host_memory(self.accelerator.scaler)
         return prepared
+
+    def _spread_frozen(self, model: nn.Module) -> nn.Module:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        # `Accelerator.prepare` takes a model with its optimizer only.
+        self.accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
+        with self._sharding(model):
+            return fsdp2_prepare_model(self.accelerator, model)
+
+    @contextmanager
+    def _sharding(self, model: nn.Module) -> Iterator[None]:
+        """Return a context in which accelerate can shard ``model``."""
+        is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+        with (
+            _hide_buffers(model, self.mesh.device),
+            _prepare_encoder_decoder(model) if is_encoder_decoder else nullcontext(),
+            _hide_absent_layers(model),
+            _keep_ties(model),
+            weights_freed_as_sharded(),
+        ):
+            yield
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -124,31 +138,31 @@ class FullyShardedStrategy(Strategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        tensor = self._tensor(parameter, key).detach()
-        offset = shard_offset(tensor)
+    def _written_part(
+        self, index: int, parameter: nn.Parameter, shard: torch.Tensor
+    ) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        offset = shard_offset(parameter)
         if offset is None:
-            return super()._piece(index, parameter, key)
-        sharded = cast("DTensor", tensor)
-        if self._is_copy(sharded):
+            return super()._written_part(index, parameter, shard)
+        if self._is_copy(cast("DTensor", parameter)):
             return None
-        shard = sharded.to_local()
         # A shard of rows is a range of the flattened tensor, see `shard_offset`.
         return offset, shard.reshape(-1) if len(offset) == 1 else shard
+
+    def read_shard(self, parameter: nn.Parameter, read: Read) -> torch.Tensor:
+        offset = shard_offset(parameter)
+        if offset is None:
+            return super().read_shard(parameter, read)
+        shard = torch.empty_like(local(parameter.detach()))
+        _read_into(shard, offset, read)
+        return shard
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         tensor = self._tensor(parameter, key).detach()
         offset = shard_offset(tensor)
         if offset is None:
             return super().restore(parameter, key, read)
-        shard = cast("DTensor", tensor).to_local()
-        if shard.numel() == 0:
-            return
-        if len(offset) == 1:
-            start = offset[0]
-            shard.copy_(read(start, start + shard.numel()).view(shard.shape))
-        else:
-            shard.copy_(read.block(offset, tuple(shard.shape)))
+        _read_into(cast("DTensor", tensor).to_local(), offset, read)
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         if not hasattr(parameter.grad, "device_mesh"):
@@ -226,6 +240,17 @@ def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if all(placement == Shard(0) or placement.is_replicate() for placement in tensor.placements):
         return (int(offsets[0]) * torch.Size(tensor.shape[1:]).numel(),)
     return tuple(map(int, offsets))
+
+
+def _read_into(shard: torch.Tensor, offset: tuple[int, ...], read: Read) -> None:
+    """Read a shard that begins at ``offset``, as in `Piece`."""
+    if shard.numel() == 0:
+        return
+    if len(offset) == 1:
+        start = offset[0]
+        shard.copy_(read(start, start + shard.numel()).view(shard.shape))
+    else:
+        shard.copy_(read.block(offset, tuple(shard.shape)))
 
 
 @contextmanager

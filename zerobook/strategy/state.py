@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import nn
 from zerobook.optimizer import OptimizerSpec
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
-from zerobook.strategy.weights import full, persistent_buffers, quantisation_state, storage_bytes, unwrapped_name
+from zerobook.strategy.weights import full, local, persistent_buffers, quantisation_state, storage_bytes, unwrapped_name
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -103,33 +103,73 @@ class TrainingState:
         """
         return full(self._tensor(parameter, key).detach()).float()
 
-    def pieces(self) -> Iterator[Piece]:
+    def shards(self, key: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, this rank's shard) of every trained weight, or of its optimizer state ``key``. No collective.
+
+        A shard is what the optimizer steps: fp32, whole in one process and under DDP, some rows under FSDP2, and a flat part,
+        which may be empty, under ZeRO. A rank has the same shapes during the whole run. The tensor is live and may be in
+        host memory. It is valid until the next one is yielded, and must not be changed.
+        """
+        if key is not None:
+            self.materialise_optimizer()
+        for name, parameter in self.trainable():
+            yield name, self.shard(parameter, key)
+
+    def shard(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
+        """Return this rank's shard of a trained weight, see `shards`."""
+        return local(self._tensor(parameter, key).detach())
+
+    def set_shard(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Write this rank's shard of a trained weight. Copies for the forward pass change with `refresh_copies` only."""
+        self.shard(parameter).copy_(values)
+
+    def refresh_copies(self) -> None:
+        """Write the fp32 weights to the copies that forward passes read, where there are any. Collective."""
+
+    def release_gathered_parameters(self) -> None:
+        """Re-shard parameters that forward-only passes (evaluation, generation) left gathered. Call on every rank."""
+
+    def pieces(self, more: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> Iterator[Piece]:
         """Yield this rank's share of all weights and optimizer state. All ranks together yield each element once.
 
         Nothing is sent between ranks. Values may be live: they are valid until the next piece is yielded.
+
+        Args:
+            more: key -> name -> tensors like this rank's shards, which are yielded too.
         """
+        more = more or {}
         for index, (name, parameter) in enumerate(self.trainable()):
-            for key in (None, *self.state_shapes(parameter)):
-                piece = self._piece(index, parameter, key)
-                if piece is None:
+            for key in (None, *self.state_shapes(parameter), *more):
+                if key is not None and key in more:
+                    shard = more[key][name]
+                else:
+                    shard = self.shard(parameter, key)
+                part = self._written_part(index, parameter, shard)
+                if part is None:
                     continue
-                offset, values = piece
+                offset, values = part
                 if values.numel():
                     yield Piece(name, key, offset, values)
 
-    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    def _written_part(
+        self, index: int, parameter: nn.Parameter, shard: torch.Tensor
+    ) -> tuple[tuple[int, ...], torch.Tensor] | None:
         """Return ``offset`` and ``values`` of the `Piece` that this rank writes; None if it writes nothing.
 
-        ``index`` counts the parameters. Here every rank holds all tensors: each writes a part of a large tensor, and small
-        tensors are written by one rank each, in turn.
+        Here every rank holds all tensors: each writes a part of a large tensor, and small tensors are written by one rank
+        each, in turn.
         """
-        flat = self._tensor(parameter, key).detach().reshape(-1)
+        flat = shard.reshape(-1)
         if flat.numel() < _SPLIT:
             is_turn = index % self.mesh.world_size == self.mesh.rank
             return ((0,), flat) if is_turn else None
         length = -(-flat.numel() // self.mesh.world_size)
         start = min(length * self.mesh.rank, flat.numel())
         return (start,), flat[start : start + length]
+
+    def read_shard(self, parameter: nn.Parameter, read: Read) -> torch.Tensor:
+        """Return this rank's shard of a tensor like ``parameter`` from a checkpoint, as a new tensor. Collective."""
+        return self._read_by_main(self.shape(parameter), read).clone()
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         """Restore a weight (``key`` None) or optimizer state. Collective.

@@ -66,6 +66,30 @@ class ZeroStrategy(ZeroState, Strategy):
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
 
+    def _spread_frozen(self, model: nn.Module) -> nn.Module:
+        if self.plan.zero_stage != 3:
+            # As DeepSpeed casts the trained model.
+            dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+            return model.to(self.mesh.device, dtypes.get(self.plan.precision, torch.float32))
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.utils.timer import NoopTimer
+
+        # A second engine would share state with the first. These hooks alone gather and release a sharded model's weights.
+        engine = self.model
+        self._frozen_shards = DeepSpeedZeRoOffload(
+            model,
+            timers=NoopTimer(),
+            ds_config=engine.config,
+            overlap_comm=engine.zero_overlap_comm(),
+            prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+            max_reuse_distance=engine.zero_max_reuse_distance(),
+            max_live_parameters=engine.zero_max_live_parameters(),
+            param_persistence_threshold=engine.zero_param_persistence_threshold(),
+            model_persistence_threshold=engine.zero_model_persistence_threshold(),
+            offload_param_config=engine.zero_offload_param(),
+        )
+        return model
+
     def _fill_sizes(self, model: nn.Module) -> None:
         """Put numbers in place of ``auto``, which accelerate cannot do for the composite configs of some models."""
         section = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]

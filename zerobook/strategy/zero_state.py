@@ -106,34 +106,77 @@ class ZeroState(TrainingState):
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().to(torch.float32, copy=True)
 
-    def _piece(self, index: int, parameter: nn.Parameter, key: str | None) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    def shard(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         if self.plan.zero_stage != 3:
             mapping = cast("ZeroParameter", parameter)._hp_mapping
-            if mapping is None:
-                return None
-            return (mapping.lp_fragment_address.start,), mapping.get_hp_fragment(key)
+            # A rank's partition has a part of some weights only.
+            return torch.empty(0) if mapping is None else mapping.get_hp_fragment(key).detach()
         # DeepSpeed's own getters copy every piece to the GPU, also one in host memory, which the save would copy back.
         partition, _ = self.deepspeed_optimizer._get_fp32_opt_state_partition(parameter, True, key)
         start, stop = self._bounds(parameter)
-        return (start,), partition[: stop - start]
+        return partition[: stop - start].detach()
+
+    def set_shard(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        if self.plan.zero_stage != 3:
+            return super().set_shard(parameter, values)
+        self._set_partition(parameter, None, values)
+
+    def refresh_copies(self) -> None:
+        zero = self.deepspeed_optimizer
+        if self.plan.zero_stage != 3:
+            zero.update_lp_params()
+            return
+        # As after a step of DeepSpeed.
+        zero.parameter_offload.partition_all_parameters()
+        for index in range(len(zero.fp16_groups)):
+            if zero.swap_optimizer:
+                zero._optimizer_states_and_gradient_swap_in(index)
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+            if zero.swap_optimizer:
+                zero._optimizer_states_and_gradient_swap_out(index)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero.invalidate_secondary_tensor()
+
+    def _written_part(
+        self, index: int, parameter: nn.Parameter, shard: torch.Tensor
+    ) -> tuple[tuple[int, ...], torch.Tensor] | None:
+        return (self._start(parameter),), shard
+
+    def read_shard(self, parameter: nn.Parameter, read: Read) -> torch.Tensor:
+        shard = torch.empty_like(self.shard(parameter))
+        start = self._start(parameter)
+        if shard.numel():
+            shard.copy_(read(start, start + shard.numel()))
+        return shard
+
+    def _start(self, parameter: nn.Parameter) -> int:
+        """Return where this rank's shard begins in the flattened weight; 0 for an empty one under ZeRO-1 and 2."""
+        if self.plan.zero_stage == 3:
+            return self._bounds(parameter)[0]
+        mapping = cast("ZeroParameter", parameter)._hp_mapping
+        return 0 if mapping is None else mapping.lp_fragment_address.start
 
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         if self.plan.zero_stage != 3:
             return self._restore_fragment(parameter, key, read)
-        # ZeRO-3 makes equal partitions, the last one padded; its setter narrows without a check.
         start, stop = self._bounds(parameter)
-        sharded = cast("ZeroParameter", parameter)
-        partition = torch.zeros(sharded.ds_tensor.numel(), dtype=torch.float32)
-        if stop > start:
-            partition[: stop - start] = read(start, stop)
-        self.deepspeed_optimizer.set_local_hp_param(partition, parameter, key)
+        values = read(start, stop) if stop > start else torch.empty(0)
+        self._set_partition(parameter, key, values)
         if key is None:
             import deepspeed
 
             # The setter reaches the fp32 master only; the copies that forwards read are written by their owner. Collective.
+            sharded = cast("ZeroParameter", parameter)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.mesh.rank == 0:
                     parameter.data.copy_(read(0, sharded.ds_numel).view(sharded.ds_shape))
+
+    def _set_partition(self, parameter: nn.Parameter, key: str | None, values: torch.Tensor) -> None:
+        """Write this rank's partition under ZeRO-3. All are of one size, the last one padded; the setter checks nothing."""
+        partition = torch.zeros(cast("ZeroParameter", parameter).ds_tensor.numel(), dtype=torch.float32)
+        partition[: values.numel()] = values
+        self.deepspeed_optimizer.set_local_hp_param(partition, parameter, key)
 
     def _restore_fragment(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         """Restore under ZeRO-1 and 2: every rank holds the weight for forwards, and some a range of the fp32 master."""

@@ -141,7 +141,7 @@ class Console(Hook):
         self.bar.n = trainer.progress.step
         self.bar.refresh()
 
-    def close(self) -> None:
+    def close_bar(self) -> None:
         """Close the progress bar, so that later lines are printed after it."""
         self.bar.close()
 

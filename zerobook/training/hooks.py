@@ -6,8 +6,9 @@ without arguments. The trainer's own console, trackers and runlog are hooks too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
@@ -74,6 +75,17 @@ class Hook:
     Unless a method says otherwise, every rank calls it at the same place, so it may use collectives if it does so on all
     ranks. An exception ends the run. Reading a tensor as a number waits for the device. The trainer waits at log points only,
     so read tensors in `on_log`.
+
+    The order of the calls is
+
+        before_prepare, load_state_dict (when a run is resumed), on_start
+        each step: before_step, around_loss for each micro-batch, on_gradients_ready, after_step
+        then, where they are due: on_log, on_alert, before_evaluate, after_evaluate, on_evaluate, state_dict, on_save
+        a rollback: load_state_dict, on_rollback
+        the end: on_end, and close when the model is written; after an error: on_error, close
+
+    The trainer's own hooks come first, then those of the user in their order. Methods that end something (`after_evaluate`,
+    `on_end`, `close`) are called in reverse order.
     """
 
     def before_prepare(self, trainer: TrainerView, model: nn.Module) -> None:
@@ -122,8 +134,30 @@ class Hook:
             messages: sentences that describe it.
         """
 
+    def before_evaluate(self, trainer: TrainerView) -> None:
+        """Run before every evaluation, for example to give the model other weights (`Strategy.swapped_weights`)."""
+
+    def after_evaluate(self, trainer: TrainerView) -> None:
+        """Run after every evaluation, before its record is used. It is left out if the evaluation fails."""
+
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
-        """Run after every evaluation. The record holds numbers."""
+        """Run after `after_evaluate`, if something was evaluated. The record holds numbers."""
+
+    def state_dict(self, trainer: TrainerView) -> dict[str, Any]:
+        """Return the state that a checkpoint keeps for this hook. It is loaded under any strategy and number of ranks.
+
+        Each value is one of two kinds:
+
+        - what JSON can hold, the same on every rank;
+        - a dict of tensors, name -> tensor, like the shards that `Strategy.shards` yields on this rank, for all weights.
+        """
+        return {}
+
+    def load_state_dict(self, trainer: TrainerView, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned when the loaded checkpoint was saved. Weights and optimizer are loaded already.
+
+        It is not called if the checkpoint has no state of this hook. A hook's state goes by the name of its class.
+        """
 
     def on_save(self, trainer: TrainerView, folder: Path) -> None:
         """Run after every save.
@@ -144,8 +178,24 @@ class Hook:
         """Run at the end of training: after the last step, after a warning signal, or when a spike stops the run.
 
         All saves of checkpoints have ended. A final model is written later. An exception that ends the run skips this method.
-        Hooks are called in reverse order here.
         """
+
+    def on_error(self, trainer: TrainerView, error: Exception) -> None:
+        """Run when an exception ends the training, after `on_start` has begun. Only the ranks that raise it call this.
+
+        Use no collectives, and read no tensors: other ranks may be gone. The exception is raised again.
+        """
+
+    def close(self, trainer: TrainerView) -> None:
+        """Run last, once, for every hook whose `on_start` could be called: when the model is written, or after `on_error`.
+
+        Close files and connections here; use no collectives. If it raises after an error, the first error is the one that
+        ends the run.
+        """
+
+
+_REVERSED = {"after_evaluate", "on_end", "close"}
+"""Methods that end what another method began."""
 
 
 class Hooks:
@@ -158,6 +208,7 @@ class Hooks:
         self._trainer_hooks: list[Hook] = []
         self._user_hooks = [*user]
         self._by_method: dict[str, list[Hook]] = {}
+        self._are_closed = False
 
     def add(self, *hooks: Hook) -> None:
         """Add the trainer's own hooks."""
@@ -166,19 +217,83 @@ class Hooks:
 
     def __call__(self, name: str, *arguments: Any) -> list[Any]:
         """Call the method ``name`` of every hook that overrides it; return the results that are not None."""
-        hooks = self._overriding(name)
-        if name == "on_end":
-            hooks = hooks[::-1]
         results = []
-        for hook in hooks:
-            try:
-                result = getattr(hook, name)(*arguments)
-            except Exception as error:
-                self._note(error, hook, name)
-                raise
+        for hook in self._overriding(name):
+            result = self._call(hook, name, *arguments)
             if result is not None:
                 results.append(result)
         return results
+
+    def _call(self, hook: Hook, name: str, *arguments: Any) -> Any:
+        """Call a method of one hook. An error in a user's hook gets a note with its name."""
+        try:
+            return getattr(hook, name)(*arguments)
+        except Exception as error:
+            self._note(error, hook, name)
+            raise
+
+    @contextmanager
+    def closing(self, trainer: TrainerView) -> Iterator[None]:
+        """Return a context for the training. At its end, all hooks are closed; they are told of an error before."""
+        try:
+            yield
+        except BaseException as error:
+            # Ctrl-C and the end of the process after a stop are no errors of the training, nor are those of closing.
+            if isinstance(error, Exception) and not self._are_closed:
+                self._end("on_error", trainer, error, first_error=error)
+            self.close(trainer, first_error=error)
+            raise
+        self.close(trainer)
+
+    def close(self, trainer: TrainerView, first_error: BaseException | None = None) -> None:
+        """Close all hooks, once. Errors are added to ``first_error`` as notes; without one, the first of them is raised."""
+        if not self._are_closed:
+            # Set first: an error of a hook's own ``close`` comes here again.
+            self._are_closed = True
+            self._end("close", trainer, first_error=first_error)
+
+    def _end(self, name: str, *arguments: Any, first_error: BaseException | None) -> None:
+        """Call a method of every hook, also where an earlier hook's fails."""
+        raises = first_error is None
+        for hook in self._overriding(name):
+            try:
+                self._call(hook, name, *arguments)
+            except Exception as error:
+                # A hook that cannot be closed must not keep the next ones open.
+                if first_error is None:
+                    first_error = error
+                else:
+                    first_error.add_note(f"The hook {_path_of(hook)} failed in {name}: {error!r}")
+        if raises and first_error is not None:
+            raise first_error
+
+    def state_dicts(self, trainer: TrainerView) -> dict[str, dict[str, Any]]:
+        """Return hook's name -> its state, without empty ones. Call on every rank."""
+        states = {}
+        for name, hook in self._named().items():
+            state = self._call(hook, "state_dict", trainer)
+            # Without a state, the checkpoint stays as earlier versions wrote it.
+            if state:
+                states[name] = state
+        return states
+
+    def load_state_dicts(self, trainer: TrainerView, states: dict[str, dict[str, Any]]) -> None:
+        """Give each hook the state of its name. Call on every rank."""
+        for name, hook in self._named().items():
+            if name in states:
+                self._call(hook, "load_state_dict", trainer, states[name])
+
+    def _named(self) -> dict[str, Hook]:
+        """Return name -> hook of those that have a state. The second one of a class is ``Class-2``."""
+        # By class and not by position: a resumed run may have other hooks besides.
+        named: dict[str, Hook] = {}
+        counts: Counter[str] = Counter()
+        for hook in self._overriding("state_dict"):
+            class_name = type(hook).__name__
+            counts[class_name] += 1
+            number = counts[class_name]
+            named[class_name if number == 1 else f"{class_name}-{number}"] = hook
+        return named
 
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return one context of the contexts of all hooks."""
@@ -198,14 +313,21 @@ class Hooks:
     def _overriding(self, name: str) -> list[Hook]:
         """Return the hooks that have a method ``name`` of their own: most have few, and some run at every step."""
         if name not in self._by_method:
-            hooks = (*self._trainer_hooks, *self._user_hooks)
+            hooks = [*self._trainer_hooks, *self._user_hooks]
+            if name in _REVERSED:
+                hooks.reverse()
             self._by_method[name] = [hook for hook in hooks if getattr(type(hook), name) is not getattr(Hook, name)]
         return self._by_method[name]
 
     def _note(self, error: Exception, hook: Hook, method: str) -> None:
         """Add to the error which of the user's hooks raised it."""
         if hook in self._user_hooks:
-            error.add_note(f"The error was raised by the hook {type(hook).__module__}:{type(hook).__qualname__}, in {method}.")
+            error.add_note(f"The error was raised by the hook {_path_of(hook)}, in {method}.")
+
+
+def _path_of(hook: Hook) -> str:
+    """Return the module and the class of a hook."""
+    return f"{type(hook).__module__}:{type(hook).__qualname__}"
 
 
 def load_hooks(specs: Sequence[str]) -> list[Hook]:

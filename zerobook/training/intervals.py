@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zerobook.config import AUTOMATIC, Interval
+
+if TYPE_CHECKING:
+    from zerobook.strategy import Strategy
 
 FIRST_STEP = 10
 """Step by which a new run saves for the first time. A spike can be rolled back only to a checkpoint from before it."""
@@ -220,6 +223,106 @@ class Schedule:
         if self._at_epochs:
             return int(passes) > int(passes_before)
         return self._every > 0 and step % self._every == 0
+
+
+class Timetable:
+    """Decides after which steps a run evaluates and saves, and measures what that takes. Every rank decides the same.
+
+    Args:
+        resumed: there is a checkpoint of the first step.
+        save_seconds: an estimate, until the first save is measured.
+        held_out_batches: of the held-out data, each as large as a training step's; None where nothing is evaluated.
+        saves: False for a run that saves nothing.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        step: int,
+        total_steps: int,
+        resumed: bool,
+        eval_steps: Interval | str,
+        save_steps: Interval | str,
+        save_seconds: float,
+        held_out_batches: float | None,
+        saves: bool,
+    ):
+        self._strategy = strategy
+        self._clock = SaveClock(save_seconds)
+        self._steps_of_attempt = 0
+        self._step_seconds = 0.0
+        self._evaluations = Schedule(eval_steps, total_steps)
+        self._saves = Schedule(save_steps, total_steps)
+        # Each is None where a person has set the steps.
+        self._automatic_saves: AutomaticSaves | None = None
+        if save_steps == AUTOMATIC and saves:
+            self._automatic_saves = AutomaticSaves(
+                step=step, resumed=resumed, total_steps=total_steps, save_seconds=save_seconds
+            )
+        self._automatic_evaluations: AutomaticEvaluations | None = None
+        if eval_steps == AUTOMATIC and held_out_batches is not None:
+            self._automatic_evaluations = AutomaticEvaluations(step=step, total_steps=total_steps, batches=held_out_batches)
+
+    def is_evaluation_set(self, step: int, passes_before: float, passes: float) -> bool:
+        """Return whether ``--eval_steps`` names the step, which took the passes over the data from one number to the other."""
+        return self._evaluations.is_due(step, passes_before, passes)
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is evaluated by itself."""
+        automatic = self._automatic_evaluations
+        return automatic is not None and automatic.is_due(step, self._step_seconds)
+
+    def is_save_due(self, step: int, passes_before: float, passes: float, *, evaluates: bool) -> bool:
+        """Return whether the run saves after a step. ``evaluates``: ``--eval_steps`` names it."""
+        # A step that is evaluated is a good one to save: `best` is one of those that were saved.
+        if self._automatic_saves is not None:
+            return self._automatic_saves.is_due(step, evaluates=evaluates)
+        return self._saves.is_due(step, passes_before, passes)
+
+    def measure_first_steps(self, step: int) -> None:
+        """Let all ranks know how long a step takes before the first log point, which slow steps reach late. Collective once.
+
+        The first step of an attempt is left out: much of its time is spent on compiling and allocating.
+        """
+        self._steps_of_attempt += 1
+        if self._steps_of_attempt == 1:
+            self._clock.start(step)
+        elif self._steps_of_attempt == 2 and self._automatic_saves is not None:
+            self.set_measured(Measured(*self._strategy.on_main(lambda: list(self.read_clock(step)))))
+
+    def read_clock(self, step: int) -> Measured:
+        """Return what this rank has measured. Rank 0's values count: see `set_measured`."""
+        return self._clock.read(step)
+
+    def set_measured(self, values: Measured) -> None:
+        """Take over what rank 0 has measured. Call with the same values on every rank."""
+        self._step_seconds = values.step_seconds
+        if self._automatic_saves is not None:
+            self._automatic_saves.measured(values)
+
+    def evaluated(self, step: int, seconds: float) -> None:
+        """Note an evaluation that took ``seconds`` on this rank. Collective."""
+        if self._automatic_evaluations is not None:
+            # Rank 0's clock, so that all ranks decide the same about the next evaluation.
+            self._automatic_evaluations.evaluated(step, self._strategy.on_main(lambda: seconds))
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Return a context for a save."""
+        with self._clock.saving():
+            yield
+        # The time of a step is measured without saves.
+        self._clock.start(step)
+        if self._automatic_saves is not None:
+            self._automatic_saves.saved(step)
+
+    def went_back(self, step: int) -> None:
+        """Note a rollback to ``step``."""
+        self._clock.start(step)
+        for automatic in (self._automatic_saves, self._automatic_evaluations):
+            if automatic is not None:
+                automatic.went_back(step)
 
 
 def announce_evaluations(eval_steps: Interval | str) -> str:

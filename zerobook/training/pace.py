@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 
 from zerobook.health import position
-from zerobook.training.utilization import ModelFlops
+from zerobook.strategy import Strategy
+from zerobook.training.utilization import ModelFlops, model_flops, peak_flops
 
 
 class Pace:
@@ -50,6 +51,12 @@ class Pace:
         self._since = time.monotonic()
         self._tokens = self._all_tokens = self._rows = 0
         self._waited = 0.0
+
+    def measure_model(self, strategy: Strategy) -> None:
+        """Count the operations of the prepared model, and those that its devices can do."""
+        self.flops = model_flops(strategy)
+        self.peak = peak_flops(strategy)
+        self.devices = strategy.world_size
 
     def start(self) -> None:
         """Start a measurement."""

@@ -92,6 +92,13 @@ class Recipe(ABC, Generic[ConfigT]):
             return model
         return adapted(model, config.model_dump(), revision=config.model_revision)
 
+    def reference_model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel | None:
+        """Return a second model, which is not trained, or None. `Objective.reference_model` is this model, prepared.
+
+        The base class's `model` loads one with the weights that the run starts from.
+        """
+        return None
+
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Collator:
         """Return the collator, which makes a batch from rows."""
         from zerobook.data.collate import causal_collator

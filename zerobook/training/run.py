@@ -122,6 +122,7 @@ def train(
             say(f"  note: {note}")
         adapted = recipe.adapt(model)
         check_fit(model, tokenizer, data)
+        reference_model = recipe.reference_model(tokenizer, strategy)
         collate = recipe.collator(tokenizer, adapted)
         scorers = recipe.scorers(tokenizer, adapted, data, collate)
 
@@ -136,6 +137,7 @@ def train(
             objective=objective,
             scorers=scorers,
             hooks=hooks,
+            reference_model=reference_model,
             watch=watch,
             recipe_file=_file_of(recipe),
         )
@@ -247,13 +249,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         style = "" if sources.given(key) else "dim"
         table.add_row(key, str(values[key]), sources[key], style=style)
     out.print(table)
-    layout = BatchLayout(
-        world_size=plan.data_parallel_size,
-        rank=0,
-        micro=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        sharing=plan.world_size // plan.data_parallel_size,
-    )
+    layout = BatchLayout.from_plan(config, plan)
     entries = account.entries(plan, config, sources, flags=parent_flags())
     if entries:
         out.print(account.table(entries))

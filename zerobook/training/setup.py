@@ -1,24 +1,42 @@
-"""The initial state of a run: new, or from a checkpoint."""
+"""The initial state of a run, new or from a checkpoint, and its prepared model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from zerobook import head
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.save import bytes_of_state
 from zerobook.checkpoint.state import read_progress
-from zerobook.config import RecipeConfig
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.data.prepare import PreparedData
+from zerobook.errors import ConfigError
+from zerobook.health.judge import describe
+from zerobook.health.watch import Watch
+from zerobook.launch.fast import FAST
+from zerobook.models.compiled import compile_layers
+from zerobook.models.isolation import settled
+from zerobook.models.load import pin_rotary
+from zerobook.models.save import bytes_of_result
+from zerobook.models.whole_rows import check_split
+from zerobook.objective import Objective
+from zerobook.runlog.lifecycle import hang, last_words
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume
+from zerobook.training.intervals import WRITE_SPEED, Timetable
 from zerobook.training.recipe import Collator
 from zerobook.training.schedule import learning_rate_schedule
 from zerobook.training.state import RunState
+from zerobook.training.watching import naming_the_missing
+from zerobook.utils.host_memory import freed_blocks_returned
+from zerobook.utils.units import counted
 
 
 def first_state(
@@ -29,6 +47,7 @@ def first_state(
     model: nn.Module,
     data: PreparedData,
     collate: Collator,
+    layout: BatchLayout,
     say: Callable[[str], None],
 ) -> tuple[RunState, dict[str, Any]]:
     """Return the run's initial state, and the state of the ladder of recovery actions. Collective; loads no weights.
@@ -47,14 +66,6 @@ def first_state(
     resume.compare_held_out_data(progress, data, say)
     resume.check_base(checkpoint, config, model)
     ladder = resume.earlier_decisions(progress, manager, strategy, log)
-    # Ranks that share rows (tensor or sequence parallelism) read the same samples.
-    layout = BatchLayout(
-        world_size=strategy.mesh.data_parallel_size,
-        rank=strategy.mesh.data_parallel_rank,
-        micro=config.per_device_train_batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        sharing=strategy.world_size // strategy.mesh.data_parallel_size,
-    )
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
     state.total_steps = resume.schedule_steps(state, checkpoint, say)
     state.schedule = learning_rate_schedule(
@@ -67,3 +78,98 @@ def first_state(
     if strategy.owns_schedule:
         state.schedule = lambda step: strategy.learning_rate()
     return state, ladder
+
+
+def prepare_models(
+    config: RecipeConfig,
+    sources: ConfigSources,
+    state: RunState,
+    strategy: Strategy,
+    objective: Objective,
+    model: nn.Module,
+    reference_model: nn.Module | None,
+) -> tuple[Collator, list[str]]:
+    """Distribute the model, and a second one for the objective. Collective.
+
+    Returns:
+        (the cheapest form of the state's collator for the prepared model, notes for the user).
+
+    Raises:
+        ConfigError: the objective or ``--torch_compile`` does not fit.
+    """
+    has_own_head = head.install(model) is not None
+    # Whole weights are freed while they are sharded. Without this, the allocator would keep them.
+    with freed_blocks_returned():
+        strategy.prepare(model, config, state.total_steps)
+        if reference_model is not None:
+            objective.reference_model = strategy.prepare_frozen(reference_model)
+    notes = []
+    longest_sample = max(rows.longest_sample for rows in (state.data.train, *state.data.held_out.values()))
+    note = pin_rotary(strategy.unwrapped, longest_sample)
+    if note is not None:
+        notes.append(f"  note: {note}")
+    if reference_model is not None:
+        pin_rotary(reference_model, longest_sample)
+    strategy.model.train()
+    check_split(strategy, objective)
+    collate = settled(
+        strategy,
+        state.collate,
+        keep_mask=objective.needs_attention_mask(strategy.model),
+        # Where the output layer computes the loss itself, it can leave out positions without a label.
+        supervised=has_own_head and objective.takes_positions and strategy.token_split is None,
+        flag=config.rows_shared_by,
+    )
+    if config.torch_compile:
+        notes.append(_compile(strategy.unwrapped, sources))
+    return collate, notes
+
+
+def _compile(model: nn.Module, sources: ConfigSources) -> str:
+    """Compile the model's layers, and return a note. Without layers, only ``--fast`` may have asked for it."""
+    count = compile_layers(model)
+    name = type(model).__name__
+    if not count and sources["torch_compile"] != FAST:
+        raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
+    return f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run"
+
+
+def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState) -> None:
+    """Refuse a run whose checkpoints and model will not fit onto the disk, see `CheckpointManager.check_space`."""
+    steps = state.end_step - state.progress.step
+    manager.check_space(steps, bytes_of_result(strategy, state.config), has_held_out=bool(state.data.held_out))
+
+
+def make_timetable(
+    manager: CheckpointManager, strategy: Strategy, state: RunState, *, evaluates: bool, saves: bool
+) -> Timetable:
+    """Decide when the run evaluates and saves. Where that is automatic, measured times change it later.
+
+    Args:
+        evaluates: there are held-out data or scorers.
+        saves: checkpoints are written.
+    """
+    held_out_rows = sum(len(part) for part in state.data.held_out.values())
+    return Timetable(
+        strategy,
+        step=state.progress.step,
+        total_steps=state.total_steps,
+        resumed=manager.resumes_in_place,
+        eval_steps=state.config.eval_steps,
+        save_steps=state.config.save_steps,
+        save_seconds=bytes_of_state(strategy) / WRITE_SPEED,
+        held_out_batches=held_out_rows / state.layout.global_batch if evaluates else None,
+        saves=saves,
+    )
+
+
+def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int) -> None:
+    """Let the watch write into the runlog that a rank holds up the run."""
+    watch.report = lambda verdict, text: hang(log, config.output_dir, rank, describe(verdict), text)
+
+
+@contextmanager
+def errors_reported(log: RunLog, config: RecipeConfig, rank: int, watch: Watch | None) -> Iterator[None]:
+    """Return a context for the training. An error is told to the other ranks, and logged."""
+    with last_words(log, config.output_dir, rank), naming_the_missing(watch):
+        yield

@@ -1,0 +1,65 @@
+"""What the ranks agree on at a log point: losses, norms and metrics of the steps since the last one, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zerobook.checkpoint import store
+from zerobook.checkpoint.manager import CheckpointManager
+from zerobook.config import RecipeConfig
+from zerobook.errors import ConfigError
+from zerobook.runlog.records import StepRecord
+from zerobook.strategy.mesh import Mesh
+from zerobook.training.intervals import Measured
+
+
+def reduce_records(records: Sequence[StepRecord], mesh: Mesh, clock: Measured, objective: str) -> Measured:
+    """Convert the tensors of ``records`` to numbers, and sum losses over ranks. Return rank 0's ``clock``. Collective.
+
+    Every rank gets the same bits, since all decide from them. This waits for the device.
+
+    Args:
+        clock: what this rank has measured.
+        objective: name of the class, for an error.
+    """
+    names = sorted(records[0].sums)
+    for record in records:
+        if sorted(record.sums) != names:
+            raise ConfigError(
+                f"{objective}.loss returned the metrics {names} in one step and {sorted(record.sums)} in another. It has to "
+                "return the same metrics for every batch, since they are summed over the ranks; a metric may be 0."
+            )
+    losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
+    norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
+    # Every rank has the same norms. The sum over the ranks takes the first rank's.
+    if mesh.rank != 0:
+        norms = torch.zeros_like(norms)
+    columns = [losses, norms]
+    for name in names:
+        columns.append(torch.stack([record.sums[name] for record in records]).float())
+    # One more row carries what rank 0 has measured, so that all ranks decide the same about saves without a collective.
+    clock_row = losses.new_zeros(len(columns))
+    if mesh.rank == 0:
+        clock_row[:2] = torch.tensor(clock)
+    values = torch.cat([torch.stack(columns, dim=1), clock_row[None]])
+    *step_rows, clock_values = mesh.sum_over_samples(values).tolist()
+    for record, (loss, norm, *metric_values) in zip(records, step_rows, strict=True):
+        record.loss = loss
+        record.grad_norm = norm
+        record.sums = {}
+        record.metrics = {name: float(value) for name, value in record.metrics.items()}
+        record.metrics |= dict(zip(names, metric_values, strict=True))
+    return Measured(clock_values[0], clock_values[1])
+
+
+def describe_divergence(record: StepRecord, config: RecipeConfig, manager: CheckpointManager) -> str:
+    """Return the error message for a model whose losses are not finite. Collective."""
+    way_on = "There is no checkpoint: start again with"
+    if manager.strategy.on_main(lambda: bool(store.list_complete(manager.folder))):
+        way_on = "Go on with --resume_from_checkpoint auto and"
+    return (
+        f"step {record.step}: the loss is {record.loss}, and none was finite for a while; nothing was saved since. {way_on} a "
+        f"lower --learning_rate than {config.learning_rate}, or more --num_warmup_steps."
+    )

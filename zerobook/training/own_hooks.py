@@ -1,0 +1,52 @@
+"""The trainer's own hooks, which record and show a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerobook.health import stragglers
+from zerobook.health.watch import Watch
+from zerobook.runlog.writer import RunLog
+from zerobook.training.console import Console
+from zerobook.training.hooks import Hook, TrainerView
+from zerobook.training.logbook import Logbook, MemoryRecord
+from zerobook.training.profiling import Profiler
+from zerobook.training.resume import ResumeCheck
+from zerobook.training.trackers import Trackers
+
+if TYPE_CHECKING:
+    from zerobook.runlog.records import StepRecord
+
+
+class StragglerReport(Hook):
+    """Reports the slow ranks that the watch finds."""
+
+    def __init__(self, watch: Watch, log: RunLog, console: Console):
+        self._watch = watch
+        self._log = log
+        self._console = console
+
+    def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
+        for slow in self._watch.take_slow():
+            self._log.event("straggler", durable=False, **slow._asdict())
+            self._console.say(f"WARNING: step {trainer.progress.step}: {stragglers.describe(slow)}")
+
+
+def own_hooks(trainer: TrainerView, console: Console, logbook: Logbook | None, watch: Watch | None) -> list[Hook]:
+    """Return the hooks, in the order in which they are called."""
+    config = trainer.config
+    log = trainer.log
+    hooks: list[Hook] = []
+    # Ranks are compared before anything else: their devices have done the same steps now.
+    if watch is not None:
+        hooks.append(StragglerReport(watch, log, console))
+    if logbook is not None:
+        hooks += [logbook, ResumeCheck(log)]
+    hooks += [MemoryRecord(log), console]
+    if config.report_to:
+        hooks.append(Trackers(trainer.strategy, config, resumed=trainer.manager.resumes_in_place))
+    if config.profiled_steps is not None:
+        hooks.append(Profiler(*config.profiled_steps, Path(config.output_dir) / "runlog"))
+    return hooks
