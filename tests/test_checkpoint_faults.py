@@ -161,7 +161,7 @@ def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path,
     def one(rank):
         saver = save.Saver(Slow(rank, dealt, barrier.wait, told), tmp_path, keep=None, background=background)
         if background:
-            saver._copy_pieces = lambda: saver.strategy._late()
+            saver._copy_pieces = lambda pieces: saver.strategy._late()
         saver.save(Progress(step=1), {"config": {}})
         saver.wait()
         results[rank] = saver.results()
