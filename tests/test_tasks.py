@@ -20,6 +20,7 @@ from zerobook.data.formats import Pair, Text
 from zerobook.data.templates import CausalEncoder
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation import held_out
+from zerobook.evaluation.scorers import check_causal
 from zerobook.evaluation.tasks import Encoder, Question, Scored, Task, TaskScorer, likelihoods, read_task
 
 FIXTURES = sorted((ROOT / "tests" / "fixtures" / "tasks").glob("*.jsonl"))
@@ -141,6 +142,13 @@ def test_a_question_that_names_a_special_token_is_refused(llama):
             DataError, match=r"has the text '<\|im_(start|end)\|>', which the tokenizer reads as a special token"
         ):
             Encoder(llama[1])(question, choice)
+
+
+def test_no_task_is_measured_on_an_encoder_decoder():
+    check_causal([], "seq2seq")
+    check_causal(["mine.jsonl"], "causal")
+    with pytest.raises(ConfigError, match=r"mine\.jsonl"):
+        check_causal(["mine.jsonl"], "seq2seq")
 
 
 class Bigram(torch.nn.Module):

@@ -73,10 +73,7 @@ def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
     values = row.get(column)
     if values is None:
         return [True] * length
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, list):
-        raise BadSample(f"{column} is {kind_of(values)}, expected a list of 0 and 1")
+    values = _as_list(values, column, "0 and 1")
     if len(values) != length:
         raise BadSample(f"{length} input_ids but {len(values)} values of {column}; they must match")
     for value in values:
@@ -97,11 +94,16 @@ def _without_padding(mask: list[bool]) -> tuple[int, int]:
 
 
 def _integers(values: object, name: str) -> list[int]:
+    integers = _as_list(values, name, "integers")
+    for value in integers:
+        if type(value) is not int:
+            raise BadSample(f"{name} has {kind_of(value)} in it, expected integers")
+    return integers
+
+
+def _as_list(values: object, name: str, expected: str) -> list[Any]:
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list):
-        raise BadSample(f"{name} is {kind_of(values)}, expected a list of integers")
-    for value in values:
-        if type(value) is not int:
-            raise BadSample(f"{name} has {kind_of(value)} in it, expected integers")
+        raise BadSample(f"{name} is {kind_of(values)}, expected a list of {expected}")
     return values

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerobook.constants import IGNORE
-from zerobook.data.collate import Seq2SeqCollator
+from zerobook.data.collate import Seq2SeqCollator, to_device
 from zerobook.evaluation.text_metrics import text_metrics
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
@@ -91,7 +91,7 @@ class GenerationScorer:
             indices = range(start, start + self.batch_size)
             # Indices beyond the end fill up the batch with the first row; their predictions are dropped.
             rows = [self.rows[index if index < len(self.rows) else 0] for index in indices]
-            batch = {key: value.to(strategy.device) for key, value in self.collate.sources(rows).items()}
+            batch = to_device(self.collate.sources(rows), strategy.device)
             with strategy.inference():
                 generated = cast("Generates", strategy.unwrapped).generate(
                     **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
@@ -125,5 +125,8 @@ class GenerationScorer:
         return metrics, [{"source": source, "target": target, "prediction": text} for source, target, text in samples]
 
     def _decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        ids = [[int(token) for token in sequence if token != IGNORE] for sequence in sequences]
-        return [text.strip() for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
+        texts = []
+        for sequence in sequences:
+            ids = [int(token) for token in sequence if token != IGNORE]
+            texts.append(str(self.tokenizer.decode(ids, skip_special_tokens=True)).strip())
+        return texts
