@@ -115,6 +115,7 @@ class CheckpointManager:
         if config.kept_checkpoints and not is_saved:
             prunable = strategy.on_main(self._prunable_bytes)
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
+        # The model or adapter is written beside the checkpoints, which stay.
         needed = count * checkpoint_bytes + result_bytes
         if needed <= free + prunable:
             return

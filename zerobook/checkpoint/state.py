@@ -134,6 +134,7 @@ def read_buffers(checkpoint: Path, model_buffers: dict[str, torch.Tensor]) -> di
     import safetensors.torch
 
     saved_buffers = safetensors.torch.load_file(checkpoint / BUFFERS)
+    # A buffer of another shape, such as a router's bias, is of another model.
     for name in sorted({*saved_buffers, *model_buffers}):
         saved_shape = _describe_shape(saved_buffers, name)
         model_shape = _describe_shape(model_buffers, name)
@@ -291,6 +292,7 @@ def _check_weights(
         if shapes[name] != shape:
             problem = f"{name} is {shapes[name]} there and {shape} in this model"
             break
+    # A weight that is in the checkpoint alone would be lost with the next save.
     extra = set(shapes) - {name for name, _ in parameters}
     if problem is None and extra:
         problem = f"it holds {min(extra)} (and {len(extra) - 1} more), which this model does not train"

@@ -126,6 +126,7 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
                 raise ParquetError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
             piece = _without_dictionaries(piece)
             if stream is None:
+                # The columns' types are known with the first rows.
                 schema = piece.schema.with_metadata({_ROWS: str(metadata.num_rows)})
                 stream = pyarrow.ipc.new_stream(sys.stdout.buffer, schema)
             stream.write_batch(piece)
