@@ -202,12 +202,14 @@ def test_a_hub_dataset_is_read_shard_by_shard(tmp_path, monkeypatch):
         lines = [json.dumps(row) for row in rows[3 * part : 3 * part + 3]]
         (folder / f"train-{part}.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "validation.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    splits = sources._hub_stream(str(folder), None, None, None)
+    splits = sources._hub(str(folder), None, None, None, streaming=True)
     shards = splits.train.shards()
     assert [[row for row, _ in read(part)] for part in shards] == [rows[:3], rows[3:6], rows[6:]]
     assert [row for row, _ in read(splits.train)] == rows and [row for row, _ in read(splits.held_out)] == rows[:1]
     assert (
-        splits.train.digest() == sources._hub_stream(str(folder), None, None, None).train.digest() != splits.held_out.digest()
+        splits.train.digest()
+        == sources._hub(str(folder), None, None, None, streaming=True).train.digest()
+        != splits.held_out.digest()
     )
     assert len({part.digest() for part in shards}) == 3
 
