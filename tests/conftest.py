@@ -54,11 +54,13 @@ def tiny() -> Path:
 
 @pytest.fixture
 def traced_once(monkeypatch) -> None:
-    """Let plans of one job, on whatever machine, trace its model once in a session."""
+    """Let plans of one job, on whatever machine, trace its model and parse each strategy file once in a session."""
     from tests import planning
+    from zerobook.plan import rows
     from zerobook.plan.traced_job import TracedJob
 
     monkeypatch.setattr(TracedJob, "of", planning.traced_once)
+    monkeypatch.setattr(rows, "worker_environment", planning.worker_environment_once)
 
 
 class Launches:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 from zerobook.config import ConfigSources
+from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.job import Job, make_job
 from zerobook.plan.rows import Row, plan_row, rank_rows
 from zerobook.plan.traced_job import TracedJob
@@ -27,11 +29,15 @@ def made(recipe: str, model: str | Path, **flags) -> Job:
     return make_job(kind(kind.config_class(model_name_or_path=str(model), **flags)))
 
 
-IRRELEVANT = {"gradient_accumulation_steps", "learning_rate", "max_train_steps", "output_dir", "save_steps", "save_total_limit"}
-"""Settings of a recipe that change neither its weights nor what a micro-batch does."""
+IRRELEVANT = {
+    "dataset_name", "gradient_accumulation_steps", "learning_rate", "max_train_steps", "model_name_or_path", "output_dir",
+    "save_steps", "save_total_limit", "train_file",
+}  # fmt: skip
+"""Settings of a recipe that change neither its weights nor what a micro-batch does, where the model's config is the same."""
 
 _build = TracedJob.of
 _traced: dict[tuple, TracedJob] = {}
+_environments: dict[tuple, tuple[dict[str, str], str | None]] = {}
 
 
 def traced_once(job: Job, device: str) -> TracedJob:
@@ -41,6 +47,16 @@ def traced_once(job: Job, device: str) -> TracedJob:
     if key not in _traced:
         _traced[key] = _build(job, device)
     return dataclasses.replace(_traced[key], job=job)
+
+
+def worker_environment_once(flags: list[str]) -> tuple[dict[str, str], str | None]:
+    """Return ``worker_environment(flags)``, for which a strategy file is parsed once in this process."""
+    inherited = sorted((name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST")
+    key = (*flags, *inherited)
+    if key not in _environments:
+        _environments[key] = worker_environment(flags)
+    environ, precision = _environments[key]
+    return dict(environ), precision
 
 
 def shortened(folder: Path, model: str, **changes: int) -> Path:

@@ -77,6 +77,7 @@ def test_layers_run_compiled_and_drop_out_as_before():
     assert compile_layers(torch.nn.Linear(2, 2)) == 0
 
 
+@pytest.mark.full  # two compilations
 def test_compiled_layers_recompute_what_they_left_out_in_the_thread_of_backward():
     import torch
 

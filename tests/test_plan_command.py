@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.planning import FILES, HALF, MODELS, ROOT, made, planned_rows, rows_of
+from tests.planning import FILES, HALF, ROOT, WIDE, made, planned_rows, rows_of, shortened
 from zerobook.cli.main import main
 from zerobook.config import ConfigSources, parse
 from zerobook.errors import ConfigError
@@ -28,6 +28,8 @@ from zerobook.plan.trace import SavedTensors
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.devices import DEVICES
 from zerobook.utils.units import size
+
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 def test_the_command_prints_every_strategy(tiny, tmp_path, capsys):
@@ -70,7 +72,7 @@ def test_one_process_has_ddps_buckets_on_a_cpu_alone():
     """accelerate wraps the model of one process there, and not on a GPU."""
     from zerobook.plan.sharding import sharding_spec
 
-    made_job = made("causal_lm", MODELS / "gpt2_xl.json")
+    made_job = made("causal_lm", WIDE)
     ddp = next(file for file in FILES if file.stem == "ddp")
     sources = ConfigSources(dict.fromkeys(type(made_job.config).model_fields, "default"))
     gpu = cluster(gpus="1", gpu="a100-80gb")
@@ -194,7 +196,7 @@ def test_a_gpu_that_is_not_named_has_bf16_and_a_known_ones_speed(tiny, capsys):
 
 def test_checkpoints_are_counted_as_the_run_keeps_them():
     def kept(**flags):
-        config = made("causal_lm", MODELS / "gpt2_xl.json", **{"on_spike": "log", "eval_steps": 0} | flags).config
+        config = made("causal_lm", WIDE, **{"on_spike": "log", "eval_steps": 0} | flags).config
         checkpoint_bytes, checkpoints = count_checkpoints(300, config)
         assert checkpoint_bytes == 1200 * (checkpoints or 1)
         return checkpoints
@@ -210,12 +212,13 @@ def test_checkpoints_are_counted_as_the_run_keeps_them():
     assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 3 and kept(save_steps=0) == 1
 
 
-def test_a_weight_that_no_buffer_for_nvme_takes_is_a_problem():
+def test_a_weight_that_no_buffer_for_nvme_takes_is_a_problem(tmp_path):
+    model = shortened(tmp_path, "llama2_70b", num_hidden_layers=2)
     one, eight = (cluster(gpus=gpus, gpu="a100-80gb") for gpus in ("1", "8"))
-    (alone,) = rows_of("causal_lm", "llama2_70b", one, ("zero3_nvme",), **HALF).values()
+    (alone,) = rows_of("causal_lm", model, one, ("zero3_nvme",), **HALF).values()
     assert not alone.fits and alone.problems[0].startswith("offload_param.buffer_size: ") and "100,000,000" in alone.problems[0]
     assert f"{32000 * 8192:,} elements on each of 1" in alone.problems[0]
-    (spread_out,) = rows_of("causal_lm", "llama2_70b", eight, ("zero3_nvme",), **HALF).values()
+    (spread_out,) = rows_of("causal_lm", model, eight, ("zero3_nvme",), **HALF).values()
     assert not spread_out.problems and spread_out.memory.disk
 
 
@@ -229,7 +232,7 @@ def test_what_is_tight_goes_behind_what_is_not_and_as_fast():
 
 def test_remedies_name_what_is_in_the_way():
     where = cluster(gpus="8", gpu="a100-80gb", host_memory="45GB", disk="1GB")
-    rows = rows_of("causal_lm", "gpt2_xl", where, ("zero2", "zero3"), **HALF, block_size=1000, save_steps=0)
+    rows = rows_of("causal_lm", WIDE, where, ("zero2", "zero3"), **HALF, block_size=1000, save_steps=0)
     assert rows["zero2"].over[0].startswith("host RAM while loading") and "zero3" in rows["zero2"].remedies[0]
     assert rows["zero3"].over == [f"disk: {size(rows['zero3'].checkpoint)} of 1.00 GB"]
     assert rows["zero3"].remedies == ["a larger --disk"]
@@ -242,7 +245,7 @@ def test_remedies_name_what_is_in_the_way():
         spread = ShardingSpec(kind="deepspeed", name="ZeRO-3", ranks=1, ranks_per_node=1, stage=3)
         made_of = Row(file="zero3", name="ZeRO-3", sharding=spread,
                       memory=PeakMemory(device=held, when="", host_at_load=0, host=0, disk=0))  # fmt: skip
-        check_limits(made_of, made("causal_lm", MODELS / "gpt2_xl.json", **flags).config, cluster(gpu_memory="100B"))
+        check_limits(made_of, made("causal_lm", WIDE, **flags).config, cluster(gpu_memory="100B"))
         return made_of.remedies
 
     assert for_the_gpu(150, per_device_train_batch_size=8, activation_checkpointing=True)[0].startswith(
@@ -276,7 +279,7 @@ def test_advice_can_be_followed(tmp_path, capsys, where, recipe, flags, strategy
     flags = [word.format(yaml=tmp_path / "run.yaml") for word in flags]
     hardware = [word for key, value in where.items() for word in (f"--{key}", value)]
     chosen = ["--strategies", "single,zero1,zero3"]
-    model = ["--model_name_or_path", str(MODELS / "gpt2_xl.json")]
+    model = ["--model_name_or_path", str(WIDE)]
     line = ["plan", *hardware, *chosen, "--json", "-"]
     main([*line, "--recommend", str(ROOT / "recipes" / f"{recipe}.py"), *model, *flags])
     advice = json.loads(capsys.readouterr().out)["advice"]
@@ -296,7 +299,7 @@ def test_advice_can_be_followed(tmp_path, capsys, where, recipe, flags, strategy
 def test_the_advice_ends_with_a_launch_line_that_can_be_typed(capsys, memory, recipe):
     line = ["plan", "--gpus", "2", "--gpu_memory", memory, "--strategies", "zero2", "--recommend"]
     given = ["--block_size", "256", "--per_device_train_batch_size", "1", "--learning_rate", "1e-4"]
-    assert main([*line, str(MODELS / "gpt2_xl.json"), *given]) == 0
+    assert main([*line, str(WIDE), *given]) == 0
     said = capsys.readouterr().out
     assert ("no strategy file fits with these settings" in said) == (recipe == "lora_finetune")
     words = shlex.split(said.rstrip().splitlines()[-1])
@@ -313,7 +316,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_headers(capsys, monkeypa
 
     monkeypatch.setattr(table, "WIDTH", width)
     line = ["plan", "--gpus", "8", "--nodes", "2", "--interconnect", "400Gbps", "--host_memory", "900GB"]
-    assert main([*line, str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1"]) == 0
+    assert main([*line, str(WIDE), "--per_device_train_batch_size", "1"]) == 0
     said = capsys.readouterr().out
     tables = [text for text in said.splitlines() if text.startswith((" zero", " ddp", " fsdp", " single", " strategy file"))]
     assert len(tables) > 20 and max(map(len, tables)) <= width and "…" not in said
@@ -325,17 +328,17 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_headers(capsys, monkeypa
 
 def test_where_the_host_alone_is_short_the_advice_says_that(capsys):
     line = ["plan", "--gpus", "8", "--host_memory", "20GB", "--strategies", "zero1,zero2", "--recommend"]
-    assert main([*line, str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1", "--mixed_precision", "bf16"]) == 1
+    assert main([*line, str(WIDE), "--per_device_train_batch_size", "1", "--mixed_precision", "bf16"]) == 1
     said = capsys.readouterr().out
     assert "nothing fits: zero" in said and "host RAM while loading" in said and "LoRA" not in said
-    line = ["plan", "--gpu", "v100-32gb", "--strategies", "zero2", "--recommend", str(MODELS / "gpt2_xl.json")]
+    line = ["plan", "--gpu", "v100-32gb", "--strategies", "zero2", "--recommend", str(WIDE)]
     assert main([*line, "--mixed_precision", "bf16"]) == 1
     assert "no strategy file can run it; zero2: " in capsys.readouterr().out
 
 
 def test_a_rule_that_cannot_be_tried_says_so_and_the_others_go_on():
     where = cluster(gpu_memory="8GB")
-    traced, rows = planned_rows("causal_lm", "gpt2_xl", where, ("single",), mixed_precision="bf16")
+    traced, rows = planned_rows("causal_lm", WIDE, where, ("single",), mixed_precision="bf16")
     tried = []
 
     def replan(changes, recipe):
@@ -357,7 +360,7 @@ def test_a_rule_that_cannot_be_tried_says_so_and_the_others_go_on():
 
 def test_adapters_are_not_advised_for_weights_that_were_never_trained(capsys):
     line = ["plan", "--gpu_memory", "8GB", "--strategies", "single", "--recommend", str(ROOT / "recipes" / "causal_lm.py")]
-    assert main([*line, "--config_name", str(MODELS / "gpt2_xl.json"), "--per_device_train_batch_size", "1"]) == 1
+    assert main([*line, "--config_name", str(WIDE), "--per_device_train_batch_size", "1"]) == 1
     assert "LoRA" not in capsys.readouterr().out.partition("nothing fits:")[2]
 
 

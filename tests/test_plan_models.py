@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.planning import FILES, HALF, MODELS, UNPLANNED, logits_bytes, made, planned_rows, rows_of
+from tests.planning import FILES, HALF, MODELS, UNPLANNED, WIDE, logits_bytes, made, planned_rows, rows_of, shortened
 from zerobook.cli.main import main
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
@@ -22,11 +22,14 @@ from zerobook.plan.state_bytes import ModelWeights, Weight, count_elements
 from zerobook.plan.traced_job import TracedJob
 from zerobook.plan.traffic import count_sent_between_nodes, list_transfers
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 @pytest.mark.parametrize(
     "name, billions, tolerance",
     [("gpt2_xl", 1.5576, 1e-4), ("blenderbot_400m", 0.365, 0.01), ("falcon_40b", 41.3, 0.001), ("llama2_70b", 68.98, 1e-3),
-     ("falcon_180b", 179, 0.005), ("llama_65b", 65.3, 0.002)],
+     pytest.param("falcon_180b", 179, 0.005, marks=pytest.mark.full),
+     pytest.param("llama_65b", 65.3, 0.002, marks=pytest.mark.full)],
 )  # fmt: skip
 def test_parameters_of_known_models(name, billions, tolerance):
     recipe, lengths = ("seq2seq_chatbot", BLENDERBOT) if "blender" in name else ("causal_lm", {})
@@ -39,6 +42,25 @@ def test_parameters_of_known_models(name, billions, tolerance):
 BLENDERBOT = {"max_source_length": 128, "max_target_length": 64}
 
 
+def test_files_that_fit_come_first_and_the_simplest_of_those():
+    on_large = rows_of(
+        "causal_lm", WIDE, cluster(gpus="8", gpu="a100-80gb"), mixed_precision="bf16", per_device_train_batch_size=1
+    )
+    assert {name for name, made in on_large.items() if not made.fits} == UNPLANNED
+    assert next(iter(on_large)) == "zero1"
+
+
+def test_where_the_states_alone_are_too_much_nothing_is_traced():
+    alone = rows_of("causal_lm", WIDE, cluster(gpus="1", gpu="titan-rtx"), ("single", "zero3_offload"), **HALF | FP16)
+    assert alone["single"].bare and alone["single"].time is None and not alone["single"].fits
+    assert not alone["zero3_offload"].bare and alone["zero3_offload"].fits
+    assert alone["zero3_offload"].memory.device.activations > 0 and alone["zero3_offload"].tokens_per_second > 0
+
+
+FP16 = {"mixed_precision": "fp16"}
+
+
+@pytest.mark.full  # five traces of 48 layers
 def test_gpt2_xl():
     on_large = rows_of("causal_lm", "gpt2_xl", cluster(gpus="8", gpu="a100-80gb"), mixed_precision="bf16",
                        per_device_train_batch_size=1)  # fmt: skip
@@ -60,6 +82,7 @@ def test_gpt2_xl():
 
 
 @pytest.mark.parametrize("layers, billions, fits", [(47, 1.41, True), (54, 1.61, False)])
+@pytest.mark.full  # a trace of 50 layers each
 def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, fits):
     """The published figure is 1.4 billion, in mixed precision with checkpointing. The V100 has 32 GiB."""
     file = tmp_path / "config.json"
@@ -79,6 +102,7 @@ def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, fits):
     assert (held + CONTEXT_BYTES < 32e9) is fits
 
 
+@pytest.mark.full  # four traces of 14 layers
 def test_blenderbot_as_published():
     """Two Titan RTX with 24 GB: DDP took 100 dialogues at a time, ZeRO-2 200."""
     two = cluster(gpus="2", gpu="titan-rtx", host_memory="60GB")
@@ -92,6 +116,7 @@ def test_blenderbot_as_published():
     assert at_200["ddp"].remedies, "and it says what would help"
 
 
+@pytest.mark.full  # five traces of 60 layers
 def test_falcon_40b():
     eight = cluster(gpus="8", gpu="a100-80gb", host_memory="1TB")
     flags = {"mixed_precision": "bf16", "dtype": "bfloat16", "per_device_train_batch_size": 1}
@@ -136,12 +161,13 @@ def test_falcon_180b_and_llama_70b_and_65b():
     assert any("load_in_4bit" in problem for problem in quantised["zero3_offload"].problems)
 
 
-def test_packed_weights_are_parameters_by_their_own_number():
-    """QLoRA's layers hold 65 billion weights in a third of as many elements; the bytes are those elements'."""
-    traced = TracedJob.of(made("lora_finetune", MODELS / "llama_65b.json", load_in_4bit=True, mixed_precision="bf16"), "cuda")
+def test_packed_weights_are_parameters_by_their_own_number(tmp_path):
+    """QLoRA's layers hold their weights in a third of as many elements; the bytes are those elements'."""
+    short = shortened(tmp_path, "llama_65b", num_hidden_layers=4, vocab_size=512)
+    traced = TracedJob.of(made("lora_finetune", short, load_in_4bit=True, mixed_precision="bf16"), "cuda")
     model = traced.model
     frozen = model.parameters - model.trained_elements
-    assert frozen == sum(w.numel for w in made("causal_lm", MODELS / "llama_65b.json").weights().weights)
+    assert frozen == sum(w.numel for w in made("causal_lm", short).weights().weights)
     spread = ShardingSpec(kind="single", name="", ranks=1, ranks_per_node=1, precision="bf16")
     said = paper_figures(model.parameters, model.trained_elements, spread, 1, density=model.density)
     stored = 2 * count_elements(model.weights)
@@ -201,17 +227,21 @@ SHARDED = ("ddp", "zero3", "zero3_hpz", "fsdp", "fsdp_hybrid")
 @pytest.mark.parametrize(
     "where, model, file, rule",
     [
-        (nodes(4), "gpt2_xl", "zero3_hpz", "hpZ on slow links"),
+        (nodes(4), WIDE, "zero3_hpz", "hpZ on slow links"),
         # a replica is a node there, and replicas meet once for two micro-batches
-        (nodes(2), "gpt2_xl, twice", "fsdp_hybrid", "hybrid on slow links"),
-        (nodes(4, "1600Gbps"), "gpt2_xl", None, None),
-        (nodes(4, "60Gbps"), "blenderbot_400m", "zero3", None),  # so small that it gathers once a step anyway
+        (nodes(2), "wide, twice", "fsdp_hybrid", "hybrid on slow links"),
+        (nodes(4, "1600Gbps"), WIDE, None, None),
+        (nodes(4, "60Gbps"), "short blenderbot", "zero3", None),  # so small that it gathers once a step anyway
     ],
 )
-def test_slow_links_between_nodes(where, model, file, rule):
-    recipe, lengths = ("seq2seq_chatbot", BLENDERBOT) if model == "blenderbot_400m" else ("causal_lm", {})
-    if model.endswith(", twice"):
-        model, lengths = model.removesuffix(", twice"), {"gradient_accumulation_steps": 2}
+def test_slow_links_between_nodes(tmp_path, where, model, file, rule):
+    recipe, lengths = "causal_lm", {}
+    if model == "short blenderbot":
+        model = shortened(tmp_path, "blenderbot_400m", encoder_layers=1, decoder_layers=2)
+        recipe, lengths = "seq2seq_chatbot", BLENDERBOT
+    if model == "wide, twice":
+        model = WIDE
+        lengths = {"gradient_accumulation_steps": 2}
     traced, rows = planned_rows(recipe, model, where, SHARDED, **HALF, **lengths)
     advice = recommend(traced, list(rows.values()), where, lambda *_: (traced, list(rows.values())))
     assert file is None or advice.row.file == file
@@ -233,12 +263,12 @@ def test_a_model_that_leaves_out_layers_is_planned_with_all_of_them(tmp_path):
 
 
 def test_hpz_between_two_nodes_and_on_one():
-    two = rows_of("causal_lm", "gpt2_xl", nodes(2), ("zero3", "zero3_hpz"), **HALF)
+    two = rows_of("causal_lm", WIDE, nodes(2), ("zero3", "zero3_hpz"), **HALF)
     assert two["zero3_hpz"].between < two["zero3"].between and two["zero3_hpz"].name == "ZeRO-3 hpZ 2x8"
-    weights = sum(w.numel for w in made("causal_lm", MODELS / "gpt2_xl.json").weights().weights)
+    weights = sum(w.numel for w in made("causal_lm", WIDE).weights().weights)
     more = two["zero3_hpz"].memory.device.parameters - two["zero3"].memory.device.parameters
     assert more == pytest.approx(2 * weights / 8, rel=0.001)
-    one = rows_of("causal_lm", "gpt2_xl", cluster(gpus="8", gpu="a100-80gb"), ("zero3", "zero3_hpz"), **HALF)
+    one = rows_of("causal_lm", WIDE, cluster(gpus="8", gpu="a100-80gb"), ("zero3", "zero3_hpz"), **HALF)
     assert one["zero3_hpz"].sharding == one["zero3"].sharding and next(iter(one)) == "zero3"
 
 

@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from tests.harness import ROOT, launch
-from tests.planning import MODELS
+from tests.planning import MODELS, shortened
 from zerobook.cli.doctor import inspect_launch
 from zerobook.cli.main import main
 from zerobook.config import parse
@@ -20,6 +21,7 @@ from zerobook.plan.rows import plan_recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.units import duration
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 full = pytest.mark.full
 SLOW = ["--interconnect", "400Gbps"]
 TINY = {
@@ -37,6 +39,7 @@ CASES = {
     ),
     "all weights on one card": ("qwen3_0.6b", ["--gpu", "a10g"], "full", "causal_lm", 64),
     "the method that fits": ("llama2_7b", ["--gpu", "a10g", "--length", "512"], "lora", "lora_finetune", 64),
+    "a short encoder-decoder": ("short t5", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "an encoder-decoder": ("flan_t5_base", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "adapters of an encoder-decoder": ("flan_t5_xl", ["--gpu", "a10g", "--method", "lora"], "lora", "seq2seq_chatbot", 64),
     "several nodes": ("falcon_7b", ["--gpus", "8", "--nodes", "2", *SLOW, "--method", "lora"], "lora", "lora_finetune", 64),
@@ -45,11 +48,13 @@ CASES = {
     "a quantised base": ("llama2_13b", ["--gpu", "a10g", "--length", "1024"], "qlora", "lora_finetune", 64),
 }
 """Case -> (model, flags, method, recipe, samples of a step)."""
+SAMPLE = {"tiny adapters on several nodes", "a batch that does not divide", "a short encoder-decoder"}
+"""Cases of every test run; each plans a small model with all its settings."""
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in ("all weights on one card", "an encoder-decoder") else full) for case in CASES],
+    [pytest.param(case, marks=[] if case in SAMPLE else full) for case in CASES],
 )
 def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     model, flags, method, recipe, batch = CASES[case]
@@ -58,7 +63,7 @@ def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     data = tmp_path / "chats.jsonl"
     data.write_text("")
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    path = tmp_path / "tiny.json" if model == "tiny" else MODELS / f"{model}.json"
+    path = file_of(model, tmp_path)
     assert main(["recipe", str(path), *flags, "--train_file", str(data)]) == 0
     said = capsys.readouterr().out
     (file,) = tmp_path.glob("*.yaml")
@@ -82,6 +87,15 @@ def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     assert row.fits and not row.tight
     memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
     assert header["Plan"].startswith(f"{memory}; {duration(row.time.step)} a step")
+
+
+def file_of(model: str, folder: Path) -> Path:
+    """Return the config of a case's model, which is in ``folder`` where it is none of the shipped ones."""
+    if model == "tiny":
+        return folder / "tiny.json"
+    if model == "short t5":
+        return shortened(folder, "flan_t5_base", num_layers=1, num_decoder_layers=1)
+    return MODELS / f"{model}.json"
 
 
 def command_flags() -> set[str]:
@@ -146,9 +160,9 @@ def test_what_is_written_trains(tiny, tmp_path, monkeypatch, capsys):
 
 def test_nothing_is_written_if_nothing_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    model = str(MODELS / "qwen3_0.6b.json")
+    model = str(shortened(tmp_path, "qwen3_0.6b", num_hidden_layers=2))
     assert main(["recipe", model, "--gpu_memory", "1GB", "--host_memory", "1GB", "--method", "full"]) == 1
-    assert "comes nearest" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "comes nearest" in capsys.readouterr().out and [*tmp_path.iterdir()] == [Path(model)]
 
 
 def test_the_data_may_be_named_later(tmp_path, monkeypatch, capsys):
