@@ -212,17 +212,45 @@ def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_
     assert "checkpoints: by step 10" in said and "2 are kept" in said
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused_with_what_helps(
-    tiny, tmp_path, monkeypatch, capfd, checkpoint_bytes
+@pytest.mark.parametrize(
+    ("room", "kept", "words"),
+    [
+        (4.5, [10, 14], "2 are kept"),
+        (3.5, [14], "1 is kept"),
+        (2.5, [14], "cannot be rolled back"),
+        (1.5, [14], "saves at its end only"),
+    ],
+)
+def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(
+    tiny, tmp_path, monkeypatch, capfd, checkpoint_bytes, room, kept, words
 ):
-    leave_room(monkeypatch, 2.5, checkpoint_bytes)
+    leave_room(monkeypatch, room, checkpoint_bytes)
 
-    with pytest.raises(ConfigError, match=r"--save_total_limit.*--save_steps 0.*on_low_disk warn"):
+    run = train(tmp_path / "run", **flags(tiny, validation_split_percentage=0))
+
+    said = capfd.readouterr().out
+    assert words in said and ("warning: output_dir" in said) == (room < 4)
+    assert checkpoints_of(run) == kept and (run.output / "model").is_dir()
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_with_what_cannot_work(tiny, tmp_path, monkeypatch, checkpoint_bytes):
+    leave_room(monkeypatch, 0.9, checkpoint_bytes)
+
+    with pytest.raises(ConfigError, match=r"could not resume.*rolled back.*on_low_disk warn"):
         train(tmp_path / "run", **flags(tiny))
-    run = train(tmp_path / "run", **flags(tiny, on_low_disk="warn"))
 
-    assert "warning: output_dir" in capfd.readouterr().out
-    assert checkpoints_of(run) == [10, 14]
+
+def test_a_resumed_run_on_a_tight_disk_keeps_the_checkpoint_that_it_has(tiny, tmp_path, monkeypatch, capfd, checkpoint_bytes):
+    train(tmp_path / "run", **flags(tiny))
+    store.prune(store.folder_of(tmp_path / "run"), 1)
+
+    leave_room(monkeypatch, 0.9, checkpoint_bytes)
+    with pytest.raises(ConfigError, match="one checkpoint of"):
+        train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
+    leave_room(monkeypatch, 1.5, checkpoint_bytes)
+    run = train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
+
+    assert checkpoints_of(run) == [30] and "1 is kept" in capfd.readouterr().out
 
 
 def test_a_limit_that_a_person_set_is_not_changed_on_a_tight_disk(tiny, tmp_path, monkeypatch, checkpoint_bytes):

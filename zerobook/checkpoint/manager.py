@@ -14,7 +14,7 @@ from zerobook.checkpoint.hook_state import arrange
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
-from zerobook.config import AUTOMATIC, RecipeConfig
+from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.runlog.lifecycle import unfinished_rollback
 from zerobook.runlog.writer import RunLog
@@ -36,6 +36,7 @@ class CheckpointManager:
         checkpoint: the checkpoint that the run resumes from, or None.
         skipped: damaged checkpoints that are not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
+        save_steps: when the run saves: as the config says, or 0 where the disk has room for the last checkpoint only.
 
     Raises:
         CheckpointError: another run writes to the folder, or the requested checkpoint is not complete.
@@ -49,6 +50,8 @@ class CheckpointManager:
         self.saver = Saver(strategy, config.output_dir, keep=config.kept_checkpoints, background=config.async_save)
         self.skipped: dict[Path, str] = {}
         self.proven: set[int] = set()
+        self.save_steps = config.save_steps
+        self._keeps_proven = True
         self._has_warned_of_slow_save = False
         # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
@@ -99,6 +102,8 @@ class CheckpointManager:
     def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
 
+        Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.
+
         Args:
             result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
             has_held_out: there are held-out data, so that one checkpoint is the best.
@@ -119,16 +124,57 @@ class CheckpointManager:
         needed = count * checkpoint_bytes + result_bytes
         if needed <= free + prunable:
             return
-        problem = (
-            f"{counted(count, 'checkpoint')} of {size(checkpoint_bytes)} each and the {config.result} of {size(result_bytes)} "
-            f"need {size(needed)}, and {Path(config.output_dir).absolute()} has {size(free)} free. Lower --save_total_limit "
-            "(one more is on disk while it is written), save less often (--save_steps 0: at the end only, and a killed run is "
-            "lost), give another --output_dir, or pass --on_low_disk warn."
-        )
+
+        # They do not fit.
+        disk = f"{Path(config.output_dir).absolute()} has {size(free)} free"
+        result = f"the {config.result} of {size(result_bytes)}"
+        if config.limits_checkpoints_itself and count > 0:
+            room = (free + prunable - result_bytes) // checkpoint_bytes
+            drawbacks = self._keep_fewer(room, is_new=prunable == 0, has_held_out=has_held_out)
+            if drawbacks is not None:
+                self._warn(f"{disk}, and a checkpoint takes {size(checkpoint_bytes)} beside {result}. {drawbacks}")
+                return
+            problem = (
+                f"{disk}, and one checkpoint of {size(checkpoint_bytes)} does not fit beside {result}. Nothing could be saved: "
+                "a run that is killed could not resume, a spike could not be rolled back, and the trained weights might be "
+                "lost at the end. Free some space, or give another --output_dir. --on_low_disk warn trains all the same."
+            )
+        else:
+            problem = (
+                f"{counted(count, 'checkpoint')} of {size(checkpoint_bytes)} each and {result} need {size(needed)}, and "
+                f"{disk}. Lower --save_total_limit (one more is on disk while it is written), save less often (--save_steps "
+                "0: at the end only, and a killed run is lost), give another --output_dir, or pass --on_low_disk warn."
+            )
         if config.on_low_disk == "error":
             raise ConfigError(f"output_dir: {problem}")
-        if strategy.is_main:
-            tqdm.write(f"  warning: output_dir: {problem}")
+        self._warn(problem)
+
+    def _keep_fewer(self, room: int, *, is_new: bool, has_held_out: bool) -> str | None:
+        """Keep as many checkpoints as the disk has room for. Return in words what cannot work then; None if none fits.
+
+        Args:
+            room: checkpoints that fit onto the disk, those that can be pruned for them counted.
+            is_new: there are none yet.
+        """
+        # A checkpoint is pruned once the next one is complete, so that two are needed to save again.
+        if room < 2:
+            if not (is_new and room == 1):
+                return None
+            self.save_steps = 0
+            return (
+                "The run saves at its end only: one that is killed starts again at step 0, and a spike cannot be rolled back."
+            )
+        # Room for the one that is kept and the one that is written. What is left holds the proven one, then the best one.
+        self.saver.keep = 1
+        spare = room - 2
+        self._keeps_proven = spare >= 1
+        self.saver.keep_best = spare >= 2
+        drawbacks = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
+        if not self._keeps_proven:
+            drawbacks.append("A spike that is noticed after the next save cannot be rolled back.")
+        if has_held_out and not self.saver.keep_best:
+            drawbacks.append("The one with the lowest held-out loss is not kept.")
+        return " ".join(drawbacks)
 
     def _prunable_bytes(self) -> int:
         """Return the bytes of the checkpoints that saves of this run may prune. Rank 0."""
@@ -137,6 +183,10 @@ class CheckpointManager:
             if not store.is_pinned(checkpoint) and store.step_of(checkpoint) not in self._saved_at_set_steps:
                 total += store.bytes_of(checkpoint)
         return total
+
+    def _warn(self, words: str) -> None:
+        if self.strategy.is_main:
+            tqdm.write(f"  warning: output_dir: {words}")
 
     def load(self, step: int | None = None) -> tuple[Progress, list[int]]:
         """Load `checkpoint`, or the one of ``step``, into the live model and optimizer.
@@ -201,7 +251,8 @@ class CheckpointManager:
     def protect(self, *steps: int) -> None:
         """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""
         proven, _ = self.steps()
-        self.saver.protected = frozenset([*proven[-1:], *steps, *self._saved_at_set_steps])
+        newest_proven = proven[-1:] if self._keeps_proven else []
+        self.saver.protected = frozenset([*newest_proven, *steps, *self._saved_at_set_steps])
 
     def before(self, step: int) -> Path | None:
         """Return the newest complete checkpoint from before ``step``; None if there is none."""

@@ -92,6 +92,7 @@ class Saver:
         self.background = background
         self.protected: frozenset[int] = frozenset()
         """steps whose checkpoints are not pruned"""
+        self.keep_best = True
         self._host_blocks: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
         self._results: list[Saved] = []
@@ -260,7 +261,7 @@ class Saver:
         has_slices = any(is_slice(entry) for entries in pieces.values() for entry in entries)
         is_format_4 = ADAM_STEPS in save.texts[INDEX] and not has_slices
         store.publish(save.staging, save.step, digests, 4 if is_format_4 else store.FORMAT_VERSION)
-        store.prune(self.checkpoints, self.keep, self.protected)
+        store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
 
     def _wait_for_shares(self, staging: Path) -> list[dict[str, Any]]:
         """Wait until every rank has written its share, and return the index of each. Rank 0.

@@ -484,17 +484,20 @@ def _pin_file(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}{_PIN_SUFFIX}")
 
 
-def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = ()) -> list[Path]:
+def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), *, keep_best: bool = True) -> list[Path]:
     """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted.
 
     Also kept: pinned ones, those of the steps ``protected``, the one with the lowest held-out loss, and all that cannot be
     read. If one cannot be deleted, that is a warning.
+
+    Args:
+        keep_best: keep the one with the lowest held-out loss.
     """
     deleted: list[Path] = []
     with _warning_on_error(checkpoints):
         abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if find_damage(checkpoint) is None]
         unpinned = [checkpoint for checkpoint in (*abandoned, *list_complete(checkpoints)) if not is_pinned(checkpoint)]
-        best_checkpoint = find_best(checkpoints)
+        best_checkpoint = find_best(checkpoints) if keep_best else None
         # Oldest first, and abandoned ones before all others.
         surplus = unpinned[:-keep] if keep else []
         for checkpoint in surplus:

@@ -54,7 +54,7 @@ class Console(Hook):
         self.say(f"running: {_describe_strategy(trainer.strategy.describe())}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
-            self.say(announce_saves(trainer.config.save_steps, trainer.manager.saver.keep))
+            self.say(announce_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
             if data.held_out:
                 self.say(announce_evaluations(config.eval_steps))
         # Sizes of whole weights, of which a rank may hold a part.

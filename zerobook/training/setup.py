@@ -156,7 +156,7 @@ def make_timetable(
         total_steps=state.total_steps,
         resumed=manager.resumes_in_place,
         eval_steps=state.config.eval_steps,
-        save_steps=state.config.save_steps,
+        save_steps=manager.save_steps,
         save_seconds=bytes_of_state(strategy) / WRITE_SPEED,
         held_out_batches=held_out_rows / state.layout.global_batch if evaluates else None,
         saves=saves,
