@@ -24,7 +24,7 @@ from zerobook.runlog import writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
-from zerobook.runlog.lifecycle import begin, last_words, read_decisions
+from zerobook.runlog.lifecycle import begin, last_words
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.utils.terminal import say
@@ -277,38 +277,6 @@ def test_changed_settings_and_lost_steps_are_told(tmp_path):
     log = attempt(tmp_path, {"seed": 1, "learning_rate": 2e-3}, step=5)
     assert log.branch == 1, "steps 6 to 8 are done again"
     log.close()
-
-
-def test_decisions_outlive_the_process(tmp_path):
-    log = RunLog(tmp_path)
-    log.event("decision", ladder={"rollbacks": 1, "trouble": None})
-    log.event("skip", ranges=[[3, 9]])
-    log.event("lr_change", cut=[40, 0.5, 100])
-    log.event("decision", ladder={"rollbacks": 2, "trouble": None})
-    for step, state in ((10, "complete"), (20, "complete"), (10, "proven_good"), (20, "proven_good"), (20, "complete")):
-        log.event("checkpoint", step=step, state=state)
-    found = read_decisions(log.folder)
-    assert found.skips == [[3, 9]]
-    assert found.cuts == [[40, 0.5, 100]]
-    assert found.ladder == {"rollbacks": 2, "trouble": None}
-    assert found.proven == [10], "20 was saved anew"
-    assert (found.step, found.redone) == (0, 0)
-
-
-def test_steps_that_were_given_up_are_counted_once(tmp_path):
-    log = RunLog(tmp_path)
-    log.event("run_start", step=0)
-    log.event("metrics", steps=[1, 10])
-    log.event("rollback", phase="intent", to_step=4)
-    log.event("rollback", phase="outcome", step=4)
-    assert (read_decisions(log.folder).step, read_decisions(log.folder).redone) == (4, 6)
-    log.event("metrics", steps=[5, 9])
-    log.event("run_start", step=8)  # another attempt
-    log.event("run_start", step=8)  # and one more, before the first step
-    assert (read_decisions(log.folder).step, read_decisions(log.folder).redone) == (8, 7)
-    log.event("metrics", steps=[9, 12])
-    log.event("run_start", step=12)
-    assert (read_decisions(log.folder).step, read_decisions(log.folder).redone) == (12, 7)
 
 
 def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):

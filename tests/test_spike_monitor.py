@@ -39,6 +39,9 @@ class FakeKeeper:
     def reads_before(self, step):
         return None
 
+    def remember(self, **values):
+        self.decisions = values
+
 
 class Run:
     """Steps of noise, with losses and masks put in; saves every 10 steps and looks every 5."""
@@ -220,7 +223,7 @@ def test_the_ladder_goes_on_in_another_process(tmp_path):
     run.go(1, 80, **HIGH)
     state = run.events("decision")[-1]["ladder"]
     assert state == {"rollbacks": 1, "trouble": {"onset": 62, "last": 69, "tried": ["replay"], "to_step": 50}}
-    assert run.monitor.policy.state() == state
+    assert run.manager.decisions == {"policy": state} and run.monitor.policy.state() == state
 
 
 def test_nothing_to_go_back_to(tmp_path):

@@ -12,11 +12,11 @@ from typing import Any
 from zerobook.checkpoint import resume, state, store
 from zerobook.checkpoint.hook_state import arrange
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.runlog.lifecycle import unfinished_rollback
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
@@ -37,6 +37,7 @@ class CheckpointManager:
         skipped: damaged checkpoints that are not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
         save_steps: when the run saves: as the config says, or 0 where the disk has room for the last checkpoint only.
+        decisions: what was decided about spikes; on rank 0 only. `remember` changes it.
 
     Raises:
         CheckpointError: another run writes to the folder, or the requested checkpoint is not complete.
@@ -52,15 +53,26 @@ class CheckpointManager:
         self.proven: set[int] = set()
         self.save_steps = config.save_steps
         self._keeps_proven = True
+        self.decisions = RecoveryState()
         self._has_warned_of_slow_save = False
         # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.lock_run_folder(config))
+        strategy.on_main(self._read_decisions)
         if config.resume_from_checkpoint == "auto":
             strategy.on_main(self._finish_rollback)
         self.checkpoint = strategy.on_main(self._resolve_resume)
         self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
         self.saver.protected = frozenset(self._saved_at_set_steps)
+
+    def _read_decisions(self) -> None:
+        self.decisions = RecoveryState.read(self.config.output_dir)
+
+    def remember(self, **values: Any) -> None:
+        """Change values of the `RecoveryState`, and write it. On other ranks than 0 it does nothing."""
+        if self.strategy.is_main:
+            vars(self.decisions).update(values)
+            self.decisions.write(self.config.output_dir)
 
     def _resolve_resume(self) -> Path | None:
         """Return the checkpoint to resume from, after reading every byte of it, and fill `skipped`. Rank 0."""
@@ -84,7 +96,7 @@ class CheckpointManager:
 
         Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
         """
-        step = unfinished_rollback(Path(self.config.output_dir) / "runlog")
+        step = self.decisions.rollback_to
         if step is None or store.find_damage(self.path_of(step), thorough=True) is not None:
             return
         new_paths = store.set_aside(self.folder, step)
@@ -234,7 +246,12 @@ class CheckpointManager:
         for step in sorted(set(steps) & set(unproven)):
             self.proven.add(step)
             log.event("checkpoint", state="proven_good", step=step)
+        self._remember_proven()
         self.protect()
+
+    def _remember_proven(self) -> None:
+        proven, _ = self.steps()
+        self.remember(proven=proven)
 
     def is_whole(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
@@ -329,7 +346,9 @@ class CheckpointManager:
             step = store.step_of(folder)
             if problem is None:
                 # After a rollback, a step is saved again: what was known of the earlier checkpoint is not true of this one.
-                self.proven.discard(step)
+                if step in self.proven:
+                    self.proven.remove(step)
+                    self._remember_proven()
                 self.skipped.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")

@@ -1,4 +1,4 @@
-"""The first and last events of an attempt, and the decisions that it reads from earlier attempts."""
+"""The first and last events of an attempt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import psutil
 
 from zerobook.runlog import compare
 from zerobook.runlog.events import Event, ending_types
-from zerobook.runlog.jsonl import backwards, stream
+from zerobook.runlog.jsonl import backwards
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
@@ -158,65 +158,6 @@ def code_state(file: Path) -> dict[str, Any]:
 def _ask_git(folder: Path, *words: str) -> str:
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
-
-
-@dataclass
-class EarlierDecisions:
-    """Decisions, findings and actions of earlier attempts, read from the log."""
-
-    skips: list[list[int]] = field(default_factory=list)
-    """[start, end) of samples left out"""
-    cuts: list[list[float]] = field(default_factory=list)
-    """of the learning rate, as in `zerobook.checkpoint.progress.Progress`"""
-    ladder: dict[str, Any] = field(default_factory=dict)
-    """`zerobook.monitor.policy.RecoveryPolicy.state`"""
-    proven: list[int] = field(default_factory=list)
-    """steps whose checkpoints, as they are now, were proven good"""
-    step: int = 0
-    """the last step they logged"""
-    redone: int = 0
-    """steps that they did and gave up; ``step + redone`` is what trackers saw last"""
-
-    def add(self, event: Event) -> None:
-        event_type = event["type"]
-        if event_type == "metrics":
-            self.step = event["steps"][1]
-        elif event_type == "run_start" or (event_type == "rollback" and event["phase"] == "outcome"):
-            # Training continues from this step: later steps in the log are given up.
-            self.redone += max(0, self.step - event["step"])
-            self.step = event["step"]
-        elif event_type == "skip":
-            self.skips.extend(event["ranges"])
-        elif event_type == "lr_change":
-            self.cuts.append(event["cut"])
-        elif event_type == "decision":
-            self.ladder = event["ladder"]
-        elif event_type == "checkpoint" and event["state"] in ("complete", "proven_good"):
-            # A checkpoint that is saved again has to be proven again.
-            self.proven = [step for step in self.proven if step != event["step"]]
-            if event["state"] == "proven_good":
-                self.proven.append(event["step"])
-
-
-def read_decisions(folder: Path) -> EarlierDecisions:
-    """Read the decisions of earlier attempts from the log."""
-    decisions = EarlierDecisions()
-    for event in stream(folder / EVENTS):
-        decisions.add(event)
-    return decisions
-
-
-def unfinished_rollback(folder: Path) -> int | None:
-    """Return the target step of a rollback that the newest attempt did not finish; None if there is none."""
-    for event in backwards(folder / EVENTS):
-        if event is None:
-            continue
-        is_rollback = event["type"] == "rollback"
-        if event["type"] == "resume" or (is_rollback and event["phase"] == "outcome"):
-            return None
-        if is_rollback:
-            return event["to_step"]
-    return None
 
 
 @contextmanager

@@ -127,6 +127,7 @@ class NullRunLog(RunLog):
 
     def __init__(self, output_dir: str | Path):
         self.folder = Path(output_dir) / "runlog"
+        self.attempt = 0
         self.branch = 0
 
     def event(self, kind: str, /, *, parent: int | None = None, durable: bool = True, **facts: Any) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.config import OrderSettings, RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
@@ -20,7 +21,6 @@ from zerobook.monitor.policy import joined
 from zerobook.runlog.compare import differences, first_apart
 from zerobook.runlog.history import last_of
 from zerobook.runlog.jsonl import backwards
-from zerobook.runlog.lifecycle import EarlierDecisions, read_decisions
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.strategy import Strategy
@@ -184,24 +184,29 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     Without a checkpoint the run starts from the beginning, and only the number of steps that trackers have seen is kept.
 
     Returns:
-        The state of the earlier attempts' ladder of measures.
+        The state of the recovery policy.
     """
-
-    def read() -> dict[str, Any]:
-        return asdict(read_decisions(log.folder))
-
-    earlier = EarlierDecisions(**strategy.on_main(read))
-    lost_steps = max(0, earlier.step - progress.step)
-    progress.redone = max(progress.redone, earlier.redone + lost_steps)
+    decisions = RecoveryState(**strategy.on_main(lambda: asdict(manager.decisions)))
+    logged_step = strategy.on_main(lambda: _newest_step(log, decisions.counted_from))
+    lost_steps = max(0, logged_step - progress.step)
+    redone = max(progress.redone, decisions.redone + lost_steps)
     if manager.checkpoint is None:
-        return {}
-    progress.skip_ranges = joined(progress.skip_ranges, earlier.skips)
-    # The same cut may occur twice.
-    for cut in earlier.cuts:
-        if progress.rate_cuts.count(cut) < earlier.cuts.count(cut):
-            progress.rate_cuts.append(cut)
-    manager.proven = set(earlier.proven)
-    return earlier.ladder
+        decisions = RecoveryState()
+    progress.redone = redone
+    progress.skip_ranges = joined(progress.skip_ranges, decisions.skip_ranges)
+    # The file has the checkpoint's cuts too.
+    progress.rate_cuts = decisions.rate_cuts or progress.rate_cuts
+    manager.proven = set(decisions.proven)
+    manager.remember(**vars(decisions) | {"redone": redone, "counted_from": [log.attempt, log.branch]})
+    return decisions.policy
+
+
+def _newest_step(log: RunLog, counted_from: list[int]) -> int:
+    """Return the newest logged step of the attempt and branch ``counted_from``, or a later one; 0 where there is none."""
+    record = next(filter(None, backwards(log.folder / STEPS)), None)
+    if record is None or [record["attempt"], record["branch"]] < counted_from:
+        return 0
+    return record["step"]
 
 
 def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str], None]) -> int:
@@ -240,6 +245,7 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     # Only after the load: if that fails, a restart still finds the later checkpoints.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
     manager.take_back()
+    manager.remember(rollback_to=None)
     log.event(
         "resume",
         checkpoint=str(manager.checkpoint),

@@ -61,12 +61,14 @@ class Recovery:
         cut: list[Any] | None = None
         if action.rate_factor:
             cut = [action.to_step, action.rate_factor, state.config.rollback_lr_steps]
+        # All cuts so far and the new one: the checkpoint knows only those from before it.
+        rate_cuts = list(progress.rate_cuts)
+        if cut is not None:
+            rate_cuts.append(cut)
         intent = self._log_intent(action, left_out, cut)
+        # Before anything is changed: an attempt that is killed in between is finished by the next one.
+        self.manager.remember(skip_ranges=skip_ranges, rate_cuts=rate_cuts, rollback_to=action.to_step)
         if action.goes_back:
-            # All cuts so far and the new one: the checkpoint knows only those from before it.
-            rate_cuts = list(progress.rate_cuts)
-            if cut is not None:
-                rate_cuts.append(cut)
             self.go_back(action, intent, skip_ranges, rate_cuts)
         else:
             progress.skip_ranges = skip_ranges
@@ -156,6 +158,7 @@ class Recovery:
             verified=verified,
             differing=differing,
         )
+        manager.remember(rollback_to=None, redone=progress.redone, counted_from=[self.log.attempt, self.log.branch])
         self.say(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(steps_given_up, 'step')}")
 
     def protect_before(self, action: RecoveryAction) -> None:

@@ -230,6 +230,8 @@ class SpikeHandler:
             hardware=hardware,
             ladder=self.monitor.policy.state(),
         )
+        # The measure counts as taken, even if this attempt does not live to carry it out.
+        self.manager.remember(policy=self.monitor.policy.state())
         if hardware:
             self.say(f"  {hardware}")
         if action.kind != "none":

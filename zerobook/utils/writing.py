@@ -30,10 +30,13 @@ def refuse_link(path: str, flags: int) -> int:
     raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
-def write_whole(file: Path, content: str | bytes) -> None:
+def write_whole(file: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write a file completely or not at all, in the place of a file or link of that name.
 
     Half a file on a full disk would take space that the run's model still needs.
+
+    Args:
+        durable: wait until the content is on the disk, so that it outlives a loss of power.
     """
     data = content.encode() if isinstance(content, str) else content
     staging = file.with_name(f"{file.name}.partial")
@@ -42,6 +45,9 @@ def write_whole(file: Path, content: str | bytes) -> None:
         staging.unlink(missing_ok=True)
         with open(staging, "wb", opener=refuse_link) as handle:
             handle.write(data)
+            if durable:
+                handle.flush()
+                os.fsync(handle.fileno())
         staging.replace(file)
     except OSError:
         staging.unlink(missing_ok=True)
