@@ -5,12 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from recipes.lora_finetune import LoraFinetune
 from tests.alone import train
@@ -20,7 +17,6 @@ from zerobook.errors import ConfigError
 from zerobook.health import position
 from zerobook.runlog.figures import step_times
 from zerobook.runlog.history import History
-from zerobook.training.profiling import length, shares, union
 
 PHASES = {"data", "forward", "backward", "optimizer", "reduce"}
 
@@ -68,40 +64,6 @@ def test_waiting_is_told_from_computing():
     assert 0.19 < spent.waited < spent.phases["backward"] + spent.phases["forward"] - 0.04
     assert spent.phases["data"] > 0.09
     assert position.log_point(2).waited == 0
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
-def test_a_union_covers_the_same_points_once(given):
-    intervals = [(begin, begin + size) for begin, size in given]
-    merged = union(intervals)
-    assert all(a[1] < b[0] for a, b in pairwise(merged))
-    points = {p + 0.5 for begin, end in intervals for p in range(begin, end)}
-    assert length(merged) == len(points)
-
-
-def event(name, start, end, device="CPU", children=()):
-    from torch.autograd import DeviceType
-
-    time_range, kind = SimpleNamespace(start=start, end=end), getattr(DeviceType, device)
-    return SimpleNamespace(
-        name=name, time_range=time_range, device_type=kind, cpu_children=children, is_user_annotation=name[0].isupper()
-    )
-
-
-def test_shares_of_a_gpu_are_those_of_its_kernels():
-    events = [
-        event("aten::mm", 0, 1000),  # the host's time does not count
-        event("Optimizer.step#AdamW.step", 0, 100, "CUDA"),  # an annotation, and no kernel
-        event("gemm", 0, 40, "CUDA"), event("ncclDevKernel_AllReduce", 30, 60, "CUDA"), event("gemm", 80, 100, "CUDA"),
-    ]  # fmt: skip
-    assert shares(events, on_gpu=True) == {"seconds": 0.0001, "compute": 0.6, "communication": 0.2, "idle": 0.2}
-    assert shares([], on_gpu=True)["seconds"] == 0
-
-
-def test_shares_of_a_cpu_are_those_of_operations_and_collectives():
-    inner = event("aten::mm", 10, 20)
-    events = [event("aten::linear", 0, 50, children=(inner,)), inner, event("gloo:all_reduce", 15, 30)]
-    assert shares(events, on_gpu=False) == {"seconds": 2e-5, "compute": 0.5, "communication": 0.5, "idle": 0.0}
 
 
 class FakeEvent:
@@ -160,13 +122,10 @@ def test_a_wrong_range_of_steps_is_an_error(said, tiny):
 def test_every_rank_writes_a_trace_of_the_steps(strategy, tiny, tmp_path):
     run = launch(strategy, 2, "lora_finetune", tmp_path, **settings(tiny), max_train_steps=5, profile="3-4")
     found = run.event("profile")
-    assert found["steps"] == [3, 4] and len(found["ranks"]) == 2
-    for rank, parts in enumerate(found["ranks"]):
-        assert parts["compute"] > 0 and parts["seconds"] > 0
-        assert parts["compute"] + parts["communication"] + parts["idle"] == pytest.approx(1, abs=1e-3)
+    assert found["steps"] == [3, 4]
+    for rank in range(2):
         packed = (tmp_path / "runlog" / "profile" / f"steps-3-4.rank{rank}.json.gz").read_bytes()
         trace = json.loads(gzip.decompress(packed))
         names = {entry.get("name", "") for entry in trace["traceEvents"]}
         assert any(name.startswith("aten::") for name in names)
-    assert any(parts["communication"] > 0 for parts in found["ranks"]), "two processes exchange gradients"
     assert len(run.losses) == 5

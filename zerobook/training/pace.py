@@ -31,7 +31,7 @@ class Pace:
         seconds: phase of `zerobook.health.position` -> seconds since the last log point. On a GPU they are the device's: a
             phase ends when the device has done its work. Writing the log counts as ``reduce``.
         waited: of the seconds in forward passes, backward passes and optimizer, those in which this process waited for the
-            others, or for a core; None on a GPU, where `zerobook.training.profiling` measures it.
+            others, or for a core; None on a GPU, where a trace of ``--profile`` shows it.
 
     Args:
         device: device of this process.

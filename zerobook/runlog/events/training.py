@@ -24,7 +24,7 @@ declare(
         "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
         "point itself",
         "waited": "of the seconds in forward, backward and optimizer, those in which rank 0 waited for other ranks or for "
-        "a core; null on a GPU, where `--profile` measures it",
+        "a core; null on a GPU, where a trace of `--profile` shows it",
         "metrics": "values that hooks and the objective add",
     },
     is_quiet=True,
@@ -127,13 +127,9 @@ declare(
     when="The steps that `--profile` names were done.",
     fields={
         "steps": "first and last step",
-        "ranks": "of each rank: `seconds` of these steps, and the shares of `compute`, of `communication` that no "
-        "computation hides, and of `idle`, on its device",
         "folder": "folder of the traces, which chrome://tracing and ui.perfetto.dev open",
     },
 )
 def _profile(event: Event) -> str:
     first, last = event["steps"]
-    shares = event["ranks"][0]
-    words = ", ".join(f"{shares[activity]:.0%} {activity}" for activity in ("compute", "communication", "idle"))
-    return f"Steps {first} to {last} were profiled; rank 0: {words}. Traces: {event['folder']}."
+    return f"Steps {first} to {last} were profiled. Traces: {event['folder']}."
