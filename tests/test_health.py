@@ -124,7 +124,7 @@ def test_a_host_without_any_heartbeat_is_named_with_all_of_its_ranks():
     beat = Beat(1, "a", 1, "backward", 3, 9, 0.0, LIMIT)
     judge.update(1.0, {0: beat, 1: beat._replace(host="b")})
     judge.update(4.0, {0: beat._replace(number=2)})
-    assert judge.missing(4.0, 2.5).ranks == [1] and judge.missing(3.0, 2.5) is None
+    assert judge.judge_silent(4.0, 2.5).ranks == [1] and judge.judge_silent(3.0, 2.5) is None
 
 
 def test_a_rank_that_waited_long_is_behind_only_if_its_next_heartbeat_says_so():

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.monitor.detector import Finding
-from zerobook.monitor.policy import LEAD, RecoveryPolicy, joined, ranges, rate_share
+from zerobook.monitor.policy import LEAD, RecoveryPolicy, rate_share
+from zerobook.utils.ranges import joined, ranges
 
 
 def finding(onset, kind="damage", noticed=None):

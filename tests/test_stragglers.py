@@ -1,4 +1,4 @@
-"""Slow ranks and links are found from heartbeats, named once, and only where they cost something."""
+"""Slow ranks are found from heartbeats, named once, and only where they cost something."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zerobook.health.position import Window
 from zerobook.health.stragglers import Slow, Stragglers, describe
 
 
-def beats(step: int, data: list[float], forward: list[float], exchange: list[float] | None = None, per_host: int = 1):
+def beats(step: int, data: list[float], forward: list[float], per_host: int = 1):
     """Heartbeats of ranks with these seconds a step, after 10 steps of 1 second."""
     return {
-        rank: Beat(step, f"host{rank // per_host}", 1, "reduce", step, 1, 0.0, 30.0, "", (exchange or [0.0] * len(data))[rank],
+        rank: Beat(step, f"host{rank // per_host}", 1, "reduce", step, 1, 0.0, 30.0, "",
                    Window(step, 10, 10.0, 10 * data[rank], 10 * forward[rank]))
         for rank in range(len(data))
     }  # fmt: skip
@@ -73,26 +73,9 @@ def test_ordinary_differences_are_no_stragglers(forward):
     assert Stragglers().update(beats(10, [0.001] * len(forward), forward)) == []
 
 
-def test_a_link_is_compared_with_its_own_past():
-    found = Stragglers()
-
-    def see(step, *exchange):
-        return found.update(beats(step, [0.0] * len(exchange), [0.3] * len(exchange), list(exchange)))
-
-    assert see(10, 0.001, 0.002, 0.002) == []
-    assert see(20, 0.001, 0.002, 0.004) == [], "twice is nothing"
-    assert see(0, 0.001, 0.002, 0.3) == [], "the run loads its model"
-    assert see(30, 0.001, 0.002, 0.3) == [Slow("link", "host2", [2], 30, 0.3, 0.002)]
-    assert see(40, 0.001, 0.002, 0.3) == []
-    assert see(50, 0.001, 0.002, 0.002) == []
-    # all links to the first host are slow: it is the first host's
-    assert [s.host for s in see(60, 0.001, 0.2, 0.3)] == ["host0"]
-
-
 @pytest.mark.parametrize("slow, said", [
     (Slow("data", "b", [2, 3], 9, 0.4, 0.01),
      "slow host: waiting for data on b (ranks 2, 3): 0.40 s a step; on the other ranks: 0.01 s"),
-    (Slow("link", "b", [2], 9, 0.3, 0.002), "slow link: a message between b and the first host takes 300 ms, 2.0 ms at best"),
 ])  # fmt: skip
 def test_findings_as_text(slow, said):
     assert describe(slow) == said
@@ -112,6 +95,6 @@ def test_a_window_holds_the_seconds_of_each_phase():
     found = position.window()
     assert (found.step, found.steps) == (2, 2)
     assert 0.1 <= found.data < 0.2 and 0.04 <= found.forward < 0.1 and found.total > 0.2 - 0.001
-    assert Beat.decode(Beat(1, "a", 1, "data", 1, 1, 0.0, 1.0, "", 0.0, found).encode()).window == found
+    assert Beat.decode(Beat(1, "a", 1, "data", 1, 1, 0.0, 1.0, "", found).encode()).window == found
     position.reset()
     assert position.window() is None

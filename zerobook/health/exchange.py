@@ -53,7 +53,7 @@ class Exchange:
         self._judge = Judge(world_size, hang_timeout, GRACE_S, now) if rank == 0 else None
 
     def take_slow(self) -> list[Slow]:
-        """Return the ranks and links that have become slow since the last call. On other ranks than 0 there are none."""
+        """Return the ranks that have become slow since the last call. On other ranks than 0 there are none."""
         # Another thread may append meanwhile, so nothing but what is returned is removed.
         count = len(self._newly_slow)
         newly_slow = self._newly_slow[:count]
@@ -109,5 +109,5 @@ class Exchange:
         verdict = judge.update(now, beats)
         lost_connection = any(beat.phase == "failed" and beat.error.startswith(CONNECTION_ERRORS) for beat in beats.values())
         if verdict is None and lost_connection:
-            verdict = judge.missing(now, GONE_INTERVALS * self.interval)
+            verdict = judge.judge_silent(now, GONE_INTERVALS * self.interval)
         return verdict

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from zerobook.health.position import Window
 from zerobook.utils import messages
+from zerobook.utils.ranges import ranges
 
 MAX_RANK_RANGES = 16
 """Ranges of ranks that a verdict lists for a place."""
@@ -28,8 +29,8 @@ class Beat(NamedTuple):
     """One heartbeat of a rank.
 
     ``number`` counts the heartbeats. ``seconds`` is the time that the process has spent in ``phase`` without progress, and
-    ``limit`` the time that it may. ``error`` is the error that it failed with. ``exchange`` is the seconds that its last
-    exchange with the store took, ``window`` its times between the last two log points.
+    ``limit`` the time that it may. ``error`` is the error that it failed with, ``window`` has its times between the last two
+    log points.
     """
 
     number: int
@@ -41,7 +42,6 @@ class Beat(NamedTuple):
     seconds: float
     limit: float
     error: str = ""
-    exchange: float = 0.0
     window: Window | None = None
 
     def encode(self) -> str:
@@ -117,15 +117,12 @@ class Judge:
                 self.last_heard[rank] = now
         if any(beat.phase == "failed" for beat in self.beats.values()):
             # The others wait for the failed rank, so none of them is judged as stuck.
-            return self._judge_failed(now) or self._judge_silent(now, self.silence)
-        return self._judge_silent(now, self.silence) or self._judge_behind()
+            return self._judge_failed(now) or self.judge_silent(now, self.silence)
+        return self.judge_silent(now, self.silence) or self._judge_behind()
 
-    def missing(self, now: float, silence: float) -> Verdict | None:
-        """Return the verdict for ranks without a heartbeat for ``silence`` seconds, less than the limit: after a connection to
-        some rank broke, it is known that one of them is gone."""
-        return self._judge_silent(now, silence)
-
-    def _judge_silent(self, now: float, silence: float) -> Verdict | None:
+    def judge_silent(self, now: float, silence: float) -> Verdict | None:
+        """Return the verdict for ranks without a heartbeat for ``silence`` seconds. They may be fewer than the limit after a
+        connection to some rank broke, since it is known then that one of them is gone."""
         quiet_seconds: dict[int, float] = {}
         for rank, heard in self.last_heard.items():
             if now - heard > silence * NEARLY_SILENT and self._phase(rank) not in FINISHED_PHASES:
@@ -236,7 +233,7 @@ def describe(verdict: Verdict) -> str:
         what = f"{ranks_on_hosts} failed {place}"
         if verdict.error:
             what += f": {verdict.error}"
-    waiting = [f'{_named(ranges)} in "{phase}" of step {step}' for phase, step, ranges in verdict.others]
+    waiting = [f'{_named(waiting_ranks)} in "{phase}" of step {step}' for phase, step, waiting_ranks in verdict.others]
     if not waiting:
         return f"{what}."
     return f"{what}. Waiting: {'; '.join(waiting)}."
@@ -248,26 +245,20 @@ def rank_ranges(ranks: Sequence[int]) -> list[RankRange]:
     >>> rank_ranges([0, 1, 2, 5])
     [(0, 2), (5, 5)]
     """
-    ranges: list[RankRange] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], rank)
-        else:
-            ranges.append((rank, rank))
-    return ranges[:MAX_RANK_RANGES]
+    return [(start, end - 1) for start, end in ranges(ranks)[:MAX_RANK_RANGES]]
 
 
-def _named(ranges: Sequence[RankRange]) -> str:
+def _named(ranks: Sequence[RankRange]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5``.
 
     >>> _named([(3, 3)]), _named([(0, 2), (5, 5)])
     ('rank 3', 'ranks 0-2, 5')
     """
     noun = "rank"
-    if len(ranges) > 1 or ranges[0][0] < ranges[0][1]:
+    if len(ranks) > 1 or ranks[0][0] < ranks[0][1]:
         noun = "ranks"
-    numbers = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    numbers = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranks)
     # A verdict has no more ranges than this, so some may have been left out.
-    if len(ranges) == MAX_RANK_RANGES:
+    if len(ranks) == MAX_RANK_RANGES:
         numbers += " and others"
     return f"{noun} {numbers}"

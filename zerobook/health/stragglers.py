@@ -1,4 +1,4 @@
-"""Ranks and links that are slower than the others, from what heartbeats say. Synchronous training is as slow as the slowest."""
+"""Ranks that are slower than the others, from what heartbeats say. Synchronous training is as slow as the slowest."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ MIN_DIFFERENCE_S = 0.01
 """... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
 MIN_STEPS = 5
 """Steps over which ranks are compared: in a single one, any other program can hold up a rank."""
-SLOW_LINK_RATIO = 5.0
-"""A link is slow if an exchange with the store takes so many times as long as its fastest one ..."""
-MIN_LINK_S = 0.05
-"""... and so many seconds."""
 MAX_NAMED_RANKS = 8
 """Ranks that a sentence names."""
 
 
 class Slow(NamedTuple):
-    """A slow rank or link. ``what``: data, forward, link. ``ranks`` are those that it was measured on; ``seconds`` is the time
-    of a step, or of an exchange, and ``typical`` that of the others, or the best one so far."""
+    """A slow host. ``what``: data or forward. ``ranks`` are its ranks that are slow, ``seconds`` is the longest time that
+    one of them takes in a step, and ``typical`` that of the others."""
 
     what: str
     host: str
@@ -37,28 +33,29 @@ class Slow(NamedTuple):
 
 
 class Stragglers:
-    """Compares ranks at log points, and links with their own past. What stays slow is reported once."""
+    """Compares ranks at log points. What stays slow is reported once."""
 
     def __init__(self) -> None:
-        self._fastest_exchange: dict[str, float] = {}
         self._reported: set[tuple[str, str]] = set()
         self._step = 0
         self._summed_windows: dict[int, Window] = {}
 
     def update(self, beats: Mapping[int, Beat]) -> list[Slow]:
         """Take in the newest heartbeats of all ranks, and return what has become slow."""
-        slow = self._slow_links(beats)
         windows = {rank: beat.window for rank, beat in beats.items() if beat.window is not None}
         step = _common_step(windows, len(beats))
-        if step is not None and step > self._step:
-            self._step = step
-            self._summed_windows = {rank: window.after(self._summed_windows.get(rank)) for rank, window in windows.items()}
-            if min(window.steps for window in self._summed_windows.values()) >= MIN_STEPS:
-                hosts = {rank: beat.host for rank, beat in beats.items()}
-                slow += self._slow_ranks(hosts, self._summed_windows)
-                self._summed_windows = {}
+        if step is None or step <= self._step:
+            return []
+        self._step = step
+        self._summed_windows = {rank: window.after(self._summed_windows.get(rank)) for rank, window in windows.items()}
+        if min(window.steps for window in self._summed_windows.values()) < MIN_STEPS:
+            return []
+        hosts = {rank: beat.host for rank, beat in beats.items()}
+        slow = self._slow_ranks(hosts, self._summed_windows)
+        self._summed_windows = {}
         newly_slow = [entry for entry in slow if (entry.what, entry.host) not in self._reported]
-        self._reported |= {(entry.what, entry.host) for entry in newly_slow}
+        # Hosts that are not slow any more can be reported again.
+        self._reported = {(entry.what, entry.host) for entry in slow}
         return newly_slow
 
     def _slow_ranks(self, hosts: Mapping[int, str], windows: Mapping[int, Window]) -> list[Slow]:
@@ -76,35 +73,7 @@ class Stragglers:
                     slow_ranks_by_host.setdefault(hosts[rank], []).append(rank)
             for host, ranks in slow_ranks_by_host.items():
                 slow.append(Slow(what, host, ranks, self._step, max(seconds[rank] for rank in ranks), typical))
-            self._forget_recovered(what, set(slow_ranks_by_host))
         return slow
-
-    def _slow_links(self, beats: Mapping[int, Beat]) -> list[Slow]:
-        """Return slow links. Rank 0's host has the store, so its own exchanges do not leave it."""
-        main_host = beats[0].host if 0 in beats else ""
-        ranks_by_host: dict[str, list[int]] = {}
-        for rank, beat in beats.items():
-            if beat.host != main_host and beat.exchange > 0:
-                ranks_by_host.setdefault(beat.host, []).append(rank)
-        slow = []
-        for host, ranks in ranks_by_host.items():
-            seconds = min(beats[rank].exchange for rank in ranks)
-            fastest = min(seconds, self._fastest_exchange.get(host, seconds))
-            self._fastest_exchange[host] = fastest
-            # A process that still loads its model may answer late.
-            is_training = beats[ranks[0]].step > 0
-            if is_training and seconds > SLOW_LINK_RATIO * fastest and seconds > MIN_LINK_S:
-                slow.append(Slow("link", host, ranks, max(beats[rank].step for rank in ranks), seconds, fastest))
-        self._forget_recovered("link", {entry.host for entry in slow})
-        # Links that are all slow have one end in common: the main host's.
-        if len(slow) == len(ranks_by_host) > 1:
-            worst = max(slow, key=lambda entry: entry.seconds)
-            return [worst._replace(host=main_host, ranks=[0])]
-        return slow
-
-    def _forget_recovered(self, what: str, slow_hosts: set[str]) -> None:
-        """Let hosts that are not slow any more be reported again."""
-        self._reported = {(kind, host) for kind, host in self._reported if kind != what or host in slow_hosts}
 
 
 def _common_step(windows: Mapping[int, Window], number_of_ranks: int) -> int | None:
@@ -117,12 +86,7 @@ def _common_step(windows: Mapping[int, Window], number_of_ranks: int) -> int | N
 
 def describe(slow: Slow) -> str:
     """Return what is slow as a sentence."""
-    if slow.what == "link":
-        return (
-            f"slow link: a message between {slow.host} and the first host takes {1000 * slow.seconds:.0f} ms, "
-            f"{1000 * slow.typical:.1f} ms at best"
-        )
-    activity = {"data": "waiting for data", "forward": "forward passes"}[slow.what]
+    activity = {"data": "waiting for data", "forward": "forward passes"}.get(slow.what, slow.what)
     noun = "rank" if len(slow.ranks) == 1 else "ranks"
     numbers = ", ".join(map(str, slow.ranks[:MAX_NAMED_RANKS]))
     return (

@@ -84,7 +84,6 @@ class Watch:
         self._error = ""
         self._beat_number = 0
         self._last_exchange_time = time.monotonic()
-        self._last_exchange_seconds = 0.0
         self._exchange = Exchange(store, rank, world_size, hang_timeout, self._last_exchange_time)
         self.interval = self._exchange.interval
         self._done = threading.Event()
@@ -115,7 +114,7 @@ class Watch:
         return self.verdict
 
     def take_slow(self) -> list[Slow]:
-        """Return the ranks and links that have become slow since the last call; on rank 0 alone."""
+        """Return the ranks that have become slow since the last call; on rank 0 alone."""
         return self._exchange.take_slow()
 
     @property
@@ -133,11 +132,9 @@ class Watch:
     # --- the thread that uses the store
     def _exchange_beats(self) -> None:
         while True:
-            start = time.monotonic()
             try:
-                self._exchange.step(self._next_beat(), start)
+                self._exchange.step(self._next_beat(), time.monotonic())
                 self._last_exchange_time = time.monotonic()
-                self._last_exchange_seconds = self._last_exchange_time - start
             except Exception as error:
                 # The store's host may be gone: `_guard` decides, unless this rank has failed and only waits for a verdict.
                 if self.verdict is None and position.here().phase == "failed":
@@ -166,7 +163,6 @@ class Watch:
             seconds=round(time.monotonic() - here.since, 2),
             limit=here.limit(self.hang_timeout),
             error=self._error,
-            exchange=round(self._last_exchange_seconds, 4),
             window=position.window(),
         )
 

@@ -241,27 +241,3 @@ def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
         if step >= start:
             share *= min(1.0, factor + (1 - factor) * (step - start) / back)
     return share
-
-
-def ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the sorted [start, end) ranges that cover exactly ``numbers``.
-
-    >>> ranges([7, 3, 4, 5, 9, 4])
-    [[3, 6], [7, 8], [9, 10]]
-    """
-    return joined([[number, number + 1] for number in numbers], [])
-
-
-def joined(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
-    """Return the union of two lists of [start, end) ranges, sorted.
-
-    >>> joined([[0, 3], [8, 9]], [[2, 5]])
-    [[0, 5], [8, 9]]
-    """
-    union: list[list[int]] = []
-    for start, end in sorted([*first, *second]):
-        if union and start <= union[-1][1]:
-            union[-1][1] = max(union[-1][1], end)
-        else:
-            union.append([start, end])
-    return union

@@ -17,7 +17,6 @@ from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.config import OrderSettings, RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
-from zerobook.monitor.policy import joined
 from zerobook.runlog.compare import differences, first_apart
 from zerobook.runlog.history import last_of
 from zerobook.runlog.jsonl import backwards
@@ -27,6 +26,7 @@ from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.state import RunState
 from zerobook.utils.bars import tqdm
+from zerobook.utils.ranges import joined
 from zerobook.utils.units import counted
 
 

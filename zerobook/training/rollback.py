@@ -10,12 +10,13 @@ from typing import Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
-from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction, joined, ranges
+from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction
 from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import RunState
+from zerobook.utils.ranges import joined, ranges
 from zerobook.utils.units import counted
 
 

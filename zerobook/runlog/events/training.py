@@ -91,14 +91,14 @@ def _memory_warning(event: Event) -> str:
 
 @declare(
     "straggler",
-    when="A rank or a link has become slower than the others, at a log point.",
+    when="A rank has become slower than the others, at a log point.",
     fields={
-        "what": "data, forward or link",
+        "what": "data or forward",
         "host": "host name",
-        "ranks": "ranks that it was measured on",
+        "ranks": "its ranks that are slow",
         "step": "step of the log point",
-        "seconds": "seconds of a step that it waits for data or takes for forward passes; seconds of a message over a link",
-        "typical": "the same of a typical rank, or of the link's fastest message",
+        "seconds": "seconds of a step that it waits for data or takes for forward passes",
+        "typical": "the same of a typical rank",
     },
     mood="warn",
 )
