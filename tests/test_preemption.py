@@ -55,7 +55,7 @@ def simulate(processes, *, seed, log_every, warned, start):
                 continue
             if launched[rank] == asked[rank]:
                 able.append(rank)  # the next step can always be launched
-            elif not (process._said or launched[rank] % log_every == 0) or min(launched) >= launched[rank]:
+            elif not (process._has_written_step or launched[rank] % log_every == 0) or min(launched) >= launched[rank]:
                 able.append(rank)  # waits for the device, which waits for all ranks' parts of this step
         assert able, f"all wait for each other at {launched}"
         rank = chance.choice(able)

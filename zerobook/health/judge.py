@@ -187,12 +187,15 @@ class Judge:
         return self.beats[rank].phase if rank in self.beats else "start"
 
     def _verdict(self, kind: Kind, ranks: Sequence[int], seconds: float) -> Verdict:
-        blamed_beats = [self.beats[rank] for rank in ranks if rank in self.beats]
         phase = "start"
         step = 0
-        if blamed_beats:
-            phase = blamed_beats[0].phase
-            step = blamed_beats[0].step
+        error = ""
+        blamed_beats = [self.beats[rank] for rank in ranks if rank in self.beats]
+        # The first of them stands for all.
+        for beat in reversed(blamed_beats):
+            phase = beat.phase
+            step = beat.step
+            error = beat.error or error
         return Verdict(
             kind=kind,
             ranks=sorted(ranks),
@@ -201,36 +204,36 @@ class Judge:
             step=step,
             seconds=round(seconds, 1),
             others=self._waiting(ranks),
-            error=next((beat.error for beat in blamed_beats if beat.error), ""),
+            error=error,
         )
 
     def _waiting(self, blamed_ranks: Sequence[int]) -> list[tuple[str, int, list[RankRange]]]:
         """Return (phase, step, ranges of ranks) of the places where the other ranks wait."""
-        ranks_by_place: dict[tuple[str, int], list[int]] = {}
+        ranks_by_position: dict[tuple[str, int], list[int]] = {}
         for rank, beat in sorted(self.beats.items()):
             if rank not in blamed_ranks and beat.phase not in FINISHED_PHASES:
-                ranks_by_place.setdefault((beat.phase, beat.step), []).append(rank)
-        places = list(ranks_by_place.items())[:MAX_PLACES]
-        return [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in places]
+                ranks_by_position.setdefault((beat.phase, beat.step), []).append(rank)
+        positions = list(ranks_by_position.items())[:MAX_PLACES]
+        return [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in positions]
 
 
 def describe(verdict: Verdict) -> str:
     """Return the verdict as text, without stacks."""
     hosts = ", ".join(verdict.hosts)
     ranks_on_hosts = f"{_named(rank_ranges(verdict.ranks))} on {hosts or 'an unknown host'}"
-    place = f'in phase "{verdict.phase}" of step {verdict.step}'
+    position = f'in phase "{verdict.phase}" of step {verdict.step}'
     if verdict.kind == "silent":
         what = f"{ranks_on_hosts} sent no heartbeat for {verdict.seconds:.0f} s"
         if verdict.phase != "unknown":
-            what += f"; last seen {place}"
+            what += f"; last seen {position}"
     elif verdict.kind == "lost":
         what = f"{hosts or 'the first host'} cannot be reached: {verdict.error}"
     elif verdict.kind == "stuck":
-        what = f"{ranks_on_hosts} made no progress for {verdict.seconds:.0f} s {place}"
+        what = f"{ranks_on_hosts} made no progress for {verdict.seconds:.0f} s {position}"
     elif verdict.kind == "together":
-        what = f"no rank made progress for {verdict.seconds:.0f} s: all are {place}"
+        what = f"no rank made progress for {verdict.seconds:.0f} s: all are {position}"
     else:
-        what = f"{ranks_on_hosts} failed {place}"
+        what = f"{ranks_on_hosts} failed {position}"
         if verdict.error:
             what += f": {verdict.error}"
     waiting = [f'{_named(waiting_ranks)} in "{phase}" of step {step}' for phase, step, waiting_ranks in verdict.others]
@@ -254,11 +257,11 @@ def _named(ranks: Sequence[RankRange]) -> str:
     >>> _named([(3, 3)]), _named([(0, 2), (5, 5)])
     ('rank 3', 'ranks 0-2, 5')
     """
-    noun = "rank"
-    if len(ranks) > 1 or ranks[0][0] < ranks[0][1]:
-        noun = "ranks"
-    numbers = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranks)
+    if len(ranks) == 1 and ranks[0][0] == ranks[0][1]:
+        return f"rank {ranks[0][0]}"
+    numbers = []
+    for first, last in ranks:
+        numbers.append(str(first) if first == last else f"{first}-{last}")
     # A verdict has no more ranges than this, so some may have been left out.
-    if len(ranks) == MAX_RANK_RANGES:
-        numbers += " and others"
-    return f"{noun} {numbers}"
+    rest = " and others" if len(ranks) == MAX_RANK_RANGES else ""
+    return f"ranks {', '.join(numbers)}{rest}"

@@ -85,23 +85,29 @@ class Spent(NamedTuple):
     waited: float
 
 
-# The state of this process. The main thread writes it, and the thread of the heartbeats reads it.
-_position = Position("start", 0, 0, time.monotonic(), time.monotonic())
-_first_step: int | None = None
-_window: Window | None = None
-_listeners: list[Callable[[str], None]] = []
+class _State:
+    """What this process does. The main thread writes it, and the thread of the heartbeats reads it."""
 
-# What the main thread sums up since the last log point: seconds by phase, and seconds in which it did not run.
-_phase_seconds: dict[str, float] = {}
-_waited_seconds = 0.0
-_thread_seconds = time.thread_time()
-_last_log_step = 0
-_last_log_time = time.monotonic()
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self.position = Position("start", 0, 0, now, now)
+        self.first_step: int | None = None
+        self.window: Window | None = None
+        self.listeners: list[Callable[[str], None]] = []
+        # Since the last log point: seconds by phase, and seconds in which the main thread did not run.
+        self.phase_seconds: dict[str, float] = {}
+        self.waited_seconds = 0.0
+        self.thread_seconds = time.thread_time()
+        self.log_step = 0
+        self.log_time = now
+
+
+_state = _State()
 
 
 def here() -> Position:
     """Return the position of this process."""
-    return _position
+    return _state.position
 
 
 def enter(phase: str, step: int | None = None) -> None:
@@ -110,70 +116,69 @@ def enter(phase: str, step: int | None = None) -> None:
     Args:
         step: optimizer step that the phase belongs to, counted from 1; None: the same step as before.
     """
-    global _position, _first_step, _waited_seconds, _thread_seconds
+    state = _state
     now = time.monotonic()
     thread_seconds = time.thread_time()
-    previous = _position
+    previous = state.position
 
     # Account for the phase that ends.
     seconds = now - previous.began
-    _phase_seconds[previous.phase] = _phase_seconds.get(previous.phase, 0.0) + seconds
+    state.phase_seconds[previous.phase] = state.phase_seconds.get(previous.phase, 0.0) + seconds
     if previous.phase in COMPUTE_PHASES:
-        _waited_seconds += max(0.0, seconds - (thread_seconds - _thread_seconds))
-    _thread_seconds = thread_seconds
+        state.waited_seconds += max(0.0, seconds - (thread_seconds - state.thread_seconds))
+    state.thread_seconds = thread_seconds
 
     if step is None:
         step = previous.step
-    if _first_step is None and phase == "data":
-        _first_step = step
-    is_first = step == _first_step and phase in STEP_PHASES
-    _position = Position(phase, step, previous.entered + 1, now, now, is_first)
+    if state.first_step is None and phase == "data":
+        state.first_step = step
+    is_first = step == state.first_step and phase in STEP_PHASES
+    state.position = Position(phase, step, previous.entered + 1, now, now, is_first)
 
     # Listeners use the device, and a device that has failed raises for every call.
     if phase not in ("ended", "failed"):
-        for listener in _listeners:
+        for listener in state.listeners:
             listener(phase)
 
 
 def on_enter(listener: Callable[[str], None]) -> None:
     """Call ``listener`` with the name of each phase that is entered, until `reset`; not for the end of a run."""
-    _listeners.append(listener)
+    _state.listeners.append(listener)
 
 
 def log_point(step: int) -> Spent:
     """Close the window of the steps since the last log point, and return the seconds in it."""
-    global _window, _last_log_step, _last_log_time, _waited_seconds
+    state = _state
     now = time.monotonic()
-    _window = Window(
+    spent = Spent(state.phase_seconds, state.waited_seconds)
+    state.window = Window(
         step=step,
-        steps=max(1, step - _last_log_step),
-        total=now - _last_log_time,
-        data=_phase_seconds.get("data", 0.0),
-        forward=_phase_seconds.get("forward", 0.0),
+        steps=max(1, step - state.log_step),
+        total=now - state.log_time,
+        data=spent.phases.get("data", 0.0),
+        forward=spent.phases.get("forward", 0.0),
     )
-    spent = Spent(_phase_seconds.copy(), _waited_seconds)
-    _phase_seconds.clear()
-    _waited_seconds = 0.0
-    _last_log_step = step
-    _last_log_time = now
+    state.phase_seconds = {}
+    state.waited_seconds = 0.0
+    state.log_step = step
+    state.log_time = now
     return spent
 
 
 def window() -> Window | None:
     """Return the newest closed window."""
-    return _window
+    return _state.window
 
 
 def touch() -> None:
     """Note that the current phase makes progress, for long phases that consist of many parts."""
-    global _position
-    _position = _position._replace(since=time.monotonic())
+    _state.position = _state.position._replace(since=time.monotonic())
 
 
 @contextmanager
 def during(phase: str, step: int | None = None) -> Iterator[None]:
     """Return a context for a phase inside of another, which is entered again after it."""
-    outer = _position
+    outer = here()
     enter(phase, step)
     yield
     enter(outer.phase, outer.step)
@@ -181,14 +186,5 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
 
 def reset() -> None:
     """Return to the start, for another run in the same process."""
-    global _position, _first_step, _window, _waited_seconds, _thread_seconds, _last_log_step, _last_log_time
-    now = time.monotonic()
-    _position = Position("start", 0, 0, now, now)
-    _first_step = None
-    _window = None
-    _listeners.clear()
-    _phase_seconds.clear()
-    _waited_seconds = 0.0
-    _thread_seconds = time.thread_time()
-    _last_log_step = 0
-    _last_log_time = now
+    global _state
+    _state = _State()

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 75
 """Exit code EX_TEMPFAIL of sysexits.h: start the run again. ``--max_restarts`` does so, as for any code but 0."""
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
-_ASKED = "zerobook/stop/asked"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_SIGNAL_KEY = "zerobook/stop/asked"
+"""Key of the store with the name of the signal that a rank has received."""
 
 
 class Preemption:
@@ -44,23 +45,25 @@ class Preemption:
         self.strategy = strategy
         self.settle = settle
         self.received: str | None = None
-        self._interrupted = False  # `received` may be what another rank has received
-        self._said = False
-        self._last: int | None = None
-        self._before = {number: signal.signal(number, self._receive) for number in (signal.Signals[name] for name in SIGNALS)}
+        # Of this rank: `received` may be what another rank has received.
+        self._is_interrupted = False
+        self._has_written_step = False
+        self._last_step: int | None = None
+        self._earlier_handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
 
     def restore(self) -> None:
         """Set the signal handlers that were there before."""
-        for number, handler in self._before.items():
+        for number, handler in self._earlier_handlers.items():
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
+        if self._is_interrupted and number in (signal.SIGINT, signal.SIGTERM):
             os._exit(INTERRUPTED)
         if number == signal.SIGINT:
-            self._interrupted = True
+            self._is_interrupted = True
             if self.strategy.rank == 0:
                 os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
+            # A launcher that a second Ctrl-C ends sends no signal to its ranks.
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self.received = signal.Signals(number).name
@@ -70,21 +73,23 @@ class Preemption:
         if self.strategy.world_size == 1:
             return self.received is not None
         store = dist.distributed_c10d._get_default_store()
-        if self.received and not self._said:
-            store.set(_ASKED, self.received)
-        if not self._said:
-            self.received = self.received or _signal_in(store)
+        if not self._has_written_step:
+            if self.received is not None:
+                store.set(_SIGNAL_KEY, self.received)
+            else:
+                self.received = _signal_in(store)
             if self.received is None:
                 return False
-            self._said = True
+            self._has_written_step = True
             store.set(self._key(self.strategy.rank), str(step))
+        # From here on the ranks are at most a step apart.
         self.settle()
         keys = [self._key(rank) for rank in range(self.strategy.world_size)]
-        if self._last is None and store.check(keys):
+        if self._last_step is None and store.check(keys):
             # A value that is no step makes the run wait for one, as if the rank had not written yet.
             with suppress(messages.MessageError):
-                self._last = max(messages.read(store.get(key), int) for key in keys) + 2
-        return self._last is not None and step >= self._last
+                self._last_step = max(messages.read(store.get(key), int) for key in keys) + 2
+        return self._last_step is not None and step >= self._last_step
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -93,14 +98,15 @@ class Preemption:
 
 def _signal_in(store: dist.Store) -> str | None:
     """Return the name of the signal that some rank has received; None if there is none."""
-    if not store.check([_ASKED]):
+    if not store.check([_SIGNAL_KEY]):
         return None
-    name = store.get(_ASKED).decode(errors="replace")
-    return name if name in SIGNALS else None
+    name = store.get(_SIGNAL_KEY).decode(errors="replace")
+    # Any program that reaches the store's port can write there.
+    return name if name in [number.name for number in SIGNALS] else None
 
 
 def _end_with(launcher: int) -> None:
-    """End this process when its launcher has ended: a second Ctrl-C ends torchrun, which sends no signal to its ranks then."""
+    """End this process when its launcher has ended."""
     while os.getppid() == launcher:
         time.sleep(0.1)
     os._exit(INTERRUPTED)

@@ -135,8 +135,10 @@ class SpikeMonitor:
         For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
         evaluation with the best one.
         """
-        newest = list(self._history)[-self.settings.patience :]
-        losses = [point.loss if math.isfinite(point.loss) else math.inf for point in newest]
+        losses = []
+        for point in list(self._history)[-self.settings.patience :]:
+            # A NaN has no place in an order.
+            losses.append(point.loss if math.isfinite(point.loss) else math.inf)
         loss = median(losses) if losses else None
         pairs = {"loss": (loss, self.detector.best), "held-out loss": (held_out, best_held_out)}
         far: dict[str, list[float | None]] = {}

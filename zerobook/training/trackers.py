@@ -16,7 +16,6 @@ from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import read_json
-from zerobook.utils.terminal import plain
 from zerobook.utils.writing import write_whole
 
 IDENTITIES = "trackers.json"
@@ -99,18 +98,13 @@ class Trackers(Hook):
 def _read_identities(file: Path) -> dict[str, str]:
     """Return the trackers' own ids of the run; nothing where there are none that can be read."""
     try:
-        identities = read_json(file)
+        return {name: str(identity) for name, identity in read_json(file).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    else:
+    except (OSError, ValueError, AttributeError) as error:
         # The file may have been changed by hand.
-        if isinstance(identities, dict) and all(isinstance(identity, str) for identity in identities.values()):
-            return identities
-        reason = f"found {identities!r:.100}"
-    tqdm.write(plain(f"WARNING: {file}: it has no ids of trackers ({reason}), so the trackers begin another run"))
-    return {}
+        tqdm.write(f"WARNING: {file}: it has no ids of trackers ({error}), so the trackers begin another run")
+        return {}
 
 
 def _step(trainer: TrainerView, step: int) -> int:
