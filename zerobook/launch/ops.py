@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobook.errors import ConfigError
+from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -95,13 +96,12 @@ def is_stale(lock: Path) -> bool:
     return age > STALE_AFTER_S and not is_held(lock)
 
 
-def clear_stale_locks(say: Callable[[str], None] | None = None) -> list[Path]:
-    """Remove locks that no process holds; returns them. ``say`` gets a line about each; it prints if unset.
+def clear_stale_locks(say: Callable[[str], object] = say) -> list[Path]:
+    """Remove locks that no process holds; returns them. ``say`` gets a line about each.
 
     Waits, at most `STALE_AFTER_S`, for a lock that no process here holds and that is too new to judge: torch would
     wait for it too, and for ever if its compile was killed.
     """
-    say = say or (lambda line: print(line, flush=True))
     removed = []
     for lock in locks():
         if lock.exists() and not is_held(lock) and not is_stale(lock):
@@ -242,7 +242,7 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
             results.append((op, f"skipped: {advice}"))
             continue
         if not _is_compiled(op):
-            print(f"compiling {op} (up to 3 minutes) ...", flush=True)
+            say(f"compiling {op} (up to 3 minutes) ...")
         start = time.monotonic()
         try:
             builder.load(verbose=False)
@@ -250,5 +250,5 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
         except Exception as error:
             # ninja, the compiler and the linker each raise errors of their own.
             results.append((op, f"FAILED: {str(error).splitlines()[0]}"))
-        print(f"  {op}: {results[-1][1]}", flush=True)
+        say(f"  {op}: {results[-1][1]}")
     return results

@@ -32,6 +32,7 @@ from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
 from zerobook.utils.model_config import auto_class, text_config
 from zerobook.utils.reading import read_json
+from zerobook.utils.terminal import say
 from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> PreTrainedTokeni
         tokens=config.new_tokens,
     )
     if was_given_pad_token and strategy.is_main:
-        print(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
+        say(f"the tokenizer has no pad token; its end-of-text token {tokenizer.eos_token!r} pads, masked everywhere")
     return tokenizer
 
 
@@ -316,7 +317,7 @@ def load_model(
     model.base_commit = commit
     model.base_facts = facts
     if strategy.is_main and type(model.config) is not type(model_config):
-        print(f"  note: of this {model_config.model_type}, the text model alone is loaded, trained and saved")
+        say(f"  note: of this {model_config.model_type}, the text model alone is loaded, trained and saved")
     _prepare_for_training(model, config, strategy)
     _check_complete(model, name)
     return model
@@ -326,7 +327,7 @@ def _warn_of_copies(folder: Path | None, config: RecipeConfig, strategy: Strateg
     copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     warning = too_many_copies(folder, config.dtype, copies)
     if warning:
-        print(warning)
+        say(warning)
 
 
 def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:
@@ -339,15 +340,15 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
         torch._dynamo.config.recompile_limit = 64
     dropped = keep_all_layers(model)
     if strategy.is_main and dropped:
-        print(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
+        say(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
     if strategy.is_main and config.attn_implementation == "auto":
-        print(f"attention: {model.config._attn_implementation}")
+        say(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
     # It builds the model's class without weights, which ZeRO-3 would shard.
     with strategy.initialising_whole():
         note = freeze_unreached(model)
     if strategy.is_main and note:
-        print(f"  note: {note}")
+        say(f"  note: {note}")
 
 
 def use_cache(model: PreTrainedModel | PeftModel, cache: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from zerobook.runlog.writer import RunLog
+from zerobook.utils.terminal import say
 
 FULL = 0.92
 """Share of memory in use from which a warning is given."""
@@ -166,7 +167,7 @@ class Sampler:
                 f"WARNING: {usage} are in use. A process that runs out of memory is killed without a message: use fewer "
                 "--dataloader_num_workers, less offload to host memory, or a machine with more."
             )
-            print(words, file=sys.stderr, flush=True)
+            say(words, file=sys.stderr)
         self._warned = bool(usage)
 
     def stop(self) -> None:

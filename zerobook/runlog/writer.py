@@ -17,6 +17,7 @@ from typing import Any
 from zerobook.errors import RunLogError
 from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, read, repair
 from zerobook.utils import locks
+from zerobook.utils.terminal import say
 from zerobook.utils.writing import refuse_link
 
 EVENTS = "events.jsonl"
@@ -114,11 +115,11 @@ class RunLog:
                     f"WARNING: {self.folder}: the runlog cannot be written ({error.strerror}); training goes on, and "
                     f"{self.BACKLOG:,} lines are held in memory until there is room."
                 )
-                print(words, file=sys.stderr, flush=True)
+                say(words, file=sys.stderr)
             return
         if was_full:
             lost, self._lost = self._lost, 0
-            print(f"{self.folder}: the runlog is written again" + f", {lost} lines were lost" * bool(lost), file=sys.stderr)
+            say(f"{self.folder}: the runlog is written again" + f", {lost} lines were lost" * bool(lost), file=sys.stderr)
             self.event("written_late", lost=lost)
 
 
