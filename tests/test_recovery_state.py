@@ -22,6 +22,7 @@ class Attempt:
         self.log = RunLog(output_dir)
         self.progress = Progress(step=step, **saved)
         self.policy = earlier_decisions(self.progress, self, self, self.log)
+        self.log.event("run_start", step=step)
 
     def on_main(self, work):
         return work()

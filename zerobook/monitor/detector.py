@@ -252,6 +252,7 @@ class Detector:
 
     def onset(self) -> int | None:
         """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
+        # The weights were sound at the earliest of these steps only.
         steps = self.masked[:1]
         if self.armed is not None:
             steps.append(self.armed)
@@ -262,6 +263,7 @@ class Detector:
     def level(self) -> float:
         """Return what the next loss is compared with."""
         level = self.loss.level() if self.excursion is None else self.excursion.base
+        # After a shock, a level that slowly rises is not followed.
         if self.shock is not None:
             level = min(level, self.shock)
         return level
@@ -272,6 +274,7 @@ class Detector:
 
     def far_above(self, value: float, best: float) -> bool:
         """Return whether ``value`` is at least `Settings.high` units above ``best``, or is not a number."""
+        # Negated, so that a NaN is far above.
         return self.has_level and not value - best < self.settings.high * self.unit()
 
     def update(self, point: Point) -> list[Finding]:
@@ -288,6 +291,7 @@ class Detector:
             self.beginning.append(point.loss)
         if point.learning_rate is not None:
             self.rates = [*self.rates[-RECENT_RATES + 1 :], point.learning_rate]
+        # The norm first: a shock at this step changes what its loss is compared with.
         findings = self._see_norm(point) + self._see_loss(point, stride)
         # A few points have no level yet that a later loss could be compared with.
         if len(self.loss.accepted) >= self.settings.patience:
@@ -307,8 +311,10 @@ class Detector:
     def _see_not_finite(self, point: Point) -> list[Finding]:
         self.masked.append(point.step)
         count = len(self.masked)
+        # The forward pass itself fails: the weights are damaged.
         if not point.masked:
             return [self._finding("divergence", point, "the loss is not finite")]
+        # The optimizer left the step out, so a single one does no harm.
         if count == 1:
             return [self._finding("outlier", point, "the gradient is not finite; the step was not applied")]
         # Reported once, when it lasts longer than odd data.
@@ -329,6 +335,7 @@ class Detector:
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return []
         log_norm = math.log(norm)
+        # The first norms have nothing to be compared with.
         if len(self.norm.accepted) < settings.level_points:
             self.norm.accept(log_norm)
             return []
@@ -363,6 +370,7 @@ class Detector:
         if not self.has_level:
             self.loss.accept(point.loss)
             return []
+        # A spike that was judged may rise as it likes: it is reported once.
         is_judged = excursion is not None and excursion.judged is not None
         if self._is_absurd(point.loss) and not is_judged:
             return [self._see_absurd(point)]
@@ -415,6 +423,7 @@ class Detector:
             self.loss.accept(point.loss)
             return []
         excursion.add(point.loss)
+        # The evidence of the high points has to be used up by usual ones.
         if self.evidence > 0.0:
             return []
         return self._end_as_outlier(excursion, point)
@@ -423,9 +432,11 @@ class Detector:
         """End an excursion that came back at once."""
         settings = self.settings
         self.excursion = None
+        # Damage by a shock may show later.
         if self.shock is None:
             self.armed = None
         findings = []
+        # Smaller excursions are noise, and not worth a line.
         if excursion.peak - excursion.base >= settings.evidence_cap * excursion.unit:
             plural = "s" if excursion.high > 1 else ""
             cause = "the data, not the weights"
@@ -473,12 +484,14 @@ class Detector:
 
         # Back at the base, for one point or for two.
         rise = excursion.peak - base
+        # A high spike does not come back to the last digit.
         tolerance = max(2 * excursion.unit, min(0.1 * rise, 0.25 * abs(base)))
         if point.loss - base < tolerance:
             excursion.back += 1
             excursion.touched = excursion.judged is not None
             if excursion.back < 2:
                 return []
+            # The level begins anew with what is certain: the base, and the points that came back to it.
             self._close([base, *excursion.losses[-2:]], is_settled=False)
             reason = f"back at {point.loss:.4g} after {excursion.points} points; it peaked at {excursion.peak:.4g}"
             return [self._finding_of("spike_end", point, excursion, reason)]
@@ -512,6 +525,7 @@ class Detector:
         top = max(medians)
         late = median(losses[-3:])
         regained = (top - late) / (top - base)
+        # Nearly back: wait for another patience.
         if regained >= 2 / 3 and excursion.extended < 3:
             excursion.extended += 1
             return []
@@ -526,6 +540,7 @@ class Detector:
             reason = f"from {base:.4g} to {late:.4g}, {lost:.0%} of all that was learnt, and level since"
             return [self._finding_of("level_shift", point, excursion, reason)]
 
+        # It is coming down, but too slowly.
         if regained >= 0.2:
             excursion.judge("damage")
             reason = f"{count} points after step {excursion.onset} it is {late:.4g}; it was {base:.4g}"

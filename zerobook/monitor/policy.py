@@ -172,6 +172,7 @@ class RecoveryPolicy:
         to_step = max(checkpoints)
         steps_left_out = None
         rate_factor = None
+        # With on_spike lower_rate, no data is blamed.
         if kind != "replay" and self.on_spike == "rollback":
             steps_left_out = (max(1, first - LEAD + 1), last)
         if kind == "lower_rate":
@@ -193,6 +194,7 @@ class RecoveryPolicy:
         if action.to_step is None:
             return
         self.rollbacks += 1
+        # The same trouble grows by the steps of this spike. A new one replaces an old one, which the run has passed.
         trouble = self._trouble_at(action.onset)
         if trouble is None:
             trouble = Trouble(onset=action.onset, last=action.noticed, tried=[], to_step=action.to_step)
@@ -217,6 +219,7 @@ class RecoveryPolicy:
             return "replay"
         if "skip" not in earlier:
             return "skip"
+        # A rate that was lowered twice in vain is not the cause.
         if earlier.count("lower_rate") < 2:
             return "lower_rate"
         return "stop"
@@ -236,6 +239,7 @@ def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
         cuts: [step, factor, steps of the way back] each. At ``step``, the rate is ``factor`` times the scheduled one; then it
             rises linearly back to it.
     """
+    # Cuts add up: a later one lowers what the earlier ones have left.
     share = 1.0
     for start, factor, back in cuts:
         if step >= start:

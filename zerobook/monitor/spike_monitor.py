@@ -105,6 +105,7 @@ class SpikeMonitor:
             detector: state of the detector in the checkpoint.
         """
         assert action.to_step is not None
+        # What a high loss was is asked of the detector before it forgets.
         excursion = self.detector.excursion
         base = math.nan
         high = math.nan
@@ -153,6 +154,7 @@ class SpikeMonitor:
         if replay is None or point.step < replay.onset:
             return None
         before = replay.before.get(point.step)
+        # Steps that the history has lost cannot be compared.
         loss_before = None if before is None else before.loss
         if before is not None and _is_high_again(before, point, replay):
             self._replay = None
@@ -178,5 +180,6 @@ def _is_high_again(before: Point, now: Point, replay: _Replay) -> bool:
     """Return whether a step that was high, or not applied, is so again. Steps that were normal prove nothing."""
     if not before.is_finite:
         return not now.is_finite
+    # Half the excess counts as again: sums over the ranks may be rounded in another order.
     excess = before.loss - replay.base
     return excess >= replay.high and not now.loss - replay.base <= excess / 2
