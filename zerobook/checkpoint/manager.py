@@ -70,9 +70,16 @@ class CheckpointManager:
 
     def remember(self, **values: Any) -> None:
         """Change values of the `RecoveryState`, and write it. On other ranks than 0 it does nothing."""
-        if self.strategy.is_main:
-            vars(self.decisions).update(values)
+        if not self.strategy.is_main:
+            return
+        vars(self.decisions).update(values)
+        try:
             self.decisions.write(self.config.output_dir)
+        except OSError as error:
+            # As for the runlog, a full disk does not end the training. The next decision tries again.
+            tqdm.write(
+                f"WARNING: what was decided about spikes cannot be written ({error.strerror}): another attempt would not know"
+            )
 
     def _resolve_resume(self) -> Path | None:
         """Return the checkpoint to resume from, after reading every byte of it, and fill `skipped`. Rank 0."""
