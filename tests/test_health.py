@@ -303,7 +303,7 @@ def exchanged(ranks: int) -> tuple[set[int], int, int]:
                 continue
             calls, read, step = store.calls, store.read, int(now)
             window = Window(step, 1, 1.0, 0.1, 0.5)
-            beat = Beat(step, f"host{rank // 8}", 1, "forward", step, step, 0.5, 30.0, "", 0.01, window)
+            beat = Beat(step, f"host{rank // 8}", 1, "forward", step, step, 0.5, 30.0, "", window)
             exchanges[rank].step(beat, now)
             if rank:
                 others.add(store.calls - calls)

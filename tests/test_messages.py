@@ -26,7 +26,7 @@ from zerobook.health.position import Window
 from zerobook.utils import messages
 from zerobook.utils.messages import MessageError, SignedStore
 
-BEAT = Beat(1, "hosta", 4711, "forward", 3, 9, 0.5, float("inf"), "", 0.01, Window(2, 1, 1.0, 0.1, 0.5))
+BEAT = Beat(1, "hosta", 4711, "forward", 3, 9, 0.5, float("inf"), "", Window(2, 1, 1.0, 0.1, 0.5))
 VERDICT = Verdict("stuck", [1], ["hosta"], "data", 3, 30.0, [("backward", 3, [(0, 0)])])
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 FORBIDDEN_CALLS = {
