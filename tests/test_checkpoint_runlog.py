@@ -368,14 +368,15 @@ def test_nodes_that_do_not_share_the_output_folder_all_hear_of_it(tmp_path):
     for cwd in cwds:
         cwd.mkdir()
     (tmp_path / "file").touch()
-    queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_on_a_node, (tmp_path, cwds, "run", queue), nprocs=2)
+    queue = mp.get_context("fork").SimpleQueue()
+    mp.start_processes(_on_a_node, (tmp_path, cwds, "run", queue), nprocs=2, start_method="fork")
     said = sorted(queue.get() for _ in range(4))
     assert [rank for rank, text in said if "not visible on" in text and f"{tmp_path}/a/run" in text] == [0, 1]
     assert [rank for rank, text in said if text == "fine"] == [0, 1]
     assert not list((tmp_path / "shared").iterdir()) and not list((tmp_path / "a" / "run").iterdir())
     (tmp_path / "rendezvous").unlink(missing_ok=True)
-    mp.spawn(_on_a_node, (tmp_path, cwds, str(tmp_path / "file" / "run"), queue), nprocs=2)
+    output = str(tmp_path / "file" / "run")
+    mp.start_processes(_on_a_node, (tmp_path, cwds, output, queue), nprocs=2, start_method="fork")
     assert [rank for rank, text in sorted(queue.get() for _ in range(4)) if "cannot be written to: Not a dir" in text] == [0, 1]
 
 
