@@ -257,12 +257,12 @@ def test_precision_has_one_home(tmp_path):
     assert plan_for(fp16, A100)[0].precision == "fp16"
     plan, _ = plan_for(fp16, CPU)
     (problem,) = plan.problems
-    assert "ds.json: fp16.enabled is true" in problem and "--mixed_precision no" in problem
+    assert "ds.json: fp16.enabled)" in problem and "--mixed_precision no" in problem
     for given, explicit in (({"mixed_precision": "no"}, None), ({}, "no"), ({"mixed_precision": "bf16"}, None)):
         plan, _ = plan_for(fp16, CPU, explicit, **given)
         assert not plan.problems and plan.deepspeed_config["fp16"]["enabled"] is False
         assert plan.deepspeed_config["fp16"]["initial_scale_power"] == 15
-        assert any("fixes fp16.enabled" in note for note in plan.notes)
+        assert any("fp16.enabled says fp16" in note for note in plan.notes)
     plan, _ = plan_for(deepspeed(tmp_path) | {"ACCELERATE_MIXED_PRECISION": "bf16"}, A100)
     assert plan.precision == "bf16" and plan.deepspeed_config["bf16"]["enabled"] is True
     both = deepspeed(tmp_path, fp16={"enabled": True}, bf16={"enabled": True})

@@ -50,13 +50,13 @@ def test_published_file_trains_on_a_cpu_with_only_the_precision_flag(tiny, tmp_p
     file = f"ds_configs/published/{name}.json"
     launcher = ["--use_deepspeed", "--deepspeed_config_file", str(ROOT / file)]
     refused = launch(launcher, 2, "causal_lm", tmp_path / "refused", expect=REFUSED, **flags)
-    assert f"{name}.json: fp16.enabled is true" in refused.text and "--mixed_precision no" in refused.text
+    assert f"{name}.json: fp16.enabled" in refused.text and "--mixed_precision no" in refused.text
     assert "ConfigError" in refused.text and not (tmp_path / "refused" / "runlog").exists()
 
     run = launch([*launcher, "--mixed_precision", "no"], 2, "causal_lm", tmp_path / "run", **flags)
     stage = 2 if "zero2" in name else 3
     assert run.event("run_start")["live"]["zero_stage"] == stage
-    assert "which is used (in memory" in run.text
+    assert "fp16.enabled says fp16; no is used" in " ".join(run.text.split())
     # The file's WarmupDecayLR sets the rate, one step late, since DeepSpeed moves it behind each step and it starts before
     # its own first: log(step) up to the peak in 2 steps, then 6 - 2 equal ones down to 0.
     assert [s["learning_rate"] for s in run.steps] == pytest.approx([0, 0, 3e-3, 3e-3, 2.25e-3, 1.5e-3])

@@ -456,66 +456,41 @@ def _keep_global_batch(launch: LaunchDraft) -> None:
 def _choose_precision(launch: LaunchDraft) -> None:
     """Set the precision: the first of recipe's flag, launcher's flag, recipe's YAML, Accelerate YAML, fixed JSON, fp32."""
     plan = launch.plan
+    config = launch.draft.config
+    sources = launch.draft.sources
     ds = plan.deepspeed_config
-    fixed = _fixed_precision(plan)
-    choices = _precision_choices(launch)
+    choices: list[tuple[str, str]] = []
+    if config.mixed_precision is not None:
+        choices.append((config.mixed_precision, sources["mixed_precision"]))
+    environment_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launch.explicit_precision is not None:
+        # The launcher's flag is stronger than a recipe's YAML, and weaker than a recipe's flag.
+        position = len(choices) if sources.typed("mixed_precision") else 0
+        choices.insert(position, (launch.explicit_precision.lower(), "launcher's --mixed_precision"))
+    elif environment_precision != "no":
+        choices.append((environment_precision, "Accelerate YAML"))
+    fixed_dtypes = [dtype for dtype in ("bf16", "fp16") if is_true(((ds or {}).get(dtype) or {}).get("enabled"))]
+    if len(fixed_dtypes) > 1:
+        plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
+    choices += [(dtype, f"{plan.config_file}: {dtype}.enabled") for dtype in fixed_dtypes]
     if choices:
         plan.precision, plan.precision_source = choices[0]
-    elif fixed:
-        plan.precision = fixed
-        plan.precision_source = f"{plan.config_file}: {fixed}.enabled"
     for precision, source in choices[1:]:
         if precision != plan.precision:
             plan.notes.append(
                 f"precision: {plan.precision_source} says {plan.precision}, {source} says {precision}; {plan.precision} is used"
             )
-    if fixed and plan.precision != fixed:
-        plan.notes.append(
-            f"precision: {plan.config_file} fixes {fixed}.enabled; {plan.precision_source} says "
-            f"{plan.precision}, which is used (in memory; the file is unchanged)"
-        )
     if plan.precision not in ("no", "bf16", "fp16"):
         plan.problems.append(f"mixed_precision: {plan.precision!r} is not supported. Use no, bf16 or fp16.")
     if plan.precision == "fp16" and launch.on_cpu:
-        setting = f"mixed_precision: fp16 (from {plan.precision_source})"
-        if fixed == "fp16":
-            setting = f"{plan.config_file}: fp16.enabled is true"
-        plan.problems.append(f"{setting}, and fp16 does not train on a CPU. Pass --mixed_precision no (or bf16).")
+        plan.problems.append(
+            f"mixed_precision: fp16 (from {plan.precision_source}), and fp16 does not train on a CPU. Pass "
+            "--mixed_precision no (or bf16)."
+        )
     if ds is not None:
         for dtype in ("fp16", "bf16"):
             section = ds.setdefault(dtype, {})
             section["enabled"] = plan.precision == dtype
-
-
-def _fixed_precision(plan: LaunchPlan) -> str | None:
-    """Return the half precision that the DeepSpeed JSON enables; None where it enables none. Both are a problem."""
-    fixed = None
-    for dtype in ("fp16", "bf16"):
-        section = (plan.deepspeed_config or {}).get(dtype)
-        if isinstance(section, dict) and is_true(section.get("enabled")):
-            if fixed:
-                plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
-            fixed = dtype
-    return fixed
-
-
-def _precision_choices(launch: LaunchDraft) -> list[tuple[str, str]]:
-    """Return each precision that a person or the Accelerate YAML chose, with its source, the strongest first."""
-    explicit = launch.explicit_precision
-    environment_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    choices: list[tuple[str, str]] = []
-    if explicit is not None:
-        choices.append((explicit.lower(), "launcher's --mixed_precision"))
-    elif environment_precision.lower() != "no":
-        choices.append((environment_precision.lower(), "Accelerate YAML"))
-    config = launch.draft.config
-    sources = launch.draft.sources
-    if config.mixed_precision is not None:
-        # The launcher's flag is stronger than a recipe's YAML, and weaker than a recipe's flag.
-        is_behind = explicit is not None and not sources.typed("mixed_precision")
-        position = 1 if is_behind else 0
-        choices.insert(position, (config.mixed_precision, sources["mixed_precision"]))
-    return choices
 
 
 def _choose_frozen_dtype(launch: LaunchDraft) -> None:
