@@ -73,7 +73,7 @@ MISTAKES = {
     ),
     "host name on loopback": Mistake(
         loopback,
-        says={0: "hosta and the other hosts do not reach each other", 1: "hostb, resolves to 127.0.1.1"},
+        says={1: "problem 1: this machine's host name, hostb, resolves to 127.0.1.1"},
     ),
     "port in use": Mistake(
         busy_port,

@@ -127,13 +127,18 @@ def chose_threads() -> bool:
 
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
-    """Return a note if gloo would listen on this machine's loopback, which no other machine reaches; else None.
-
-    gloo takes the address of the host name, and loopback where there is none. NCCL chooses an interface by itself.
-    """
+    """Return `unreachable_name` of a launch over several machines with gloo. NCCL chooses an interface by itself."""
     uses_gloo = plan.backend is not None and (plan.device == "cpu" or plan.kind == "fsdp")
     several = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
-    if not (uses_gloo and several) or environ.get("GLOO_SOCKET_IFNAME"):
+    return unreachable_name(environ) if uses_gloo and several else None
+
+
+def unreachable_name(environ: Mapping[str, str]) -> str | None:
+    """Return a note if gloo would listen on this machine's loopback, which no other machine reaches; else None.
+
+    gloo takes the address of the host name, and loopback where there is none.
+    """
+    if environ.get("GLOO_SOCKET_IFNAME"):
         return None
     name = socket.gethostname()
     try:

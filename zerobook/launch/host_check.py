@@ -7,6 +7,7 @@ firewall have a message of their own, where a launch would wait for minutes.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from typing_extensions import TypedDict
 
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, links
-from zerobook.launch.accelerate_cli import SCRIPT, parsed
+from zerobook.launch.accelerate_cli import SCRIPT, parsed, unreachable_name
 from zerobook.launch.preflight import differences
 from zerobook.utils import messages
 
@@ -104,6 +105,9 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
     hosts = _exchange(store, here, "facts", facts, FactsOfHost, patience)
     # All hosts get here at the same moment.
     clocks = _exchange(store, here, "clock", time.time(), float, patience)
+    name_problem = unreachable_name(os.environ)
+    if name_problem:
+        report.problems.append(f"{name_problem}.")
     folder_problem = _check_shared_folder(store, here, output_dir, hosts[0]["host"], facts["host"])
     if folder_problem:
         report.problems.append(folder_problem)
