@@ -298,20 +298,18 @@ def test_every_command_without_a_note_runs(page, clone):
 
 
 @pytest.mark.launch
-def test_the_launch_of_the_readme_trains_a_model_to_talk_to(clone, tiny):
+def test_the_launch_of_the_readme_trains(clone, tiny):
     """As typed, with a tiny model on two processes."""
     values = {"MODEL": str(tiny / "llama"), "TRAIN_FILE": "chats.jsonl", "GPUS": "2"}
-    launch, chat = [Template(line).substitute(values) for line, _ in commands(README) if line.endswith("outputs/mine")]
+    (launch,) = [line for line, _ in commands(README) if line.startswith("accelerate launch") and "$MODEL" in line]
     (clone / "chats.jsonl").write_text(12 * blocks(README, "jsonl")[0])
 
-    trained = run(launch, clone)
-    answered = run(chat, clone)
+    trained = run(Template(launch).substitute(values), clone)
 
     said = trained.stdout + trained.stderr
     assert trained.returncode == 0 and "ZeRO-3" in said, said
     assert [line for line in re.split(r"[\r\n]+", said) if NOTICES.search(line)] == [], "of libraries"
     assert (clone / "outputs" / "mine" / "adapter" / "adapter_config.json").exists()
-    assert answered.returncode == 0 and answered.stdout.strip(), answered.stderr
 
 
 @pytest.mark.launch

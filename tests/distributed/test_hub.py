@@ -67,18 +67,35 @@ def hub(tiny):
     server.shutdown()
 
 
-@pytest.mark.launch
-def test_a_model_of_the_hub_is_downloaded_once_before_it_is_loaded(tiny, tmp_path, hub):
-    address, sent = hub
+@pytest.fixture
+def train(tiny, tmp_path, hub):
+    """Return a function that trains the model of the hub for two steps."""
+    address, _ = hub
     online = {"HF_ENDPOINT": address, "HF_HOME": tmp_path / "home", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     flags = dict(
         model_name_or_path=NAME, train_file=tiny / "epoch24.jsonl", validation_split_percentage=0, block_size=64,
         max_train_steps=2, per_device_train_batch_size=2, save_steps=2,
     )  # fmt: skip
-    run = launch("zero3", 2, "causal_lm", tmp_path / "run", environment=online, **flags)
-    assert len(run.steps) == 2
+
+    def run(strategy, processes, name, **variables):
+        run = launch(strategy, processes, "causal_lm", tmp_path / name, environment=online | variables, **flags)
+        assert len(run.steps) == 2
+
+    return run
+
+
+@pytest.mark.launch
+def test_a_model_of_the_hub_is_downloaded_once_before_it_is_loaded(train, hub):
+    _, sent = hub
+    train("zero3", 2, "run")
     assert list(sent)[-1] == "model.safetensors", "`from_pretrained` alone asks for other files after the weights"
     assert sent["model.safetensors"] == 1 and sent["pytorch_model.bin"] == 0 and sent["config.json"] == 1
-    online["HF_HUB_OFFLINE"] = "1"
-    offline = launch("single", 1, "causal_lm", tmp_path / "offline", environment=online, **flags)
-    assert sent["model.safetensors"] == 1 and len(offline.steps) == 2, "the cache holds it"
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_a_model_in_the_cache_is_enough_offline(train, hub):
+    _, sent = hub
+    train("single", 1, "online")
+    train("single", 1, "offline", HF_HUB_OFFLINE="1")
+    assert sent["model.safetensors"] == 1

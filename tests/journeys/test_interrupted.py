@@ -15,6 +15,7 @@ import pytest
 
 from tests.distributed.test_parity import largest_difference
 from tests.harness import ROOT, SETTINGS, Run, command, launch, sampled
+from zerobook.cli.main import main
 
 USERS_RECIPE = """
 from recipes.causal_lm import CausalLM
@@ -80,7 +81,7 @@ class Terminal:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.full)])
-def test_ctrl_c_saves_and_says_how_to_go_on(tiny, tmp_path, strategy):
+def test_ctrl_c_saves_and_says_how_to_go_on(tiny, tmp_path, capsys, strategy):
     output = tmp_path / "run"
     terminal = Terminal(line_of(strategy, "causal_lm", flags(tiny, output_dir=output)), tmp_path, output)
     terminal.interrupt()
@@ -91,9 +92,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tiny, tmp_path, strategy):
     assert "Traceback" not in said and said.count("Ctrl-C:") == 2, said
     line = shlex.split(said.rstrip().splitlines()[-1])
     assert line[:2] == ["zerobook", "launch"] and line[-2:] == ["--resume_from_checkpoint", "auto"], said
-    status = subprocess.run([sys.executable, "-m", "zerobook.cli.main", "runlog", "status", output], cwd=ROOT, text=True,
-                            capture_output=True, check=True).stdout  # fmt: skip
-    assert status.startswith(f"Interrupted: step {told['step']} of 400")
+    assert main(["runlog", "status", str(output)]) == 0
+    assert capsys.readouterr().out.startswith(f"Interrupted: step {told['step']} of 400")
     # the printed command goes on, here to a nearer end; the losses are those of a run that nobody interrupted
     last = told["step"] + 3
     words = [sys.executable, "-m", "zerobook.cli.main", *line[1:], "--max_train_steps", str(last)]
