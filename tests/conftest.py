@@ -20,7 +20,6 @@ REAL = {
     "test_collectives.py::test_an_optimizer_in_host_memory_shares_the_cores": "OMP_NUM_THREADS",
     "test_host_memory.py::test_ranks_together_hold_while_loading_what_is_planned": "forked ranks share memory",
     "test_hub.py": "variables that libraries read at their import",
-    "test_plan_measured.py::test_the_plan_is_what_a_run_holds_and_sends[fsdp-2-packed lora]": "the planner's own launch",
     "test_strategy_corpus.py::test_a_dry_run_prints_what_becomes_of_each_key": "the launcher's own environment",
     "test_rollback.py::test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load": "resident memory",
     "test_rollback.py::test_what_was_decided_outlives_a_kill": "ranks that kill themselves",

@@ -77,6 +77,7 @@ def test_a_launch_ends_as_doctor_says(name, tmp_path, tiny):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_dry_run_prints_what_becomes_of_each_key(tmp_path, tiny):
     file = written(tmp_path, CORPUS["fsdp 2, keys of version 1"])
     run = launch(

@@ -83,7 +83,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch):
-    """Let the planner's launches be forked, but for a test of `REAL`."""
+    """Let the planner's launches be forked. tests/test_tables.py and tests/test_gpu_bench.py run real ones."""
 
     def run(line, limit):
         process = start(line, os.environ | SETTINGS)

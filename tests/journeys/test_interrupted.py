@@ -106,7 +106,8 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tiny, tmp_path, capsys, strategy):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("who", sampled(["zerobook", "accelerate"], "zerobook"))
+@pytest.mark.full
+@pytest.mark.parametrize("who", ["zerobook", "accelerate"])
 def test_a_second_ctrl_c_stops_now(tiny, tmp_path, who):
     (tmp_path / "slow.py").write_text(SLOW)
     output = tmp_path / "run"
