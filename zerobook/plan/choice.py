@@ -140,10 +140,11 @@ class _Search:
         # what the row that is nearest to fitting lacks
         self.shortfall = ""
         self.encoder_decoder = bool(model_config.is_encoder_decoder)
+        self.recipe = "lora_finetune"
         if self.encoder_decoder:
             self.recipe = "seq2seq_chatbot"
-        else:
-            self.recipe = "causal_lm" if method == "full" else "lora_finetune"
+        elif method == "full":
+            self.recipe = "causal_lm"
         self.fixed_values = {
             "model_name_or_path": model,
             **data,

@@ -6,6 +6,7 @@ Imports nothing heavy, so that it takes a tenth of a second.
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from zerobook.plan import formulas
 from zerobook.plan.hardware import Cluster
@@ -21,19 +22,22 @@ def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str
     Args:
         target: as in `write_json`.
     """
+    # The formulas are the same for bf16 and fp16.
+    precision = "no"
+    kind = "fp32: 4-byte elements, K = 8"
+    if mixed:
+        precision = "bf16"
+        kind = "mixed precision: 2-byte elements, K = 12"
+    ranks: dict[str, Any] = {"ranks": cluster.ranks, "ranks_per_node": cluster.gpus}
+    shardings = [
+        ShardingSpec(kind="ddp", name="DDP", precision=precision, **ranks),
+        ShardingSpec(kind="deepspeed", name="ZeRO-1", precision=precision, stage=1, **ranks),
+        ShardingSpec(kind="deepspeed", name="ZeRO-2", precision=precision, stage=2, **ranks),
+        ShardingSpec(kind="deepspeed", name="ZeRO-3", precision=precision, stage=3, shard_ranks=cluster.ranks, **ranks),
+    ]
     figures = {}
-    for stage, name in enumerate(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
-        sharding = ShardingSpec(
-            kind="deepspeed" if stage else "ddp",
-            name=name,
-            ranks=cluster.ranks,
-            ranks_per_node=cluster.gpus,
-            stage=stage,
-            shard_ranks=cluster.ranks if stage == 3 else 1,
-            # The formulas are the same for bf16 and fp16.
-            precision="bf16" if mixed else "no",
-        )
-        figures[name] = paper_figures(parameters, parameters, sharding, cluster.nodes)
+    for sharding in shardings:
+        figures[sharding.name] = paper_figures(parameters, parameters, sharding, cluster.nodes)
     checkpoint_bytes = formulas.CHECKPOINT_BYTES * parameters
     checkpoint_formula = f"{formulas.CHECKPOINT_BYTES} P bytes"
 
@@ -51,7 +55,6 @@ def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str
     if target == "-":
         return
 
-    kind = "mixed precision: 2-byte elements, K = 12" if mixed else "fp32: 4-byte elements, K = 8"
     print(
         f"{count(parameters)} parameters (P) on {cluster.name}: {cluster.ranks} GPUs ({kind}); GB are 10^9 bytes, "
         "without activations"

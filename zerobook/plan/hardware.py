@@ -66,10 +66,12 @@ class Cluster:
     def rate(self, name: str) -> float:
         """Return the bytes a second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
         measured one."""
-        rate = self.link if name == "link" else self.network or 0.0
-        if name not in self.measured:
-            rate *= LINKS if name == "link" else NETWORK
-        return rate
+        rate = self.link
+        share = LINKS
+        if name == "network":
+            rate = self.network or 0.0
+            share = NETWORK
+        return rate if name in self.measured else rate * share
 
     @property
     def name(self) -> str:

@@ -129,6 +129,7 @@ def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
     """Return the transfers of a step."""
     on_one_node = sharding.ranks <= sharding.ranks_per_node
     all_reduce = formulas.traffic(0)
+    # One rank sends nothing, so its legs are left out at the end.
     if sharding.stage < 3:
         legs = [_Leg("gradients", "all-reduce", all_reduce, trained_letter, sharding.ranks, on_one_node)]
     else:
@@ -157,7 +158,9 @@ def _legs_text(legs: list[_Leg], sharding: ShardingSpec, density: float, *, of_n
     # (letter with divisor, ranks) -> how many times the elements are sent
     multiples: dict[tuple[str, int], float] = {}
     for leg in legs:
-        letter = f"{leg.letter}/{leg.divisor}" if leg.divisor > 1 else leg.letter
+        letter = leg.letter
+        if leg.divisor > 1:
+            letter += f"/{leg.divisor}"
         rings = leg.rings(sharding) if of_node else 1
         multiples[letter, leg.ranks] = multiples.get((letter, leg.ranks), 0.0) + leg.multiple * rings
     terms = []

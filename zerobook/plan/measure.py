@@ -122,7 +122,9 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
     traces: dict[BatchShape, Trace] = {}
     for rank, probe in enumerate(probes):
         # Ranks can have micro-batches of different lengths.
-        label_length = probe["batch"]["labels"][1] if job.recipe.encoder_decoder else 0
+        label_length = 0
+        if job.recipe.encoder_decoder:
+            label_length = probe["batch"]["labels"][1]
         rows, length = probe["batch"]["input_ids"]
         shape = BatchShape(rows, length, label_length, probe["padded"])
         if shape not in traces:

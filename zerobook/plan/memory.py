@@ -144,9 +144,11 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
     if sharding.kind != "deepspeed":
         return 0
     if sharding.stage < 3:
+        # Gradients are reduced in the backward pass alone.
+        if not is_backward:
+            return 0
         # With overlap_comm, one bucket is filled while the other is reduced.
-        buckets = 2 if sharding.overlap_comm else 1
-        return buckets * _reduce_bucket(sharding) if is_backward else 0
+        return (2 if sharding.overlap_comm else 1) * _reduce_bucket(sharding)
     if sharding.ranks > 1:
         # Several weights are gathered in one flat buffer.
         gathered_elements += min(sharding.prefetch_bucket_elements, gathered_elements)
@@ -233,8 +235,10 @@ def host_bytes_at_load(
         quantised: weights are packed.
     """
     if sharding.is_zero3:
-        loading_bytes = 2 * largest_bytes * gpus_per_node if sharding.ranks > 1 else 0
-        return model_bytes + loading_bytes
+        # One rank gathers nothing.
+        if sharding.ranks == 1:
+            return model_bytes
+        return model_bytes + 2 * largest_bytes * gpus_per_node
     if sharding.rank_0_loads and not quantised:
         return model_bytes
     return model_bytes * gpus_per_node

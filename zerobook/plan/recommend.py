@@ -149,9 +149,13 @@ def recommend(traced: TracedJob, rows: list[Row], cluster: Cluster, replan: Repl
 
 def _evaluation_is_too_large(rows: list[Row]) -> bool:
     """Return whether nothing fits, and a row that exceeds its limits has its peak in the evaluation."""
-    if any(row.fits for row in rows):
-        return False
-    return any(row.over and row.memory is not None and row.memory.when == "evaluation" for row in rows)
+    is_evaluation = False
+    for row in rows:
+        if row.fits:
+            return False
+        if row.over and row.memory is not None and row.memory.when == "evaluation":
+            is_evaluation = True
+    return is_evaluation
 
 
 def _exceeds_only_the_host(row: Row) -> bool:

@@ -288,7 +288,9 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
     if sharding.offload_param != "none":
         on_disk = shard_bytes(weights_on_nvme(model, sharding), sharding)
         states.disk += on_disk
-        states.host.parameters = sharded - on_disk + (PLACEHOLDER_BYTES if on_disk else 0)
+        states.host.parameters = sharded - on_disk
+        if on_disk:
+            states.host.parameters += PLACEHOLDER_BYTES
         device.parameters = persistent
     return states
 

@@ -41,7 +41,9 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> None:
 
     out = console(WIDTH, markup=True)
     shape = traced.job.shape
-    lengths = f"{shape.source} + {shape.target}" if shape.target else f"{shape.source}"
+    lengths = f"{shape.source}"
+    if shape.target:
+        lengths += f" + {shape.target}"
     hardware = f"{cluster.name}, {gb(cluster.device.memory)} GB each"
     if cluster.host_memory:
         hardware += f", host {size(cluster.host_memory)}"
@@ -61,10 +63,13 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> None:
     is_sent = any(row.sent for row in rows)
     has_rule = _has_rule(rows)
     step_cells = {}
+    title = "time of a step; nothing is sent"
     for row in rows:
-        traffic = _traffic_cells(row, cluster, has_rule) if is_sent else {}
-        step_cells[row.file] = traffic | _time_cells(row)
-    title = "sent in a step, and its time" if is_sent else "time of a step; nothing is sent"
+        step_cells[row.file] = _time_cells(row)
+    if is_sent:
+        title = "sent in a step, and its time"
+        for row in rows:
+            step_cells[row.file] = _traffic_cells(row, cluster, has_rule) | step_cells[row.file]
     _print_table(out, title, rows, step_cells)
 
     _print_misfits(out, rows)
@@ -114,8 +119,10 @@ def _build_table(title: str, rows: Sequence[Row], cells: dict[str, Cells], heade
 
 
 def _fits(row: Row) -> str:
+    if row.untraced:
+        return "[red]not traced[/]"
     if row.memory is None:
-        return "[red]not traced[/]" if row.untraced else "[red]cannot run[/]"
+        return "[red]cannot run[/]"
     if not row.fits:
         return "[red]no[/]"
     return "[yellow]tight[/]" if row.tight else "[green]yes[/]"
@@ -183,16 +190,20 @@ def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
             resources = tuple(reason.partition(":")[0] for reason in row.over)
             similar_rows.setdefault((resources, tuple(row.remedies)), []).append(row)
     for (resources, remedies), group in similar_rows.items():
-        # The amounts of one row are printed, those of several would differ.
-        reason = "; ".join(group[0].over) if len(group) == 1 else " and ".join(resources)
-        advice = f" -> {' or '.join(remedies)}" if remedies else ""
-        files = ", ".join(row.file for row in group)
-        out.print(f"does not fit ({reason}): [bold]{files}[/]{advice}")
+        reason = " and ".join(resources)
+        # The amounts of several rows differ, so only those of one are printed.
+        if len(group) == 1:
+            reason = "; ".join(group[0].over)
+        line = f"does not fit ({reason}): [bold]{', '.join(row.file for row in group)}[/]"
+        if remedies:
+            line += f" -> {' or '.join(remedies)}"
+        out.print(line)
 
 
 def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[str]:
     from zerobook.plan.roofline import EFFICIENCY
 
+    # Times are of the listed speed of this GPU, or of one with as much memory.
     speed = "the GPU's listed speed"
     if cluster.device.like:
         speed = f"{cluster.device.like}'s listed speed, since this GPU's is not known"
