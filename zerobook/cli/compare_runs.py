@@ -73,7 +73,7 @@ def compare_runs(flags: argparse.Namespace) -> None:
 
 @dataclass(kw_only=True)
 class Compared:
-    """A run or an attempt of entry. An attempt has no ``results`` of its own."""
+    """A run, or an attempt of one. An attempt has no ``results`` of its own."""
 
     run: str
     attempt: int | None
