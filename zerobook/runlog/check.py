@@ -6,11 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from zerobook.runlog.events import COMMON_FIELDS
 from zerobook.runlog.jsonl import Damage, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 
-REQUIRED_FIELDS = ("seq", "attempt", "branch", "type", "utc", "monotonic")
-"""Fields that every event has."""
+REQUIRED_FIELDS = [name for name in COMMON_FIELDS if name not in ("parent", "crc")]
+"""Fields that every event has, without the checksum, which is read with the line."""
 
 
 def problems(folder: Path) -> tuple[list[str], dict[str, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from zerobook.runlog import compare
-from zerobook.runlog.events import Event, ending_types
+from zerobook.runlog.events import COMMON_FIELDS, Event, ending_types
 from zerobook.runlog.jsonl import backwards
 from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
@@ -24,9 +24,6 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.shipped import clone
 from zerobook.utils.terminal import without_passwords
 from zerobook.utils.writing import write_whole
-
-COMMON_FIELDS = ("seq", "attempt", "branch", "type", "utc", "monotonic", "parent")
-"""Fields that every event has."""
 
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
