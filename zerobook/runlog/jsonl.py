@@ -6,11 +6,13 @@ A line is a JSON object whose last member is ``crc``, the CRC-32 of the bytes be
 
 from __future__ import annotations
 
+import mmap
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -20,7 +22,6 @@ from zerobook.utils.writing import refuse_link
 
 FORMAT = 2
 _TAIL = len(b',"crc":"00000000"}')
-_BLOCK = 1 << 16
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -88,27 +89,24 @@ def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the records, newest first, and None for a damaged line. Reads no more of the file than needed."""
     if not file.exists():
         return
-    with open_regular(file) as handle:
-        position = handle.seek(0, os.SEEK_END)
-        # The beginning of a block belongs to a line that begins in the block before.
-        line_end = b""
-        has_newline = False
-        while position > 0:
-            size = min(_BLOCK, position)
-            position -= size
-            handle.seek(position)
-            lines = (handle.read(size) + line_end).split(b"\n")
-            # A last line without a newline is still being written, or was torn.
-            if not has_newline and len(lines) > 1:
-                lines = lines[:-1]
-                has_newline = True
-            line_end = lines[0]
-            if not has_newline:
-                continue
-            for line in reversed(lines[1:]):
-                yield _record_or_none(line)
-        if has_newline:
-            yield _record_or_none(line_end)
+    with open_regular(file) as handle, _mapped(handle) as content:
+        # A last line without a newline is still being written, or was torn.
+        line_end = content.rfind(b"\n")
+        while line_end >= 0:
+            line_start = content.rfind(b"\n", 0, line_end) + 1
+            yield _record_or_none(content[line_start:line_end])
+            line_end = line_start - 1
+
+
+@contextmanager
+def _mapped(handle: BinaryIO) -> Iterator[mmap.mmap | bytes]:
+    """Return a context with the content of a file, without reading all of it."""
+    # An empty file cannot be mapped.
+    if not os.fstat(handle.fileno()).st_size:
+        yield b""
+        return
+    with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        yield content
 
 
 def _record_or_none(line: bytes) -> dict[str, Any] | None:
@@ -140,21 +138,13 @@ def check_format(events: Path) -> None:
 
 def repair(file: Path) -> dict[str, Any] | None:
     """Move the bytes after the last newline to ``FILE.torn``. Return what was done; None if there are none."""
-    size = file.stat().st_size if file.exists() else 0
-    if not size:
+    if not file.exists():
         return None
-    tail = b""
-    with open_regular(file) as handle:
-        position = size
-        while position > 0 and b"\n" not in tail:
-            block = min(_BLOCK, position)
-            position -= block
-            handle.seek(position)
-            tail = handle.read(block) + tail
-    torn = tail[tail.rfind(b"\n") + 1 :]
+    with open_regular(file) as handle, _mapped(handle) as content:
+        torn = content[content.rfind(b"\n") + 1 :]
     if not torn:
         return None
     with open(file.with_name(file.name + ".torn"), "ab", opener=refuse_link) as torn_file:
         torn_file.write(torn + b"\n")
-    os.truncate(file, size - len(torn))
+    os.truncate(file, file.stat().st_size - len(torn))
     return {"file": file.name, "torn_bytes": len(torn), "kept_as": f"{file.name}.torn"}
