@@ -53,15 +53,12 @@ def render(history: History) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
     spent = time_spent(history)
-    # The script is ours; everything else is escaped.
-    script = jinja2.utils.markupsafe.Markup((Path(__file__).parent / "charts.js").read_text())
     return environment.get_template("report.html.j2").render(
         name=_name(history),
         state=summary(history.folder),
         facts=run_facts(history),
         cards=_cards(history, spent),
         charts=figures.charts(history),
-        script=script,
         hint=figures.data_bound(history),
         tables=_tables(history),
         days=_days(history),
