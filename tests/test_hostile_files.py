@@ -497,7 +497,7 @@ def test_a_plan_runs_a_models_code_on_the_command_lines_word_alone(tmp_path, tin
     main([*line, "--config", str(tmp_path / "recipe.yaml"), "--block_size", "64"])
 
     assert not (tmp_path / "ran").exists()
-    assert "--trust_remote_code" in capsys.readouterr().out
+    assert "--trust_remote_code" in capsys.readouterr().err
 
 
 def test_a_look_for_a_module_runs_no_package(tmp_path, monkeypatch):
