@@ -125,8 +125,8 @@ class Finding:
         return self.kind in ("spike", "damage", "divergence")
 
     @property
-    def asks(self) -> bool:
-        """True if the finding asks for a rollback."""
+    def needs_measure(self) -> bool:
+        """True if something has to be done about it: the weights are, or will be, damaged."""
         return self.kind in ("damage", "divergence")
 
 

@@ -7,7 +7,7 @@
     stop         Stop with a report and an exit code; a person has to decide.
 
 ``--on_spike rollback`` climbs this ladder. ``--on_spike lower_rate`` goes back and lowers the rate each time, and leaves no
-samples out. Only findings that ask for it (`Finding.asks`) lead to a measure; all others are only logged. The decision
+samples out. Only findings that need it (`Finding.needs_measure`) lead to a measure; all others are only logged. The decision
 depends on the arguments and on the measures so far, so ranks that get the same arguments decide the same.
 """
 
@@ -97,7 +97,7 @@ class RecoveryPolicy:
     def decide(
         self, finding: Finding, proven: Sequence[int], unproven: Sequence[int] = (), hardware: str | None = None
     ) -> RecoveryAction:
-        """Return the measure against a finding that asks for one. `record` it if it is taken.
+        """Return the measure against a finding that needs one. `record` it if it is taken.
 
         Args:
             proven: steps of the checkpoints that were proven good.

@@ -102,7 +102,8 @@ def _signal_in(store: dist.Store) -> str | None:
         return None
     name = store.get(_SIGNAL_KEY).decode(errors="replace")
     # Any program that reaches the store's port can write there.
-    return name if name in [number.name for number in SIGNALS] else None
+    is_signal = any(name == number.name for number in SIGNALS)
+    return name if is_signal else None
 
 
 def _end_with(launcher: int) -> None:

@@ -160,7 +160,7 @@ class SpikeHandler:
                     return action
         for finding in observation.findings:
             self._report_finding(finding)
-            if finding.asks:
+            if finding.needs_measure:
                 action = self.decide(finding)
                 if action.kind != "none":
                     return action
