@@ -150,8 +150,7 @@ def preload() -> None:
 
     for name in MODULES:
         importlib.import_module(name)
-    # Two libraries make large tables at their first use, at each start of a rank otherwise.
-    sys.modules["plotly.graph_objects"].Figure(layout={"template": "plotly"}).to_html(include_plotlyjs=False)
+    # transformers makes a large table at its first use, at each start of a rank otherwise.
     sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("llama")
     for file in sorted((ROOT / "recipes").glob("*.py")):
         importlib.import_module(f"recipes.{file.stem}")
