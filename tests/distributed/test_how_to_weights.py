@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.harness import ROOT, launch
+from tests.harness import ROOT, launch, sampled
 from zerobook.training.hooks import Hook
 
 
@@ -101,7 +101,10 @@ def test_the_optimizer_takes_the_steps_of_the_papers_algorithm(tmp_path):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    sampled(["ddp", "zero1", "zero2", "zero3", "fsdp", "zero2_offload", "zero3_offload"], "zero2", "zero3", "fsdp"),
+)
 def test_other_weights_are_evaluated_and_saved_as_in_one_process(runs, strategy, tmp_path):
     _, flags, one = runs
     run = run_of(strategy, 2, tmp_path / "run", flags)
