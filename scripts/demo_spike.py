@@ -46,12 +46,12 @@ def main() -> int:
     run("harmed", "spoilt", "log")
     title("4. The same without the spoilt rows")
     run("clean", "sound", "rollback")
-    title("5. The logbook tells the story")
+    title("5. The runlog tells the story")
     command = [str(Path(sys.executable).with_name("zerobook")), "runlog", "show", str(OUTPUT / "mended")]
     print("$ zerobook runlog show outputs/demo-spike/mended", flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
     ok = report(bad)
-    print(f"\nThe whole logbook: {OUTPUT / 'mended' / 'runlog' / 'report.html'}\n{time.monotonic() - start:.0f} s in all")
+    print(f"\nThe page: {OUTPUT / 'mended' / 'runlog' / 'report.html'}\n{time.monotonic() - start:.0f} s in all")
     return 0 if ok else 1
 
 
@@ -119,9 +119,9 @@ def report(bad: set[int]) -> bool:
     logs = {name: History.read(OUTPUT / name) for name in ("mended", "harmed", "clean")}
     loss = {name: log.of("eval")[-1]["loss"] for name, log in logs.items()}
     seen = {row for step in logs["mended"].steps(living=True) for row in step["ids"]}
-    measures = [event["measure"] for event in logs["mended"].of("decision")]
+    actions = [event["action"] for event in logs["mended"].of("decision")]
     checks = {
-        f"the run went back by itself: {', '.join(measures)}": "skip" in measures,
+        f"the run went back by itself: {', '.join(actions)}": "skip" in actions,
         f"of the {len(bad)} spoilt rows, {len(bad & seen)} are in the run that was kept": not bad & seen,
         f"held-out loss {loss['mended']:.3f}; {loss['clean']:.3f} had the rows never been there": loss["mended"]
         < 1.01 * loss["clean"],

@@ -188,14 +188,14 @@ def print_findings(points: list[Point], findings: list[Finding]) -> None:
         if finding.kind == "armed":
             continue
         colour = "yellow" if finding.alarm else "dim"
-        if finding.needs_measure:
+        if finding.needs_action:
             colour = "red"
         kind = Text(finding.kind, style=colour)
         table.add_row(str(finding.step), str(finding.onset), kind, DOES[finding.kind], finding.reason)
     if table.row_count:
         console().print(table)
-    alarms = sum(finding.kind == "spike" or (finding.needs_measure and finding.points == 1) for finding in findings)
-    rollbacks = sum(finding.needs_measure for finding in findings)
+    alarms = sum(finding.kind == "spike" or (finding.needs_action and finding.points == 1) for finding in findings)
+    rollbacks = sum(finding.needs_action for finding in findings)
     outliers = sum(finding.kind == "outlier" for finding in findings)
     console().print(
         f"{len(points):,} points, steps {points[0].step:,} to {points[-1].step:,}: {alarms} alarms, "
@@ -217,7 +217,7 @@ def draw(points: list[Point], found: list[Finding], file: str, title: str) -> No
               "reset": ("#009e73", "beginning again")}  # fmt: skip
     named = set()
     for f in found:
-        colour, name = ("#d55e00", "rolls back") if f.needs_measure else styles.get(f.kind, (None, None))
+        colour, name = ("#d55e00", "rolls back") if f.needs_action else styles.get(f.kind, (None, None))
         if colour:
             axes.axvline(f.onset, color=colour, linewidth=1, alpha=0.7, label=None if name in named else name)
             named.add(name)
@@ -258,7 +258,7 @@ class Verdict:
 
 def ours(points: list[Point], settings: Settings | None = None) -> Verdict:
     found = replay(points, settings)
-    return Verdict([(f.onset, f.step) for f in found if f.alarm], [(f.onset, f.step) for f in found if f.needs_measure])
+    return Verdict([(f.onset, f.step) for f in found if f.alarm], [(f.onset, f.step) for f in found if f.needs_action])
 
 
 def _same(steps: Iterable[int]) -> Verdict:

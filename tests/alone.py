@@ -20,7 +20,7 @@ def train(output: Path, recipe: Any = None, *, page: bool = False, **flags: Any)
     """Train ``recipe`` (`CausalLM` where it is None) with ``flags`` and return the finished run.
 
     Args:
-        page: draw the figures of the logbook's page, which take as long as the training of a tiny model.
+        page: draw the figures of the report, which take as long as the training of a tiny model.
     """
     from recipes.causal_lm import CausalLM
     from zerobook.config import parse

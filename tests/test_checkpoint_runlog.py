@@ -181,7 +181,7 @@ def test_where_all_was_given_up_no_run_starts_anew(tmp_path):
     fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
     assert str(aside) in earlier_run(fresh)
     for thorough in (False, True):
-        with pytest.raises(CheckpointError, match="given up") as refused:
+        with pytest.raises(CheckpointError, match="abandoned") as refused:
             resolve_resume(tmp_path, "auto", thorough=thorough)
         assert str(aside) in str(refused.value)
     assert resolve_resume(tmp_path, str(aside), thorough=True).checkpoint == aside

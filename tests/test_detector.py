@@ -65,7 +65,7 @@ def test_a_healthy_curve_gives_no_alarm(name):
 def test_odd_data_is_noted_and_nothing_is_done(points):
     losses = lifted(noise(0.02), 200, [1.8] * points)
     (found,) = [f for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)) if f.kind == "outlier"]
-    assert (found.onset, found.points, found.needs_measure) == (200, points, False) and kinds(losses) == []
+    assert (found.onset, found.points, found.needs_action) == (200, points, False) and kinds(losses) == []
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def descent(fall, plateau, damage, seed, scale=0.05, straight=True):
 
 
 def rolls_back(losses, first):
-    return any(f.needs_measure and f.step >= first for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)))
+    return any(f.needs_action and f.step >= first for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)))
 
 
 def alarms(losses):
@@ -253,13 +253,13 @@ def test_a_rise_behind_a_huge_gradient_norm_is_damage_of_that_step():
         for point in shocked(rise):
             found = detector.update(point)
             assert not [f for f in found if "the data, not the weights" in f.reason]
-            if [f for f in found if f.needs_measure]:
+            if [f for f in found if f.needs_action]:
                 break
         assert 45 < point.step < last and detector.onset() == 40
         stopped = Detector(state=json.loads(json.dumps(detector.state())))
         assert stopped.onset() == 40 and stopped.state() == detector.state()
         assert stopped.far_above(4.0, stopped.best) and not stopped.far_above(3.4, stopped.best)
-    assert not [f for f in replay(shocked(0.01, norm=1.1)) if f.needs_measure], "with usual norms, so slow a rise is followed"
+    assert not [f for f in replay(shocked(0.01, norm=1.1)) if f.needs_action], "with usual norms, so slow a rise is followed"
 
 
 def test_a_huge_gradient_norm_with_nothing_behind_it_calms_down_and_does_not_blind():
@@ -270,7 +270,7 @@ def test_a_huge_gradient_norm_with_nothing_behind_it_calms_down_and_does_not_bli
         calm_at += [point.step] if detector.calm else []
     assert calm_at[-1] == 159 and not [step for step in calm_at if 40 <= step < 100], "watched for 64 points"
     jump = [replace(p, loss=p.loss * (1.3 if p.step >= 48 else 1)) for p in shocked(0)]
-    assert [f.onset for f in replay(jump) if f.needs_measure] == [48]
+    assert [f.onset for f in replay(jump) if f.needs_action] == [48]
 
 
 def test_a_state_from_before_the_shock_was_known_loads():
@@ -280,7 +280,7 @@ def test_a_state_from_before_the_shock_was_known_loads():
     state = first.state()
     del state["shock"], state["excursion"]["touched"]
     second = Detector(state=json.loads(json.dumps(state)))
-    assert [f.kind for p in points[41:] for f in second.update(p) if f.needs_measure]
+    assert [f.kind for p in points[41:] for f in second.update(p) if f.needs_action]
 
 
 # --- files

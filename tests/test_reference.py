@@ -113,6 +113,27 @@ def test_the_glossary_is_short():
     assert 0 < len(rows) <= 30
 
 
+def words_given_up() -> list[str]:
+    """Return the words of the glossary's last table, one or several in its first column."""
+    table = (ROOT / "docs" / "reference" / "glossary.md").read_text().partition("## Words that are not used")[2]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")][2:]
+    return [word.strip() for row in rows for word in row.split(",")]
+
+
+def test_pages_and_code_use_none_of_the_words_that_were_given_up():
+    words = words_given_up()
+    assert len(words) > 4
+    pattern = re.compile(rf"\b({'|'.join(words)})", re.IGNORECASE)
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "glossary.md" and "measured" not in page.parts]
+    files = [ROOT / "README.md", *pages, *(ROOT / "zerobook").rglob("*.py"), *(ROOT / "zerobook").rglob("*.j2")]
+    found = []
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            if pattern.search(line) and "RENAMED" not in line and '"ladder": "policy"' not in line:
+                found.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found
+
+
 # --- the picture of the packages
 def test_the_picture_has_every_package():
     graph = architecture.imports(ROOT)

@@ -1,4 +1,4 @@
-"""The logbook's page, in a real browser: what is in it, that it zooms, that it asks nobody for anything."""
+"""The report, in a real browser: what is in it, that it zooms, that it asks nobody for anything."""
 
 from __future__ import annotations
 
@@ -142,11 +142,11 @@ def test_the_page_in_a_browser(run, tmp_path_factory, capsys):  # noqa: F811
                      "The run ended at step 40", "seed 1 -> 2"):  # fmt: skip
             assert said in text, said
         assert chromium.value(f"document.querySelector('#seq-{note} p').textContent").startswith("note: text <script>")
-        assert chromium.value("document.title") == f"{run.name}: logbook"
+        assert chromium.value("document.title") == f"{run.name}: runlog"
         assert chromium.value("document.querySelectorAll('.entry img, .entry script, td img, td b').length") == 0
         # the curves: the living path, what was given up, and the marks
         names = chromium.value("[...document.querySelectorAll('#curves .legend button')].map(b => b.textContent)")
-        for name in ("the run as it is", "given up: branch 0", "spike", "rollback", "skip", "checkpoint"):
+        for name in ("the run as it is", "abandoned: branch 0", "spike", "rollback", "skip", "checkpoint"):
             assert any(name in label for label in names), (name, names)
         living = "document.querySelector('#curves').chart.panels[0].curves.find(c => c.name == 'the run as it is')"
         assert chromium.value(f"{living}.x") == list(range(1, 41))
@@ -299,7 +299,7 @@ def test_thinning_loses_no_spike():
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):
     attempt(tmp_path, {"seed": 1}).close()
     page, markdown = report.write(tmp_path)
-    assert "ENDED WITHOUT AN EVENT" in page.read_text() and "Logbook" in markdown.read_text()
+    assert "ENDED WITHOUT AN EVENT" in page.read_text() and "## Events" in markdown.read_text()
 
 
 def test_a_page_that_does_not_fit_leaves_the_old_one_and_nothing_else(run):  # noqa: F811

@@ -65,7 +65,7 @@ class DivergingBesideDamage(Diverging):
 def test_a_run_does_not_go_back_to_damaged_bytes(tiny, tmp_path, capfd):
     whole = train(tmp_path / "whole", **flags(tiny))
     run = train(tmp_path / "run", hooks=f"{__name__}:DivergingBesideDamage", **flags(tiny))
-    assert run.event("decision")["to_step"] == 4 and run.event("decision")["ladder"]["rollbacks"] == 1
+    assert run.event("decision")["to_step"] == 4 and run.event("decision")["policy"]["rollbacks"] == 1
     assert run.event("rollback")["step"] == 4
     assert "step-000006" in capfd.readouterr().out
     assert {s["step"]: s["loss"] for s in run.steps} == {s["step"]: s["loss"] for s in whole.steps}
@@ -84,7 +84,7 @@ def test_a_save_under_way_prunes_before_the_run_decides_where_to_go_back_to(tiny
     monkeypatch.setattr(save, "write_pieces", slowly)
     kept = flags(tiny) | {"hooks": f"{__name__}:DivergingSinceSeven", "async_save": True, "save_total_limit": 2}
     run = train(tmp_path / "run", **kept)
-    assert run.event("decision")["measure"] == "none", "what it would go back to is pruned"
+    assert run.event("decision")["action"] == "none", "what it would go back to is pruned"
     assert not store.list_aside(store.folder_of(run.output), "abandoned")
 
 
@@ -135,7 +135,7 @@ def test_a_stop_saves_its_state_aside_and_auto_resumes_from_before_the_spike(tin
 def test_a_spike_with_nothing_to_go_back_to_is_a_warning_and_the_run_goes_on(tiny, tmp_path, capfd):
     run = train(tmp_path / "run", hooks=f"{__name__}:Diverging", **flags(tiny) | {"save_steps": 0})
 
-    assert run.event("decision")["measure"] == "none"
+    assert run.event("decision")["action"] == "none"
     assert "WARNING: decision: nothing is done" in capfd.readouterr().out
     assert run.event("run_end")["progress"]["step"] == 10
 

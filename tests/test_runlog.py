@@ -379,10 +379,10 @@ def run(tmp_path):
     log.event("checkpoint", state="proven_good", step=10)
     spike = log.event("spike", kind="damage", alarm=True, step=20, onset=18, points=3, base=2.0, peak=3.0, reason="<b>high</b>")
     decision = log.event(
-        "decision", parent=spike, measure="skip", rule="skip: the last one, step 10", why="damage", options=["skip", "stop"],
-        to_step=10, leaves_out_steps=[17, 20], hardware=None, ladder={"rollbacks": 1, "trouble": None},
+        "decision", parent=spike, action="skip", rule="skip: the last one, step 10", why="damage", options=["skip", "stop"],
+        to_step=10, leaves_out_steps=[17, 20], hardware=None, policy={"rollbacks": 1, "trouble": None},
     )  # fmt: skip
-    intent = log.event("rollback", parent=decision, phase="intent", measure="skip", from_step=20, to_step=10, why="damage")
+    intent = log.event("rollback", parent=decision, phase="intent", action="skip", from_step=20, to_step=10, why="damage")
     log.event("skip", parent=intent, ranges=[[5, 7], [9, 10]], samples=3, steps=[17, 20], why="damage")
     log.branch += 1
     log.event("rollback", parent=intent, phase="outcome", step=10, steps_given_up=10, seconds=0.5, bytes_read=[1], set_aside=[],
@@ -416,7 +416,7 @@ def test_a_run_that_ended_far_above_its_best_says_so_in_its_status_and_on_its_pa
         status = told(capsys, "status", tmp_path / str(said))[1]
         assert status.startswith("Finished") and (sentence in status) == said
         for page in write(tmp_path / str(said)):
-            assert page.read_text().count(sentence) == 2 * said, "in the state, and in the logbook"
+            assert page.read_text().count(sentence) == 2 * said, "in the state, and in the events"
             assert page.suffix != ".html" or ('class="entry bad"' in page.read_text()) == said
 
 
@@ -432,7 +432,7 @@ def test_the_story_is_told_from_every_side(run, capsys):
     assert "DAMAGE at step 18" in decisions and "3 samples of steps 17 to 20 are left out" in decisions
     assert decisions.index("DAMAGE") < decisions.index("Decision") < decisions.index("Back at step 10")
     assert "2 -> 3" in said["spikes"] and "skip" in said["spikes"]
-    assert "training given up: rollback" in said["time"] and "training given up: stop before a save" in said["time"]
+    assert "training abandoned: rollback" in said["time"] and "training abandoned: stop before a save" in said["time"]
     assert "proven good" in said["checkpoints"] and "not proven yet" in said["checkpoints"]
     assert "5-6, 9" in said["skipped"]
     branches = said["branches"]
@@ -514,7 +514,7 @@ def test_comparing_attempts_and_runs(run, tmp_path, capsys):
         assert capsys.readouterr().err.startswith("zerobook runlog")
 
 
-@pytest.mark.parametrize("field", ["steps", "utc", "step", "measure"])
+@pytest.mark.parametrize("field", ["steps", "utc", "step", "action"])
 def test_a_log_that_lacks_a_field_is_one_sentence_with_its_file(run, capsys, field):
     file = run / "runlog" / "events.jsonl"
     forged = [{key: value for key, value in event.items() if key != field} for event in read(file)]
@@ -542,7 +542,7 @@ def test_status_reads_little_of_a_long_log(tmp_path, capsys):
     from zerobook.runlog import jsonl as lines
 
     log = attempt(tmp_path, {"seed": 1})
-    log.event("decision", measure="none", rule="r", why="w", options=[], ladder={})
+    log.event("decision", action="none", rule="r", why="w", options=[], policy={})
     line = {"steps": [1, 2], "loss": 1.0, "tokens_per_second": 1.0}
     for _ in range(20_000):
         log.event("metrics", durable=False, **line)
@@ -560,3 +560,14 @@ def test_json_is_what_the_files_are(run):
     lines = (run / "runlog" / "events.jsonl").read_text().splitlines()
     plain = [json.loads(line) for line in lines]
     assert [{k: v for k, v in e.items() if k != "crc"} for e in plain] == History.read(run).events
+
+
+def test_fields_of_earlier_logs_are_read_under_their_names_of_today(tmp_path, capsys):
+    log = attempt(tmp_path, {"seed": 1})
+    log.event("decision", measure="none", rule="r", why="w", options=[], ladder={})
+    log.close()
+
+    (decision,) = History.read(tmp_path).of("decision")
+
+    assert decision["action"] == "none" and decision["policy"] == {} and "measure" not in decision
+    assert told(capsys, "show", tmp_path, "decisions")[0] == 0

@@ -156,7 +156,7 @@ def test_a_step_is_decided_on_once(tmp_path):
     absurd = {f"s{step}": (1e9, 1.0) for step in range(62, 66)}
     run.back(run.go(1, 80, **absurd))
     assert run.go(51, 80, **absurd).kind == "skip"
-    assert [e["measure"] for e in run.events("decision")] == ["replay", "skip"]
+    assert [e["action"] for e in run.events("decision")] == ["replay", "skip"]
 
 
 def test_gradients_that_are_not_finite_four_times_and_again(tmp_path):
@@ -221,7 +221,7 @@ def test_a_run_that_ends_far_above_its_best_says_so_whatever_was_found(tmp_path)
 def test_the_ladder_goes_on_in_another_process(tmp_path):
     run = Run(tmp_path)
     run.go(1, 80, **HIGH)
-    state = run.events("decision")[-1]["ladder"]
+    state = run.events("decision")[-1]["policy"]
     assert state == {"rollbacks": 1, "trouble": {"onset": 62, "last": 69, "tried": ["replay"], "to_step": 50}}
     assert run.manager.decisions == {"policy": state} and run.monitor.policy.state() == state
 
@@ -231,7 +231,7 @@ def test_nothing_to_go_back_to(tmp_path):
     run.manager.steps = lambda: ([], [])
     assert run.go(1, 80, **{f"s{step}": (6 - 0.18 * (step - 62), 1.0) for step in range(62, 80)}) is None
     (decision,) = run.events("decision")
-    assert decision["measure"] == "none" and f"no checkpoint from before step {62 - LEAD + 1}" in decision["rule"]
+    assert decision["action"] == "none" and f"no checkpoint from before step {62 - LEAD + 1}" in decision["rule"]
     diverged = Run(tmp_path / "divergence")
     diverged.manager.steps = lambda: ([], [])
     assert diverged.go(1, 80, **HIGH) is None, "its weights are finite, and may recover"

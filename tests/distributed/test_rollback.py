@@ -73,7 +73,7 @@ def held_out(run):
 
 
 def story(run):
-    return [(e["type"], e.get("measure") or e.get("phase") or e.get("reproduced")) for e in run.events
+    return [(e["type"], e.get("action") or e.get("phase") or e.get("reproduced")) for e in run.events
             if e["type"] in ("decision", "rollback", "skip") or (e["type"] == "verify" and e["after"] == "replay")]  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on
     clean, run = trained("published" if strategy == "published" else "ddp"), trained(strategy, "sharp", on_spike, **LOWER)
     assert abs(held_out(run) / held_out(clean) - 1) < 0.01
     decided = ["lower_rate"] if on_spike == "lower_rate" else ["replay", "skip", "lower_rate"]
-    assert [e["measure"] for e in run.events if e["type"] == "decision"] == decided
+    assert [e["action"] for e in run.events if e["type"] == "decision"] == decided
     assert len([e for e in run.events if e["type"] == "skip"]) == 2 * (on_spike == "rollback")
     # the cut lowers what the schedule gives, and the schedule itself stays
     (cut,) = [e["cut"] for e in run.events if e["type"] == "lr_change"]
@@ -186,7 +186,7 @@ def test_the_same_fault_without_a_rollback_does_harm(trained, fault):
         return
     run = trained("ddp", fault, on_spike="log")
     assert held_out(run) > 1.05 * held_out(clean)
-    assert {e["measure"] for e in run.events if e["type"] == "decision"} == {"none"}
+    assert {e["action"] for e in run.events if e["type"] == "decision"} == {"none"}
     assert not [e for e in run.events if e["type"] in ("rollback", "skip", "lr_change")]
 
 
@@ -195,7 +195,7 @@ def test_a_run_that_a_high_rate_has_spoilt_says_so_at_its_end(trained, capsys):
     from zerobook.cli.main import main
 
     run = trained("single", "rate", on_spike="log", processes=1, at=40, max_train_steps=50, per_device_train_batch_size=8)
-    assert {e["measure"] for e in run.events if e["type"] == "decision"} <= {"none"}
+    assert {e["action"] for e in run.events if e["type"] == "decision"} <= {"none"}
     value, best = run.event("run_end")["far_above_best"]["loss"]
     assert value > 1.1 * best
     assert run.text.rstrip().splitlines()[-1].startswith("WARNING: The run ended far above its best: loss ")
@@ -238,7 +238,7 @@ def test_copies_that_drift_apart_are_found_before_they_are_saved(trained):
     clean, run = trained("ddp"), trained("ddp", "drift")
     decision = run.event("decision")
     assert decision["hardware"].startswith("the copies of transformer.wpe.weight on ranks [0, 1] differ (element 0: ")
-    assert (decision["measure"], run.event("spike")["step"]) == ("replay", 80), "at the first save after step 71"
+    assert (decision["action"], run.event("spike")["step"]) == ("replay", 80), "at the first save after step 71"
     assert [s["loss"] for s in History.read(run.output).steps(living=True)] == clean.losses and held_out(run) == held_out(clean)
 
 
@@ -299,8 +299,7 @@ def test_trackers_get_the_story_at_steps_that_never_go_back(trained):
 def test_leaving_out_without_going_back(trained):
     skipped = trained("zero2", "labels", on_spike="skip")
     assert (
-        next(e["measure"] for e in skipped.events if e["type"] == "decision") == "leave_out"
-        and skipped.event("skip")["samples"]
+        next(e["action"] for e in skipped.events if e["type"] == "decision") == "leave_out" and skipped.event("skip")["samples"]
     )
     assert not [e for e in skipped.events if e["type"] == "rollback"]
 

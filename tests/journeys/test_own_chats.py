@@ -72,7 +72,7 @@ def test_own_chats_become_a_model_that_is_continued_and_talked_to(tmp_path, tiny
         card = ModelCard.load(mine / folder / "README.md")
         assert card.data.library_name == library and card.data.tags == ["zerobook", "lora"] and not card.data.base_model
         assert str(tmp_path) not in card.text and str(tiny) not in card.text, "no path of this machine"
-        assert "| logbook | 1 attempts, 0 alarms" in card.text and "| held-out loss | " in card.text
+        assert "| events | 1 attempts, 0 alarms" in card.text and "| held-out loss | " in card.text
         (code,) = re.findall(r"```python\n(.*?)```", card.text, re.S)
         code = code.replace("FOLDER_OR_NAME", folder) + "\nprint(type(model).__name__, len(tokenizer))\n"
         done = subprocess.run([sys.executable, "-c", code], cwd=mine, env=ENVIRONMENT, capture_output=True, text=True,

@@ -23,7 +23,7 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "tensors-RRRRR-NNNNN.safetensors": (
-        "Pieces of fp32 weights and of the optimizer's state that rank R wrote. A piece is a flattened stretch, stored as "
+        "Pieces of fp32 weights and of the optimizer's state that rank R wrote. A piece is a flattened segment, stored as "
         "`weight/NAME@START`. A file has 512 MiB at most, unless one piece is larger.",
         {},
     ),

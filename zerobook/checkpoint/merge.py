@@ -9,13 +9,13 @@ from typing import Any
 from zerobook.errors import CheckpointError
 
 Entry = list[Any]
-"""[start, stop, file] of a stretch of the flattened tensor, or [offset, shape, file] of a slice, with lists of numbers."""
+"""[start, stop, file] of a segment of the flattened tensor, or [offset, shape, file] of a slice, with lists of numbers."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offset, shape) of a slice."""
 
 
 def is_slice(entry: Entry) -> bool:
-    """Return whether an entry is of a slice, not of a stretch of the flattened tensor."""
+    """Return whether an entry is of a slice, not of a segment of the flattened tensor."""
     return isinstance(entry[0], list)
 
 
@@ -34,10 +34,10 @@ def merge(indices: list[dict[str, list[Entry]]], shapes: dict[str, list[int]]) -
         for name, entries in index.items():
             merged.setdefault(name, []).extend(entries)
     for name, shape in shapes.items():
-        # Stretches first, each kind in order.
+        # Segments first, each kind in order.
         entries = sorted(merged.get(name, []), key=lambda entry: (is_slice(entry), entry[0]))
         merged[name] = entries
-        covers = _slices_cover if any(map(is_slice, entries)) else _stretches_cover
+        covers = _slices_cover if any(map(is_slice, entries)) else _segments_cover
         if not covers(entries, shape):
             spans = ", ".join(_describe(entry) for entry in entries) or "nothing"
             raise CheckpointError(f"{name}: it has {prod(shape)} numbers, and the ranks gave {spans}")
@@ -50,8 +50,8 @@ def _describe(entry: Entry) -> str:
     return f"{entry[0]} to {entry[1]}"
 
 
-def _stretches_cover(entries: list[Entry], shape: list[int]) -> bool:
-    """Return whether stretches, in order, hold each number of a tensor once: each begins where the one before it ends."""
+def _segments_cover(entries: list[Entry], shape: list[int]) -> bool:
+    """Return whether segments, in order, hold each number of a tensor once: each begins where the one before it ends."""
     end = 0
     for start, stop, _ in entries:
         if start != end:
@@ -61,9 +61,9 @@ def _stretches_cover(entries: list[Entry], shape: list[int]) -> bool:
 
 
 def _slices_cover(entries: list[Entry], shape: list[int]) -> bool:
-    """Return whether slices, and stretches among them, hold each number of a tensor once."""
+    """Return whether slices, and segments among them, hold each number of a tensor once."""
     slices: list[Box] = []
-    # Stretches are cut into slices, so that all are compared alike.
+    # Segments are cut into slices, so that all are compared alike.
     for entry in entries:
         if is_slice(entry):
             slices.append((tuple(entry[0]), tuple(entry[1])))
@@ -94,7 +94,7 @@ def _overlap(first: Box, second: Box) -> bool:
 
 
 def boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """Return the slices that make up the stretch ``start`` to ``stop`` of a flattened tensor of ``shape``, in order.
+    """Return the slices that make up the segment ``start`` to ``stop`` of a flattened tensor of ``shape``, in order.
 
     >>> boxes(2, 9, (3, 4))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -104,11 +104,11 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
     if len(shape) < 2:
         return [((start,), (stop - start,))]
     row_size = prod(shape[1:])
-    # Rows ``first`` to ``last`` lie in the stretch completely.
+    # Rows ``first`` to ``last`` lie in the segment completely.
     first = -(-start // row_size)
     last = stop // row_size
     if first > last:
-        # The stretch begins and ends inside of one row.
+        # The segment begins and ends inside of one row.
         return _in_row(last, start, stop, shape)
     slices = _in_row(first - 1, start, first * row_size, shape)
     if first < last:
@@ -118,6 +118,6 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
 
 
 def _in_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
-    """Return the slices of a stretch that lies inside of one row."""
+    """Return the slices of a segment that lies inside of one row."""
     row_start = row * prod(shape[1:])
     return [((row, *offset), (1, *size)) for offset, size in boxes(start - row_start, stop - row_start, shape[1:])]

@@ -49,7 +49,7 @@ class Progress:
     rate_cuts: list[list[float]] = field(default_factory=list)
     """[step, factor, steps of the way back] of each cut of the learning rate"""
     redone: int = 0
-    """steps that were done and given up: ``step + redone`` never goes backwards"""
+    """steps that were done and abandoned: ``step + redone`` never goes backwards"""
     detector: dict[str, Any] = field(default_factory=dict)
     """the spike detector's own state"""
     scaler: dict[str, Any] | None = None

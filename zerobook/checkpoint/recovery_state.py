@@ -33,9 +33,9 @@ class RecoveryState:
     rollback_to: int | None = None
     """step of the checkpoint of a rollback that has begun and not ended"""
     redone: int = 0
-    """steps that were done and given up"""
+    """steps that were done and abandoned"""
     counted_from: list[int] = field(default_factory=lambda: [0, 0])
-    """attempt and branch of the runlog from which on steps that are given up are not in ``redone`` yet"""
+    """attempt and branch of the runlog from which on steps that are abandoned are not in ``redone`` yet"""
 
     @classmethod
     def read(cls, output_dir: str | Path) -> RecoveryState:

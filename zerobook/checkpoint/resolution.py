@@ -162,10 +162,10 @@ def _list_reasons(folder: str | Path, reasons: dict[Path, str]) -> str:
 
 
 def _only_abandoned(output_dir: str | Path, abandoned: list[Path]) -> str:
-    """Return the error message for a folder with checkpoints that were all given up."""
+    """Return the error message for a folder with checkpoints that were all abandoned."""
     names = ", ".join(checkpoint.name for checkpoint in abandoned)
     return (
-        f"{output_dir}: all {counted(len(abandoned), 'checkpoint')} there are of branches that were given up: "
+        f"{output_dir}: all {counted(len(abandoned), 'checkpoint')} there are of branches that were abandoned: "
         f"{names}. Another run there would prune them. Go on from one with "
         f"--resume_from_checkpoint {abandoned[-1]}, or give another --output_dir."
     )

@@ -257,7 +257,7 @@ class Saver:
         digests: dict[str, str] = {}
         for index in indices:
             digests |= index["digests"]
-        # Earlier versions read format 4, which has stretches only, and AdamW's state.
+        # Earlier versions read format 4, which has segments only, and AdamW's state.
         has_slices = any(is_slice(entry) for entries in pieces.values() for entry in entries)
         is_format_4 = ADAM_STEPS in save.texts[INDEX] and not has_slices
         store.publish(save.staging, save.step, digests, 4 if is_format_4 else store.FORMAT_VERSION)

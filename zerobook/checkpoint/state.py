@@ -151,7 +151,7 @@ def _describe_shape(buffers: dict[str, torch.Tensor], name: str) -> str:
 
 
 class Reader:
-    """Reads any stretch of a checkpoint's tensors, however they were cut when they were written.
+    """Reads any segment of a checkpoint's tensors, however they were cut when they were written.
 
     ``bytes_read`` counts the bytes requested from the files.
     """
@@ -165,48 +165,48 @@ class Reader:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` of the flattened tensor ``name``, such as ``exp_avg/PARAMETER``, in fp32."""
-        stretches = self._read_stretches(name, start, stop)
-        if len(stretches) == 1:
-            return stretches[0]
-        return torch.cat([torch.empty(0), *stretches])
+        segments = self._read_segments(name, start, stop)
+        if len(segments) == 1:
+            return segments[0]
+        return torch.cat([torch.empty(0), *segments])
 
     def read_into_buffer(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the same as `read`, in memory that the next call reuses: new pages cost as much as reading."""
-        stretches = self._read_stretches(name, start, stop)
-        if len(stretches) == 1:
-            return stretches[0]
+        segments = self._read_segments(name, start, stop)
+        if len(segments) == 1:
+            return segments[0]
         if len(self._buffer) < stop - start:
             self._buffer = torch.empty(stop - start)
         values = self._buffer[: stop - start]
         position = 0
-        for stretch in stretches:
-            values[position : position + len(stretch)] = stretch
-            position += len(stretch)
+        for segment in segments:
+            values[position : position + len(segment)] = segment
+            position += len(segment)
         return values
 
-    def _read_stretches(self, name: str, start: int, stop: int) -> list[torch.Tensor]:
-        """Return elements ``start`` to ``stop`` of a flattened tensor, one stretch for each piece that holds some of them."""
+    def _read_segments(self, name: str, start: int, stop: int) -> list[torch.Tensor]:
+        """Return elements ``start`` to ``stop`` of a flattened tensor, one segment for each piece that holds some of them."""
         self.bytes_read += 4 * (stop - start)
         pieces = self.index["pieces"][name]
         if any(map(is_slice, pieces)):
-            # A slice is no stretch of the flattened tensor, so the rows around the elements are put together.
+            # A slice is no segment of the flattened tensor, so the rows around the elements are put together.
             row_size = max(1, math.prod(self.shape(name)[1:]))
             first_row = start // row_size
             end_row = -(-stop // row_size)
             rows = self._read_rows(name, first_row, end_row).flatten()
             return [rows[start - first_row * row_size : stop - first_row * row_size]]
-        stretches = []
-        # Pieces are listed in order, so the stretches are too.
+        segments = []
+        # Pieces are listed in order, so the segments are too.
         for piece_start, piece_stop, file in pieces:
             low = max(start, piece_start)
             high = min(stop, piece_stop)
             if low < high:
                 piece = self._open_file(file).get_slice(entry_name(name, [piece_start]))
-                stretches.append(piece[low - piece_start : high - piece_start])
-        return stretches
+                segments.append(piece[low - piece_start : high - piece_start])
+        return segments
 
     def _read_rows(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Return rows ``first`` to ``end`` of the first dimension, fp32 [end - first, ...], from slices and stretches."""
+        """Return rows ``first`` to ``end`` of the first dimension, fp32 [end - first, ...], from slices and segments."""
         shape = self.shape(name)
         rows = torch.empty(end - first, *shape[1:])
         flat_rows = rows.view(-1)

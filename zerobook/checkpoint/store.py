@@ -2,7 +2,7 @@
 
 checkpoints/step-000012             complete: every file is in its manifest, with size and digest
 checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
-checkpoints/step-000018.abandoned   complete, but of a branch that was given up; may be pinned too
+checkpoints/step-000018.abandoned   complete, but of a branch that was abandoned; may be pinned too
 checkpoints/step-000024.unreadable  could not be read, and another one took its name; never removed
 checkpoints/.step-...               being written, replaced or deleted; `sweep` deletes it
 
@@ -151,7 +151,7 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     """Make a complete checkpoint of the files in ``staging``.
 
     Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
-    process killed at any moment leaves either a whole checkpoint or a hidden folder that no reader takes. Where there is a
+    process killed at any moment leaves either a complete checkpoint or a hidden folder that no reader takes. Where there is a
     checkpoint of that step, it is deleted after the new one is durable; if it is pinned or cannot be read, it is set aside
     instead.
 
@@ -436,7 +436,7 @@ def find_best(checkpoints: Path) -> Path | None:
 def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -> list[Path]:
     """Rename the checkpoints later than ``step``, from which the run resumes. Returns the new paths.
 
-    They belong to a branch that was given up: ``auto`` must not take them, and `prune` must not keep them instead of new
+    They belong to a branch that was abandoned: ``auto`` must not take them, and `prune` must not keep them instead of new
     ones. Whole ones become ``step-N.abandoned``; named in full, one of them can still be resumed. Those that cannot be
     read become ``step-N.unreadable``.
 

@@ -70,5 +70,5 @@ def _find_checkpoint(path: Path, which: str) -> Path:
     for reason in resolution.skipped.values():
         say(f"  passed over: {reason}")
     if resolution.checkpoint is None:
-        raise CheckpointError(f"{path}: there is no whole checkpoint. Give a run's output_dir, or a checkpoint's folder.")
+        raise CheckpointError(f"{path}: there is no complete checkpoint. Give a run's output_dir, or a checkpoint's folder.")
     return resolution.checkpoint

@@ -19,7 +19,7 @@ before a run:
 
 a run:
   launch      accelerate launch with short errors; also for a run that goes on when machines are lost
-  runlog      what happened to a run, why, and what it cost; the logbook
+  runlog      what happened to a run, why, and what it cost; the report
   checkpoint  what a run has saved, whether it is whole, and what is kept
 
 its result:

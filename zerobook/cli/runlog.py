@@ -124,7 +124,7 @@ def _print_steps(history: History, *, as_json: bool) -> None:
 
 
 def report(flags: argparse.Namespace) -> None:
-    """Write the logbook as one HTML page that needs no other file, and as Markdown. The run may still train."""
+    """Write the report as one HTML page that needs no other file, and as Markdown. The run may still train."""
     page, markdown = write(flags.run)
     say(f"written: {page} and {markdown}")
 

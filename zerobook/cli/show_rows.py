@@ -32,7 +32,7 @@ def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBas
     for title, row in rows:
         out.print(f"\n{title}: {len(row['input_ids'])} tokens", style="bold")
         text = Text()
-        for ids, is_supervised, begins_sample in _stretches(row):
+        for ids, is_supervised, begins_sample in _segments(row):
             if begins_sample and len(text):
                 text.append("\n")
             piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), quotes)
@@ -60,7 +60,7 @@ def print_histogram(lengths: np.ndarray) -> None:
         console().print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {'█' * characters} {count}", style="cyan")
 
 
-def _stretches(row: Row) -> list[tuple[np.ndarray, bool, bool]]:
+def _segments(row: Row) -> list[tuple[np.ndarray, bool, bool]]:
     """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
     ids = row["input_ids"]
     labels = row["labels"]
@@ -68,7 +68,7 @@ def _stretches(row: Row) -> list[tuple[np.ndarray, bool, bool]]:
         return [(ids, False, True), (labels[labels != IGNORE], True, True)]
     begins = row.get("position_ids", np.arange(len(ids))) == 0
     supervised = labels != IGNORE
-    # A stretch ends where a sample begins, and where supervision begins or ends.
+    # A segment ends where a sample begins, and where supervision begins or ends.
     starts = [0, *(np.flatnonzero(begins[1:] | (supervised[1:] != supervised[:-1])) + 1).tolist()]
     ends = [*starts[1:], len(ids)]
     return [(ids[start:end], bool(supervised[start]), bool(begins[start])) for start, end in zip(starts, ends, strict=True)]

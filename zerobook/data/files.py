@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from zerobook.data import parquet
 from zerobook.data.arrow_rows import without_padding
 from zerobook.data.parquet import MOST_EXPANSION, MOST_TOTAL
-from zerobook.data.samples import Stretch
+from zerobook.data.samples import Segment
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.data.values import refuse_constant
 from zerobook.errors import DataError
@@ -384,7 +384,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
                 # The decoder keeps bytes of the block before, if a character is split between both.
                 error_position = position - len(error.object) + error.start
                 raise DataError(f"{file}: {not_utf8(error_position)}") from None
-            yield "the text", Stretch(text, begins, ends), cost()
+            yield "the text", Segment(text, begins, ends), cost()
             begins = False
             block = next_block
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from zerobook.data.chats import checked_chat, read_chat, read_tools, read_turns, unread_keys
 from zerobook.data.folders import same_split
-from zerobook.data.samples import BadSample, Chat, EmptyText, Pair, Sample, Stretch, Text, Tokens
+from zerobook.data.samples import BadSample, Chat, EmptyText, Pair, Sample, Segment, Text, Tokens
 from zerobook.data.tokens import TOKEN_COLUMNS, check_masks, read_tokens
 from zerobook.data.values import is_empty, kind_of, listed, read_text
 from zerobook.errors import DataError
@@ -34,7 +34,7 @@ __all__ = [
     "Format",
     "Pair",
     "Sample",
-    "Stretch",
+    "Segment",
     "Text",
     "Tokens",
     "check_split",
@@ -305,7 +305,7 @@ def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     text = row[columns[0]]
     begins = True
     ends = True
-    if isinstance(row, Stretch):
+    if isinstance(row, Segment):
         begins = row.begins
         ends = row.ends
     is_blank = is_empty(text) or (isinstance(text, str) and not text.strip())

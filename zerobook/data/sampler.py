@@ -166,7 +166,7 @@ class SampleOrder:
             return self._unsorted(start, end)
         pieces = [np.empty(0, np.int64)]
         while start < end:
-            first, last = self._stretch(start)
+            first, last = self._segment(start)
             pieces.append(self._by_length(first, last)[start - first : end - first])
             start = last
         return np.concatenate(pieces)
@@ -197,7 +197,7 @@ class SampleOrder:
             first_row += size
         return ids
 
-    def _stretch(self, position: int) -> tuple[int, int]:
+    def _segment(self, position: int) -> tuple[int, int]:
         """Return the (first, end) positions that are sorted together with ``position``, within one epoch."""
         epoch, offset = divmod(position, self.size)
         first = epoch * self.size + offset // self.SORTED * self.SORTED

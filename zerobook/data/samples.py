@@ -57,7 +57,7 @@ class Tokens:
 Sample = Text | Chat | Pair | Tokens
 
 
-class Stretch(dict[str, str]):
+class Segment(dict[str, str]):
     """A row ``{"text": ...}`` that may be a part of a longer text. ``begins``, ``ends``: whether it begins or ends here."""
 
     def __init__(self, text: str = "", begins: bool = True, ends: bool = True):

@@ -82,7 +82,7 @@ class AnswerSampler:
 
 
 def _split(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids before the first supervised token, and those of the supervised stretch that begins there.
+    """Return the ids before the first supervised token, and those of the supervised segment that begins there.
 
     >>> _split({"input_ids": np.arange(6), "labels": np.array([-100, -100, 2, 3, -100, 5])})
     (array([0, 1]), array([2, 3]))

@@ -127,7 +127,7 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     rollbacks = sum(event["phase"] == "outcome" for event in history.of("rollback"))
     skipped = sum(event["samples"] for event in history.of("skip"))
     counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": rollbacks, "samples left out": skipped}
-    rows["logbook"] = ", ".join(f"{count} {what}" for what, count in counts.items())
+    rows["events"] = ", ".join(f"{count} {what}" for what, count in counts.items())
     return rows
 
 

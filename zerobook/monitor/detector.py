@@ -125,14 +125,14 @@ class Finding:
         return self.kind in ("spike", "damage", "divergence")
 
     @property
-    def needs_measure(self) -> bool:
+    def needs_action(self) -> bool:
         """True if something has to be done about it: the weights are, or will be, damaged."""
         return self.kind in ("damage", "divergence")
 
 
 @dataclass
 class _Excursion:
-    """A stretch of high points that has not come back to the level yet."""
+    """A range of high points that has not come back to the level yet."""
 
     onset: int
     base: float

@@ -1,4 +1,4 @@
-"""Decide what is done about a spike: a ladder of measures, each stronger than the one before.
+"""Decide what is done about a spike: recovery actions, each stronger than the one before.
 
     replay       Go back to the last proven good checkpoint and do the same steps again with nothing changed. A spike that
                  does not come again was caused by hardware or chance, and no data is lost. Otherwise data or rate caused it.
@@ -6,9 +6,9 @@
     lower_rate   Go back further and lower the learning rate, which then rises back to its schedule.
     stop         Stop with a report and an exit code; a person has to decide.
 
-``--on_spike rollback`` climbs this ladder. ``--on_spike lower_rate`` goes back and lowers the rate each time, and leaves no
-samples out. Only findings that need it (`Finding.needs_measure`) lead to a measure; all others are only logged. The decision
-depends on the arguments and on the measures so far, so ranks that get the same arguments decide the same.
+``--on_spike rollback`` takes them in that order. ``--on_spike lower_rate`` goes back and lowers the rate each time, and
+leaves no samples out. Only findings that need it (`Finding.needs_action`) lead to an action; all others are only logged. The
+decision depends on the arguments and on the actions so far, so ranks that get the same arguments decide the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from zerobook.monitor.detector import Finding
 
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
-Measure = Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
+ActionKind = Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
 EXIT_CODE = 76
 """Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
@@ -31,12 +31,15 @@ NEAR = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryAction:
-    """A measure against a spike. ``to_step``: the checkpoint's step; ``steps``: first and last whose samples are left out."""
+    """A recovery action against a spike.
 
-    kind: Measure
+    ``to_step`` is the checkpoint's step, and ``steps`` are the first and last whose samples are left out.
+    """
+
+    kind: ActionKind
     rule: str
     reason: str
-    options: tuple[Measure, ...]
+    options: tuple[ActionKind, ...]
     onset: int
     noticed: int
     to_step: int | None = None
@@ -50,23 +53,23 @@ class RecoveryAction:
 
 @dataclass
 class Trouble:
-    """A stretch of the run with a spike, and the measures taken against it.
+    """A range of steps with a spike, and the actions taken against it.
 
-    ``onset`` and ``last`` are its first and last step, ``to_step`` is the step that the last measure went back to.
+    ``onset`` and ``last`` are its first and last step, ``to_step`` is the step that the last action went back to.
     """
 
     onset: int
     last: int
-    tried: list[Measure]
+    tried: list[ActionKind]
     to_step: int
 
 
 class RecoveryPolicy:
-    """Decides on measures and remembers which were taken where.
+    """Decides on recovery actions and remembers which were taken where.
 
     Args:
-        on_spike: log only logs the finding; skip leaves the samples out and goes on; rollback climbs the ladder; lower_rate
-            goes back and lowers the rate each time; stop stops.
+        on_spike: log only logs the finding; skip leaves the samples out and goes on; rollback takes the actions in order;
+            lower_rate goes back and lowers the rate each time; stop stops.
         max_rollbacks: rollbacks in the whole run; after them the run stops.
         rate_factor: share of the scheduled learning rate after a cut.
         state: as `state` returned it; None for a new run.
@@ -97,7 +100,7 @@ class RecoveryPolicy:
     def decide(
         self, finding: Finding, proven: Sequence[int], unproven: Sequence[int] = (), hardware: str | None = None
     ) -> RecoveryAction:
-        """Return the measure against a finding that needs one. `record` it if it is taken.
+        """Return the action against a finding that needs one. `record` it if it is taken.
 
         Args:
             proven: steps of the checkpoints that were proven good.
@@ -106,7 +109,7 @@ class RecoveryPolicy:
         """
         onset = finding.onset
         trouble = self._trouble_at(onset)
-        earlier_measures = [] if trouble is None else trouble.tried
+        earlier_actions = [] if trouble is None else trouble.tried
         reason = f"{finding.kind} since step {onset}: {finding.reason}"
         if hardware:
             reason += f"; {hardware}"
@@ -114,7 +117,7 @@ class RecoveryPolicy:
             kind="none",
             rule="",
             reason=reason,
-            options=self._options(earlier_measures),
+            options=self._options(earlier_actions),
             onset=onset,
             noticed=finding.step,
         )
@@ -149,7 +152,7 @@ class RecoveryPolicy:
     def _decide_rollback(
         self, undecided: RecoveryAction, trouble: Trouble | None, checkpoints: list[int], quality: str, *, is_hardware: bool
     ) -> RecoveryAction:
-        """Return the next measure of the ladder: a rollback, or a stop where all were taken.
+        """Return the next action in the order: a rollback, or a stop where all were taken.
 
         Args:
             checkpoints: steps of checkpoints from before the spike.
@@ -158,17 +161,17 @@ class RecoveryPolicy:
         """
         first = undecided.onset
         last = undecided.noticed
-        earlier_measures: list[Measure] = []
+        earlier_actions: list[ActionKind] = []
         if trouble is not None:
             first = min(first, trouble.onset)
             last = max(last, trouble.last)
-            earlier_measures = trouble.tried
-        kind = self._next_measure(earlier_measures)
+            earlier_actions = trouble.tried
+        kind = self._next_action(earlier_actions)
         # A known fault of the hardware is not blamed on the data at once.
-        if is_hardware and earlier_measures.count("replay") < 2:
+        if is_hardware and earlier_actions.count("replay") < 2:
             kind = "replay"
         if kind == "stop":
-            return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_measures)}")
+            return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_actions)}")
         to_step = max(checkpoints)
         steps_left_out = None
         rate_factor = None
@@ -190,7 +193,7 @@ class RecoveryPolicy:
         )
 
     def record(self, action: RecoveryAction) -> None:
-        """Remember a measure that is taken: the next one at this place is a stronger one."""
+        """Remember an action that is taken: the next one at this place is a stronger one."""
         if action.to_step is None:
             return
         self.rollbacks += 1
@@ -212,7 +215,7 @@ class RecoveryPolicy:
             return None
         return trouble
 
-    def _next_measure(self, earlier: Sequence[Measure]) -> Measure:
+    def _next_action(self, earlier: Sequence[ActionKind]) -> ActionKind:
         if self.on_spike == "lower_rate":
             return "lower_rate"
         if "replay" not in earlier:
@@ -224,12 +227,12 @@ class RecoveryPolicy:
             return "lower_rate"
         return "stop"
 
-    def _options(self, earlier: Sequence[Measure]) -> tuple[Measure, ...]:
-        """Return the measures that are left."""
+    def _options(self, earlier: Sequence[ActionKind]) -> tuple[ActionKind, ...]:
+        """Return the actions that are left."""
         if self.on_spike == "lower_rate":
             return ("lower_rate", "stop")
-        ladder: tuple[Measure, ...] = ("replay", "skip", "lower_rate", "stop")
-        return tuple(measure for measure in ladder if measure not in earlier or measure == "lower_rate")
+        in_order: tuple[ActionKind, ...] = ("replay", "skip", "lower_rate", "stop")
+        return tuple(action for action in in_order if action not in earlier or action == "lower_rate")
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:

@@ -47,7 +47,7 @@ class _Replay(NamedTuple):
 
 
 class SpikeMonitor:
-    """Finds spikes and decides on measures. It depends on its arguments alone, so all ranks decide the same.
+    """Finds spikes and decides on recovery actions. It depends on its arguments alone, so all ranks decide the same.
 
     Args:
         on_spike: see `RecoveryPolicy`, as for ``max_rollbacks`` and ``rate_factor``.
@@ -89,9 +89,9 @@ class SpikeMonitor:
         return Observation(findings, self._compare_with_replay(point))
 
     def decide(self, finding: Finding, proven: Sequence[int], unproven: Sequence[int], hardware: str | None) -> RecoveryAction:
-        """Return the measure against a finding; the arguments are those of `RecoveryPolicy.decide`.
+        """Return the action against a finding; the arguments are those of `RecoveryPolicy.decide`.
 
-        The spike began with what armed the detector. Pass the measure to ``policy.record`` if it is taken.
+        The spike began with what armed the detector. Pass the action to ``policy.record`` if it is taken.
         """
         onset = self.detector.onset()
         if onset is not None and onset < finding.onset:

@@ -1,4 +1,4 @@
-"""The charts of the logbook's page: curves over steps, attempts over time, and speed and memory over time.
+"""The charts of the report: curves over steps, attempts over time, and speed and memory over time.
 
 This module says what is drawn; `charts.js` draws it in the browser.
 """
@@ -17,11 +17,11 @@ from zerobook.runlog.history import History, when
 from zerobook.utils.terminal import plain
 
 POINTS = 2_000
-"""Points of a curve at most. The lowest and the highest of each stretch are kept, so no spike is lost."""
+"""Points of a curve at most. The lowest and the highest of each chunk are kept, so no spike is lost."""
 TIME_POINTS = 400
 """Points of a line over time at most."""
 GIVEN_UP_POINTS = 4_000
-"""Points of the steps that were given up, of all branches together."""
+"""Points of the steps that were abandoned, of all branches together."""
 MOST_TEXT = 300
 """Characters of an event's sentence beside the pointer."""
 
@@ -109,7 +109,7 @@ def _curves(history: History) -> Chart:
     rate = Panel(title="learning rate", curves=[])
     points_of_branch = max(40, GIVEN_UP_POINTS // max(1, len(given_up)))
     for branch, columns in sorted(given_up.items()):
-        title = f"given up: branch {branch}"
+        title = f"abandoned: branch {branch}"
         loss.curves.append(_curve(columns, "loss", title, "grey", points_of_branch))
         norm.curves.append(_curve(columns, "grad_norm", title, "grey", points_of_branch))
     for panel, name in ((loss, "loss"), (norm, "grad_norm"), (rate, "learning_rate")):
@@ -149,23 +149,23 @@ def _curve(columns: Columns, name: str, title: str, colour: str, most: int) -> C
 
 
 def thin(steps: list[int], values: list[float | None], most: int = POINTS) -> tuple[list[float], list[float | None]]:
-    """Return at most ``most`` of the points: of each stretch the lowest and the highest, in order. Drops non-finite values."""
+    """Return at most ``most`` of the points: of each chunk the lowest and the highest, in order. Drops non-finite values."""
     points = []
     for step, value in zip(steps, values, strict=True):
         if value is not None and math.isfinite(value):
             points.append((step, value))
     if len(points) > most:
-        points = _extremes(points, stretch_length=math.ceil(len(points) / (most // 2)))
+        points = _extremes(points, chunk_length=math.ceil(len(points) / (most // 2)))
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _extremes(points: list[tuple[int, float]], stretch_length: int) -> list[tuple[int, float]]:
-    """Return the lowest and the highest point of each stretch, in order."""
+def _extremes(points: list[tuple[int, float]], chunk_length: int) -> list[tuple[int, float]]:
+    """Return the lowest and the highest point of each chunk, in order."""
     extremes = []
-    for start in range(0, len(points), stretch_length):
-        stretch = points[start : start + stretch_length]
-        lowest = min(stretch, key=lambda point: point[1])
-        highest = max(stretch, key=lambda point: point[1])
+    for start in range(0, len(points), chunk_length):
+        chunk = points[start : start + chunk_length]
+        lowest = min(chunk, key=lambda point: point[1])
+        highest = max(chunk, key=lambda point: point[1])
         extremes += sorted({lowest, highest})
     return extremes
 

@@ -290,7 +290,7 @@ def _add_block(
     last_living_step: dict[int, float],
     starts: dict[int, tuple[int, Event]],
 ) -> None:
-    """Share the seconds of a block of steps between those that are part of the run and those that were given up."""
+    """Share the seconds of a block of steps between those that are part of the run and those that were abandoned."""
     first, last = log_point["steps"]
     steps = last - first + 1
     last_living = min(last, last_living_step.get(log_point["branch"], last))

@@ -22,6 +22,11 @@ from zerobook.utils.writing import refuse_link
 
 FORMAT = 2
 _TAIL = len(b',"crc":"00000000"}')
+RENAMED_FIELDS = {
+    "decision": {"measure": "action", "ladder": "policy"},
+    "rollback": {"measure": "action"},
+}
+"""Type of event -> its fields in earlier logs, and their names now."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -50,6 +55,9 @@ def decode(line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise BadLine(f"it is no JSON: {error}") from None
     del record["crc"]
+    for old_name, name in RENAMED_FIELDS.get(record.get("type"), {}).items():
+        if old_name in record:
+            record[name] = record.pop(old_name)
     return record
 
 

@@ -200,11 +200,11 @@ def hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: str)
 
 
 def write_page(log: RunLog) -> None:
-    """Write the logbook's page, and print its path."""
+    """Write the report, and print its path."""
     from zerobook.runlog.report import write
 
     try:
         page, _ = write(log.folder)
-        tqdm.write(f"logbook: {page}")
+        tqdm.write(f"report: {page}")
     except Exception as error:  # the run has ended well, whatever becomes of its page
-        tqdm.write(f"WARNING: the logbook's page could not be written: {type(error).__name__}: {error}")
+        tqdm.write(f"WARNING: the report could not be written: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The logbook of a run as one HTML page that needs no other file, and as Markdown."""
+"""The report of a run as one HTML page that needs no other file, and as Markdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerobook.runlog.tables import (
     attempt_table,
     change_table,
     checkpoint_table,
-    logbook,
+    notable_events,
     rollback_table,
     sample_tables,
     skipped_table,
@@ -96,7 +96,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     cards.append((str(len(rollbacks)), "rollbacks"))
     cards.append((str(samples_left_out), "samples left out"))
     cards.append((str(len(starts)), "attempts"))
-    cards.append((f"{sum(spent.steps_given_up.values()):,}", "steps given up"))
+    cards.append((f"{sum(spent.steps_given_up.values()):,}", "steps abandoned"))
     return cards
 
 
@@ -128,9 +128,9 @@ def _tables(history: History) -> list[Table]:
 
 # --- the list of events
 def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return day -> entries of the logbook."""
+    """Return day -> entries of its events."""
     days: dict[str, list[dict[str, Any]]] = {}
-    for event in logbook(history):
+    for event in notable_events(history):
         time = when(event)
         entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "mood": mood(event)}
         days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
@@ -138,9 +138,9 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def as_markdown(history: History) -> str:
-    """Return the logbook as Markdown, without the figures."""
+    """Return the report as Markdown, without the figures."""
     spent = time_spent(history)
-    lines = [f"# {_plain(_name(history))}: logbook", "", _plain(summary(history.folder)), ""]
+    lines = [f"# {_plain(_name(history))}: runlog", "", _plain(summary(history.folder)), ""]
     lines += [f"- {label}: {_plain(text)}" for label, text in run_facts(history).items()]
     lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]
     for table in _tables(history):
@@ -150,7 +150,7 @@ def as_markdown(history: History) -> str:
             lines += [_markdown_row(row) for row in table.rows]
         else:
             lines.append("None.")
-    lines += ["", "## Logbook"]
+    lines += ["", "## Events"]
     for day, entries in _days(history):
         lines += ["", f"### {day}", ""]
         lines += [f"- {entry['time']} [{entry['seq']}] {_plain(entry['text'])}" for entry in entries]

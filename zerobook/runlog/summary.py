@@ -38,7 +38,7 @@ def summary(folder: Path) -> str:
     if "loss" in evaluation:
         words += f" Held-out loss {figure(evaluation['loss'], '.4f')} at step {evaluation['step']}."
     if "decision" in newest:
-        words += f" Last decision: {newest['decision']['measure']} ({newest['decision']['rule']})."
+        words += f" Last decision: {newest['decision']['action']} ({newest['decision']['rule']})."
     return plain(words, lines=False)
 
 

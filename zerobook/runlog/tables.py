@@ -26,7 +26,7 @@ def time_table(history: History) -> Table:
     spent = time_spent(history)
     uses = [("training that was kept", spent.training, "")]
     for cause, seconds in spent.given_up.items():
-        uses.append((f"training given up: {cause}", seconds, str(spent.steps_given_up[cause])))
+        uses.append((f"training abandoned: {cause}", seconds, str(spent.steps_given_up[cause])))
     uses += [
         ("rolling back", spent.going_back, ""),
         ("evaluating", spent.evaluating, ""),
@@ -44,10 +44,10 @@ def time_table(history: History) -> Table:
 def spike_table(history: History) -> Table:
     rows = []
     for spike in history.of("spike"):
-        measures = [effect["measure"] for effect in history.effects(spike) if effect["type"] == "decision"]
+        actions = [effect["action"] for effect in history.effects(spike) if effect["type"] == "decision"]
         loss = f"{figure(spike['base'], '.4g')} -> {figure(spike['peak'], '.4g')}"
         place = [_seq(spike), str(spike["branch"]), str(spike["onset"]), str(spike["points"])]
-        rows.append([*place, spike["kind"], loss, measures[0] if measures else ""])
+        rows.append([*place, spike["kind"], loss, actions[0] if actions else ""])
     return Table("Spikes", ["seq", "branch", "step", "points", "what", "loss", "what was done"], rows)
 
 
@@ -61,8 +61,8 @@ def rollback_table(history: History) -> Table:
         if outcomes:
             took = f"{duration(outcomes[0]['seconds'])}, branch {outcomes[0]['branch']}"
         steps = [str(intent["from_step"]), str(intent["to_step"])]
-        rows.append([_seq(intent), *steps, intent["measure"], intent["why"], took])
-    return Table("Rollbacks", ["seq", "from step", "to step", "measure", "why", "took"], rows)
+        rows.append([_seq(intent), *steps, intent["action"], intent["why"], took])
+    return Table("Rollbacks", ["seq", "from step", "to step", "action", "why", "took"], rows)
 
 
 def skipped_table(history: History) -> Table:
@@ -79,7 +79,7 @@ def _format_ranges(ranges: list[list[int]]) -> str:
     shown = []
     for start, end in ranges[:MOST_RANGES]:
         shown.append(str(start) if end - start == 1 else f"{start}-{end - 1}")
-    more = f" and {len(ranges) - MOST_RANGES} more stretches" if len(ranges) > MOST_RANGES else ""
+    more = f" and {len(ranges) - MOST_RANGES} more ranges" if len(ranges) > MOST_RANGES else ""
     return ", ".join(shown) + more
 
 
@@ -163,14 +163,14 @@ def decision_table(history: History) -> Table:
     return Table("Decisions", ["decision", "seq", "what"], rows)
 
 
-def logbook(history: History) -> list[Event]:
+def notable_events(history: History) -> list[Event]:
     """Return the events that lists show: what happened, what was done about it, and the result."""
     return [event for event in history.events if not is_quiet(event)]
 
 
 def event_table(history: History) -> Table:
-    rows = [[_seq(event), when(event).strftime("%Y-%m-%d %H:%M:%S"), sentence(event)] for event in logbook(history)]
-    return Table("Logbook", ["seq", "UTC", "what"], rows)
+    rows = [[_seq(event), when(event).strftime("%Y-%m-%d %H:%M:%S"), sentence(event)] for event in notable_events(history)]
+    return Table("Events", ["seq", "UTC", "what"], rows)
 
 
 def sample_tables(history: History) -> list[Table]:
@@ -214,5 +214,5 @@ VIEWS = {
     "checkpoints": View(table=checkpoint_table, as_json=lambda history: history.of("checkpoint")),
     "skipped": View(table=skipped_table, as_json=lambda history: history.of("skip")),
     "branches": View(table=branch_table, as_json=_branches_as_json),
-    "events": View(table=event_table, as_json=logbook),
+    "events": View(table=event_table, as_json=notable_events),
 }

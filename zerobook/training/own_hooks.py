@@ -11,9 +11,9 @@ from zerobook.health.watch import Watch
 from zerobook.runlog.writer import RunLog
 from zerobook.training.console import Console
 from zerobook.training.hooks import Hook, TrainerView
-from zerobook.training.logbook import Logbook, MemoryRecord
 from zerobook.training.profiling import Profiler
 from zerobook.training.resume import ResumeCheck
+from zerobook.training.runlog_hook import MemoryRecord, RunlogHook
 from zerobook.training.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class StragglerReport(Hook):
             self._console.say(f"WARNING: step {trainer.progress.step}: {stragglers.describe(slow)}")
 
 
-def own_hooks(trainer: TrainerView, console: Console, logbook: Logbook | None, watch: Watch | None) -> list[Hook]:
+def own_hooks(trainer: TrainerView, console: Console, runlog_hook: RunlogHook | None, watch: Watch | None) -> list[Hook]:
     """Return the hooks, in the order in which they are called."""
     config = trainer.config
     log = trainer.log
@@ -42,8 +42,8 @@ def own_hooks(trainer: TrainerView, console: Console, logbook: Logbook | None, w
     # Ranks are compared before anything else: their devices have done the same steps now.
     if watch is not None:
         hooks.append(StragglerReport(watch, log, console))
-    if logbook is not None:
-        hooks += [logbook, ResumeCheck(log)]
+    if runlog_hook is not None:
+        hooks += [runlog_hook, ResumeCheck(log)]
     hooks += [MemoryRecord(log), console]
     if config.report_to:
         hooks.append(Trackers(trainer.strategy, config, resumed=trainer.manager.resumes_in_place))

@@ -278,7 +278,7 @@ def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool
 def evaluation_of(log: RunLog, progress: Progress) -> dict[str, Any] | None:
     """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
     event = last_of(log.folder / EVENTS, ["eval"]).get("eval")
-    # The checkpoint names its own loss: a branch that was given up may have been evaluated at the same step.
+    # The checkpoint names its own loss: a branch that was abandoned may have been evaluated at the same step.
     if event is None or (event["step"], event.get("loss")) != (progress.step, progress.eval_loss):
         return None
     return {name: event[name] for name in ("loss", "perplexity", "tokens", "datasets", "metrics") if name in event}

@@ -26,7 +26,7 @@ class Recovery:
     Args:
         state: its step, sample order and learning rate are changed.
         manager: loads the checkpoint.
-        spikes: forgets the steps that are given up.
+        spikes: forgets the steps that are abandoned.
         say: prints a line on rank 0.
     """
 
@@ -87,7 +87,7 @@ class Recovery:
                 "rollback",
                 phase="intent",
                 parent=cause,
-                measure=action.kind,
+                action=action.kind,
                 from_step=self.state.progress.step,
                 to_step=action.to_step,
                 why=action.reason,
@@ -112,7 +112,7 @@ class Recovery:
         progress = state.progress
         manager = self.manager
         start = time.monotonic()
-        # A save in progress belongs to the steps that are given up.
+        # A save in progress belongs to the steps that are abandoned.
         manager.finish(self.log)
         # Its processes hold memory that the load may need.
         state.drop_loader()
@@ -137,7 +137,7 @@ class Recovery:
             # The checkpoint may be from before a resume with other held-out data.
             progress.use_held_out_data(state.data.held_out_fingerprint)
 
-        # The losses of the next steps are compared with those of the branch that is given up.
+        # The losses of the next steps are compared with those of the branch that is abandoned.
         losses = self.spikes.go_back(action, loaded.detector, intent)
         if action.rate_factor:
             # After the first update at the lower rate, losses differ.
@@ -160,7 +160,7 @@ class Recovery:
             differing=differing,
         )
         manager.remember(rollback_to=None, redone=progress.redone, counted_from=[self.log.attempt, self.log.branch])
-        self.say(f"  back at step {progress.step} after {seconds:.1f} s; given up: {counted(steps_given_up, 'step')}")
+        self.say(f"  back at step {progress.step} after {seconds:.1f} s; abandoned: {counted(steps_given_up, 'step')}")
 
     def protect_before(self, action: RecoveryAction) -> None:
         """Protect the newest checkpoint from before the spike from being pruned by the next save."""

@@ -50,7 +50,7 @@ def first_state(
     layout: BatchLayout,
     say: Callable[[str], None],
 ) -> tuple[RunState, dict[str, Any]]:
-    """Return the run's initial state, and the state of the ladder of recovery actions. Collective; loads no weights.
+    """Return the run's initial state, and the state of the recovery policy. Collective; loads no weights.
 
     Args:
         model: as the recipe made it.
@@ -65,7 +65,7 @@ def first_state(
     resume.check_data(checkpoint, progress, data, config)
     resume.compare_held_out_data(progress, data, say)
     resume.check_base(checkpoint, config, model)
-    ladder = resume.earlier_decisions(progress, manager, strategy, log)
+    policy = resume.earlier_decisions(progress, manager, strategy, log)
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
     state.total_steps = resume.schedule_steps(state, checkpoint, say)
     state.schedule = learning_rate_schedule(
@@ -77,7 +77,7 @@ def first_state(
     # A DeepSpeed JSON can have a scheduler of its own.
     if strategy.owns_schedule:
         state.schedule = lambda step: strategy.learning_rate()
-    return state, ladder
+    return state, policy
 
 
 def prepare_models(

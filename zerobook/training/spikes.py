@@ -23,7 +23,7 @@ _EVENTS = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
 class SpikeHandler:
     """Feeds the `SpikeMonitor`, reports what it finds, and protects the checkpoints that a rollback may need.
 
-    Every rank has one, and gives its monitor the same reduced values, so all ranks decide on the same measure. Rank 0 alone
+    Every rank has one, and gives its monitor the same reduced values, so all ranks decide on the same action. Rank 0 alone
     knows which checkpoints are complete, and sends that to the other ranks when a decision needs it.
 
     Args:
@@ -67,7 +67,7 @@ class SpikeHandler:
         self._replay_cause: int | None = None
 
     def see(self, records: Sequence[StepRecord]) -> RecoveryAction | None:
-        """Process the steps since the last log point; return a measure, mostly None. Collective if it is not None.
+        """Process the steps since the last log point; return an action, mostly None. Collective if it is not None.
 
         Steps after one that leads to a rollback are not processed: they will be done again.
         """
@@ -85,7 +85,7 @@ class SpikeHandler:
         return messages
 
     def check_replicas(self, step: int) -> RecoveryAction | None:
-        """Return a measure if ranks that should hold the same weights do not; call it before a save. Collective.
+        """Return an action if ranks that should hold the same weights do not; call it before a save. Collective.
 
         A checkpoint takes a share from each rank, so it would hold a mixture. The loss may never show such a fault.
         """
@@ -99,7 +99,7 @@ class SpikeHandler:
         return self.decide(finding, differing)
 
     def decide(self, finding: Finding, differing: Replicas | None = None) -> RecoveryAction:
-        """Decide on a measure against ``finding``, and log it. Collective.
+        """Decide on an action against ``finding``, and log it. Collective.
 
         Args:
             differing: the difference between the ranks' copies of the weights, if it is known.
@@ -160,7 +160,7 @@ class SpikeHandler:
                     return action
         for finding in observation.findings:
             self._report_finding(finding)
-            if finding.needs_measure:
+            if finding.needs_action:
                 action = self.decide(finding)
                 if action.kind != "none":
                     return action
@@ -221,16 +221,16 @@ class SpikeHandler:
         self.cause = self.log.event(
             "decision",
             parent=self.cause,
-            measure=action.kind,
+            action=action.kind,
             rule=action.rule,
             why=action.reason,
             options=action.options,
             to_step=action.to_step,
             leaves_out_steps=action.steps,
             hardware=hardware,
-            ladder=self.monitor.policy.state(),
+            policy=self.monitor.policy.state(),
         )
-        # The measure counts as taken, even if this attempt does not live to carry it out.
+        # The action counts as taken, even if this attempt does not live to carry it out.
         self.manager.remember(policy=self.monitor.policy.state())
         if hardware:
             self.say(f"  {hardware}")

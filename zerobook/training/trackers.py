@@ -25,7 +25,7 @@ IDENTITIES = "trackers.json"
 class Trackers(Hook):
     """Logs the last step of each log point, evaluations, and messages of the spike monitor.
 
-    Trackers take no step number twice, so theirs never goes back: it counts the steps that were given up too.
+    Trackers take no step number twice, so theirs never goes back: it counts the steps that were abandoned too.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig, *, resumed: bool):

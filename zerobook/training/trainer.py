@@ -30,11 +30,11 @@ from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, load_hooks
 from zerobook.training.intervals import Timetable
 from zerobook.training.log_point import describe_divergence, reduce_records
-from zerobook.training.logbook import Logbook
 from zerobook.training.own_hooks import own_hooks
 from zerobook.training.pace import Pace
 from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
+from zerobook.training.runlog_hook import RunlogHook
 from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import RunState, seed_generators, step_seed
 from zerobook.utils.units import counted
@@ -76,7 +76,7 @@ class Trainer:
     watch: Watch | None
     manager: CheckpointManager
     log: RunLog
-    logbook: Logbook | None
+    runlog_hook: RunlogHook | None
     """writes the log; None on all ranks but 0"""
     state: RunState
     spikes: SpikeHandler
@@ -159,7 +159,7 @@ class Trainer:
         self.manager = CheckpointManager(strategy, self.config)
         self.log = NullRunLog(self.config.output_dir)
         strategy.on_main(self._open_log)
-        self.logbook = Logbook(self.log) if strategy.is_main else None
+        self.runlog_hook = RunlogHook(self.log) if strategy.is_main else None
         if self.watch:
             setup.report_hangs(self.watch, self.log, self.config, strategy.rank)
         layout = BatchLayout.from_plan(self.config, strategy.plan, strategy.mesh.data_parallel_rank)
@@ -214,10 +214,10 @@ class Trainer:
 
     def _record_start(self, sources: ConfigSources) -> None:
         """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
-        if self.logbook:
-            self.logbook.begin(self, sources)
+        if self.runlog_hook:
+            self.runlog_hook.begin(self, sources)
         self.console.introduce(self)
-        self.hooks.add(*own_hooks(self, self.console, self.logbook, self.watch))
+        self.hooks.add(*own_hooks(self, self.console, self.runlog_hook, self.watch))
 
     def _load_checkpoint(self) -> None:
         """Load the checkpoint to resume from, if there is one, and its evaluation. Collective."""
@@ -254,8 +254,8 @@ class Trainer:
                 raise failure
             self.hooks.close(self)
         # The event that the run has ended comes after the model.
-        if self.logbook:
-            self.logbook.finish(self)
+        if self.runlog_hook:
+            self.runlog_hook.finish(self)
         return self.progress
 
     def _start(self) -> None:
@@ -481,7 +481,7 @@ class Trainer:
         if action.goes_back:
             # An average of the weights, for example, holds the spike too.
             self.hooks.load_state_dicts(self, self.manager.load_hook_states(action.to_step))
-            # What was evaluated and saved belongs to steps that were given up.
+            # What was evaluated and saved belongs to steps that were abandoned.
             self._evaluated = None
             self._saved = None
             self.timetable.went_back(self.progress.step)
@@ -550,8 +550,8 @@ class Trainer:
             self.save()
         self.manager.finish(self.log)
         self.console.close_bar()
-        if self.logbook:
-            self.logbook.preempted(self, reason)
+        if self.runlog_hook:
+            self.runlog_hook.preempted(self, reason)
         self._leave(preemption.EXIT_CODE)
 
     def _leave(self, code: int) -> None:

@@ -142,7 +142,7 @@ def _preempted(event: Event) -> str:
         "why": "finding in words",
         "reason": "reason, where a person stopped it",
         "exit_code": "exit code, 76",
-        "go_on_from": "newest whole checkpoint from before the spike",
+        "go_on_from": "newest complete checkpoint from before the spike",
         "set_aside": "checkpoints saved since the spike began, at their new paths",
     },
     ending="STOPPED, and handed over",

@@ -27,7 +27,7 @@ _FINDING_TITLES = {
     "reset": "The beginning over again",
     "chronic": "Spikes again and again",
 }
-_MEASURES = {
+_ACTIONS = {
     "replay": "go back and do the same steps again, with nothing changed",
     "skip": "go back and leave the samples of those steps out",
     "lower_rate": "go back and lower the learning rate",
@@ -99,22 +99,22 @@ def _finding(event: Event) -> str:
 
 @declare(
     "decision",
-    when="A measure was chosen against damage or a divergence.",
+    when="A recovery action was chosen against damage or a divergence.",
     fields={
-        "measure": "replay, skip, lower_rate, leave_out, stop or none",
+        "action": "replay, skip, lower_rate, leave_out, stop or none",
         "rule": "rule that chose it",
         "why": "finding in words",
-        "options": "measures that were left",
+        "options": "actions that were left",
         "to_step": "step of the checkpoint that the run goes back to",
         "leaves_out_steps": "first and last step whose samples are left out",
         "hardware": "which rank's copy of the weights differs, in words",
-        "ladder": "rollbacks so far, and what was tried at this place",
+        "policy": "rollbacks so far, and what was tried at this place",
     },
 )
 def _decision(event: Event) -> str:
-    other_measures = [_MEASURES[option] for option in event["options"] if option != event["measure"]]
-    rest = f" Still left: {'; '.join(other_measures)}." if other_measures else ""
-    return f"Decision: {_MEASURES[event['measure']]} ({event['rule']}). Why: {event['why']}.{rest}"
+    other_actions = [_ACTIONS[option] for option in event["options"] if option != event["action"]]
+    rest = f" Still left: {'; '.join(other_actions)}." if other_actions else ""
+    return f"Decision: {_ACTIONS[event['action']]} ({event['rule']}). Why: {event['why']}.{rest}"
 
 
 @declare(
@@ -122,7 +122,7 @@ def _decision(event: Event) -> str:
     when="The run goes back to a checkpoint: one event before (`intent`), one after it (`outcome`).",
     fields={
         "phase": "`intent` or `outcome`",
-        "measure": "measure that is carried out",
+        "action": "recovery action that is carried out",
         "from_step": "step before the rollback",
         "to_step": "step of the checkpoint",
         "why": "finding in words",
@@ -130,7 +130,7 @@ def _decision(event: Event) -> str:
         "steps_given_up": "steps that will be done again",
         "seconds": "seconds of the rollback",
         "bytes_read": "bytes of tensors that each rank read",
-        "set_aside": "checkpoints of the branch that was given up, which were renamed",
+        "set_aside": "checkpoints of the branch that was abandoned, which were renamed",
         "verified": "names of what the next step uses as the checkpoint recorded it",
         "differing": "name: [recorded, found] of what differs",
     },
@@ -139,12 +139,12 @@ def _decision(event: Event) -> str:
 )
 def _rollback(event: Event) -> str:
     if event["phase"] == "intent":
-        return f"Going back from step {event['from_step']} to the checkpoint of step {event['to_step']} ({event['measure']})."
+        return f"Going back from step {event['from_step']} to the checkpoint of step {event['to_step']} ({event['action']})."
     verified = f"As recorded: {', '.join(event['verified'])}" if event["verified"] else "Nothing could be compared"
     differing = f"; changed: {', '.join(event['differing'])}" if event["differing"] else ""
     steps_given_up = counted(event["steps_given_up"], "step")
     return (
-        f"Back at step {event['step']} after {duration(event['seconds'])}; given up: {steps_given_up}. "
+        f"Back at step {event['step']} after {duration(event['seconds'])}; abandoned: {steps_given_up}. "
         f"{verified}{differing}. Branch {event['branch']} begins."
     )
 

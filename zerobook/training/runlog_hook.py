@@ -20,7 +20,7 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.versions import versions
 
 
-class Logbook(Hook):
+class RunlogHook(Hook):
     """Writes steps, log points and evaluations. Rank 0 alone has one."""
 
     def __init__(self, log: RunLog):
@@ -98,7 +98,7 @@ class Logbook(Hook):
         tqdm.write(f"{'Ctrl-C' if reason == 'SIGINT' else reason}: {outcome}. To go on:\n  {command_to_resume()}")
 
     def finish(self, trainer: TrainerView) -> None:
-        """Write the ``run_end`` event, and the logbook's page. The model is on the disk."""
+        """Write the ``run_end`` event, and the report. The model is on the disk."""
         progress = trainer.progress
         evaluation = round(trainer.evaluator.seconds, 3)
         training = round(time.monotonic() - self._start - trainer.evaluator.seconds, 3)
