@@ -14,8 +14,8 @@ from tests.harness import staged
 from zerobook.checkpoint import store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
-from zerobook.cli.compare_runs import compare_runs
 from zerobook.cli.inspect_data import inspect
+from zerobook.cli.main import main
 from zerobook.errors import DataError
 from zerobook.runlog import figures
 from zerobook.runlog.facts import run_results
@@ -171,9 +171,9 @@ def test_runs_with_other_seeds_and_the_same_validation_file_are_compared(tiny, t
     outputs = {name: str(tmp_path / name) for name in ("seed1", "seed2", "other")}
     capsys.readouterr()
 
-    compare_runs([outputs["seed1"], outputs["seed2"]])
+    main(["runlog", "compare", outputs["seed1"], outputs["seed2"]])
     assert "lowest held-out loss: " in capsys.readouterr().out
-    compare_runs([*outputs.values()])
+    main(["runlog", "compare", *outputs.values()])
     assert "lowest held-out loss: " not in capsys.readouterr().out
 
 
