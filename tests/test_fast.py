@@ -52,6 +52,7 @@ def test_what_cannot_be_compiled_is_left_out_by_fast_and_refused_by_name(tmp_pat
     assert not any(problem.startswith("torch_compile") for problem in plan.problems), "FSDP2's hooks stay outside"
 
 
+@pytest.mark.full
 def test_layers_run_compiled_and_drop_out_as_before():
     import torch
 

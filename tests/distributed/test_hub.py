@@ -85,6 +85,7 @@ def train(tiny, tmp_path, hub):
 
 
 @pytest.mark.launch
+@pytest.mark.full
 def test_a_model_of_the_hub_is_downloaded_once_before_it_is_loaded(train, hub):
     _, sent = hub
     train("zero3", 2, "run")
