@@ -72,7 +72,11 @@ class _Keys(BaseModel):
         lists = [kind for kind in kinds if get_origin(kind) is list]
         if lists:
             has_choices = get_origin(get_args(lists[0])[0]) is Literal
-            return [] if has_choices and value == ["none"] else as_list(value)
+            # A list in YAML may hold the word; where the items are free text, it may be one of them.
+            if has_choices and value == ["none"]:
+                return []
+            return as_list(value)
+        # Flags and YAML give a whole number as 1e3 too, which pydantic takes for a float alone.
         return as_whole_number(value) if int in kinds else value
 
 
@@ -88,8 +92,9 @@ def _number(value: Any) -> float | None:
 
 def _kinds(annotation: Any) -> set[Any]:
     """Return the classes in a union."""
-    inner = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
-    return set(inner)
+    if get_origin(annotation) in (Union, UnionType):
+        return set(get_args(annotation))
+    return {annotation}
 
 
 class DatasetSpec(_Keys):
@@ -293,7 +298,8 @@ class RecipeConfig(_Keys):
     @property
     def order_settings(self) -> OrderSettings:
         """The settings that decide the order of the samples."""
-        return OrderSettings.from_config(self.model_dump(include={field.name for field in fields(OrderSettings)}))
+        keys = {field.name for field in fields(OrderSettings)}
+        return OrderSettings.from_config(self.model_dump(include=keys))
 
     @property
     def initialised_from(self) -> str | None:
@@ -303,7 +309,9 @@ class RecipeConfig(_Keys):
     @property
     def rows_shared_by(self) -> str | None:
         """The flag by which samples share a row of a batch: ``packing`` or ``padding_free``; None where none does."""
-        return next((flag for flag in ("packing", "padding_free") if getattr(self, flag)), None)
+        if self.packing:
+            return "packing"
+        return "padding_free" if self.padding_free else None
 
     @property
     def eval_rows(self) -> int:
@@ -359,7 +367,9 @@ class RecipeConfig(_Keys):
     @classmethod
     def _no_is_a_word(cls, value: Any) -> Any:
         # Others write none and false for it. Here none would mean unset, and another file might turn half precision on.
-        return "no" if value is False or value in ("none", "false", "off") else value
+        if value is False or value in ("none", "false", "off"):
+            return "no"
+        return value
 
     @field_validator("profile", mode="before")
     @classmethod
@@ -406,9 +416,12 @@ class RecipeConfig(_Keys):
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
     def _checkpointing(cls, value: Any) -> Any:
+        # The other name of the key, gradient_checkpointing, is a switch in the transformers examples.
         with suppress(ValidationError):
             return "full" if TypeAdapter(bool).validate_python(value) else "none"
-        if value == "every:N" or not (value in CHECKPOINTING or re.fullmatch(r"every:([2-9]|[1-9]\d+)", str(value))):
+        # In the list of choices, every:N stands for any number, so the word itself is no value.
+        is_choice = value in CHECKPOINTING and value != "every:N"
+        if not is_choice and not re.fullmatch(r"every:([2-9]|[1-9]\d+)", str(value)):
             raise PydanticCustomError("choice", "Input should be none, full, every:N with N from 2, selective or offload")
         return value
 
@@ -448,10 +461,10 @@ class RecipeConfig(_Keys):
 
     def dataset_specs(self) -> list[DatasetSpec]:
         """Return the training datasets."""
+        if self.datasets:
+            return self.datasets
         path = self.dataset_name or self.train_file
-        return self.datasets or [
-            self._spec(path=str(path), config_name=self.dataset_config_name, revision=self.dataset_revision)
-        ]
+        return [self._spec(path=str(path), config_name=self.dataset_config_name, revision=self.dataset_revision)]
 
     def validation_spec(self) -> DatasetSpec:
         """Return the validation file as a dataset of its own, all of it held out."""
@@ -477,14 +490,14 @@ class RecipeConfig(_Keys):
     def _data_problems(self) -> list[str]:
         """Return a problem for data that are named twice, or alike."""
         problems = []
-        named = {key: getattr(self, key) for key in DATA if getattr(self, key)}
-        if len(named) > 1:
-            listed = " and ".join(f"{key}={value!r}" for key, value in named.items())
-            problems.append(f"dataset_name: {listed} are set together. Keep one.")
+        settings = [f"{key}={getattr(self, key)!r}" for key in DATA if getattr(self, key)]
+        if len(settings) > 1:
+            problems.append(f"dataset_name: {' and '.join(settings)} are set together. Keep one.")
+        # The logs tell the datasets apart by these names.
         counts = Counter(spec.name for spec in self.datasets or [])
-        for name in sorted(counts):
-            if counts[name] > 1:
-                problems.append(f"datasets: {counts[name]} of them are called {name!r}. Give each a name of its own.")
+        for name, count in sorted(counts.items()):
+            if count > 1:
+                problems.append(f"datasets: {count} of them are called {name!r}. Give each a name of its own.")
         return problems
 
     def _row_problems(self) -> list[str]:
@@ -522,24 +535,20 @@ class RecipeConfig(_Keys):
     def _missing_files(self) -> list[str]:
         """Return a problem for each file or folder that is named and not there."""
         problems = []
-        for key in ("train_file", "validation_file", "chat_template"):
+        for key in ("train_file", "validation_file"):
             value = getattr(self, key)
-            if not value:
-                continue
-            is_template = key == "chat_template"
-            path = template_file(value) if is_template else Path(value).expanduser()
-            if not path.exists():
-                # A template may be the name of a shipped one.
-                near = nearest(value, set(NAMES)) if is_template else nearest_file(path)
-                problems.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{near}")
-        # These may also be names on the hub, which are not looked up here.
+            if value:
+                problems += _missing_path(key, value)
+        template = self.chat_template
+        if template and not template_file(template).exists():
+            # It may be meant as the name of a shipped one.
+            near = nearest(template, set(NAMES))
+            problems.append(f"chat_template: no such file or folder: {template}, looked for in {Path.cwd()}.{near}")
+        # These may also be names on the hub, which are not looked up here. Not every recipe has all of the keys.
         for key in ("model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
             value = getattr(self, key, None)
-            if not value or not hub.is_path(value):
-                continue
-            path = Path(value).expanduser()
-            if not path.exists():
-                problems.append(f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{nearest_file(path)}")
+            if value and hub.is_path(value):
+                problems += _missing_path(key, value)
         return problems
 
     def _missing_code(self) -> list[str]:
@@ -633,11 +642,13 @@ class RecipeConfig(_Keys):
         saves = self._saves(steps)
         if self.kept_checkpoints is None:
             return saves
-        # The best and the newest that is proven good are kept as well; one more is there while it is written.
+        # The best and the newest that is proven good are protected as well; one more is there while it is written.
         goes_back = self.on_spike in ("rollback", "lower_rate")
         has_best = has_held_out and self.eval_steps != 0
         most = self.kept_checkpoints + has_best + goes_back + 1
-        return most if saves is None else min(saves, most)
+        if saves is None:
+            return most
+        return min(saves, most)
 
     def _saves(self, steps: int | None) -> int | None:
         """Return the most checkpoints that a run of ``steps`` steps writes. Its end is always saved."""
@@ -649,8 +660,17 @@ class RecipeConfig(_Keys):
             return math.ceil(self.num_train_epochs)
         if steps is None:
             return None
+        # An automatic interval may be a single step, and so may an epoch.
         interval = self.save_steps if isinstance(self.save_steps, int) else 1
         return 1 + max(steps - 1, 0) // interval
+
+
+def _missing_path(key: str, value: str) -> list[str]:
+    """Return that ``value`` is no file or folder; an empty list where it is one."""
+    path = Path(value).expanduser()
+    if path.exists():
+        return []
+    return [f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{nearest_file(path)}"]
 
 
 def _unusable_folder(key: str, path: str) -> list[str]:
@@ -733,7 +753,10 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     Raises:
         ConfigError: the YAML cannot be read. What it would have set is not known, so only the flags themselves are checked.
     """
-    arguments, other_words, problems = _read_flags(_parser(config_class), sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    arguments, other_words, problems = _read_flags(_parser(config_class), argv)
+    # Flags that are not given are no attributes, so these are the user's alone.
     flags = {key: value for key, value in vars(arguments).items() if key not in ("config", "dry_run")}
     flag_values = _single_values(flags)
     flag_sources = {key: f"flag --{key}" for key in flags}
@@ -760,6 +783,7 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     # What is missing may be there under a wrong name, or with a wrong value.
     if data and not config.names_data() and not any(_is_about(key, problems) for key in DATA):
         problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
+    # A refused value was replaced by its default, so a second problem of that key would be about the default.
     problems += [problem for problem in config.problems() if not _is_about(problem.partition(":")[0], problems)]
     return Parsed(config, sources, arguments.dry_run, problems)
 
@@ -807,6 +831,7 @@ def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigS
     problems = [_explain(error, sources) for error in errors]
     invalid_keys = {str(error["loc"][0]) for error in errors}
     sources.update(dict.fromkeys(invalid_keys, "default"))
+    # Disagreements between keys are looked for in the config of what is left.
     valid_values = {key: value for key, value in values.items() if key not in invalid_keys}
     config, _ = _valid(config_class, valid_values, sources)
     return config, problems
@@ -901,12 +926,16 @@ def _parser(config_class: type[RecipeConfig]) -> _Parser:
             # A list of mappings is written in YAML.
             continue
         extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        kind = "{" + ",".join(extra["choices"]) + "}" if "choices" in extra else _kind(field.annotation)
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": kind}
+        metavar = _kind(field.annotation)
+        if "choices" in extra:
+            metavar = "{" + ",".join(extra["choices"]) + "}"
+        # Without a default, a flag that is not given cannot hide the value of the YAML. pydantic converts the text.
+        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": metavar}
         if field.annotation is bool or "bare" in extra:
             options |= {"nargs": "?", "const": extra.get("bare", "true")}
         elif get_origin(field.annotation) is list or "list[" in str(field.annotation):
             options |= {"nargs": "*"}
+        # argparse formats help texts with %.
         help_text = f"{field.description or ''} (default: {field.default})".replace("%", "%%")
         parser.add_argument(f"--{name}", *alias_flags.get(name, []), help=help_text, **options)
     return parser
@@ -915,7 +944,8 @@ def _parser(config_class: type[RecipeConfig]) -> _Parser:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(map(str, get_args(annotation))) + "}"
-    inner = [a for a in get_args(annotation) if a is not type(None)]
+    # Of a union or a list, the first type says enough.
+    inner = [argument for argument in get_args(annotation) if argument is not type(None)]
     if inner:
         return _kind(inner[0])
     return getattr(annotation, "__name__", str(annotation)).upper()
@@ -939,10 +969,15 @@ def _read_flags(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, l
         try:
             arguments, other_words = parser.parse_known_args(words)
         except _FlagError as error:
-            refused = re.match(r"argument ([^:]+): (.*)", str(error), re.S)
-            spellings = refused[1].split("/") if refused else words
-            words, removed = _without_first(words, spellings)
-            problems.append(f"{removed}: {refused[2] if refused else error}.")
+            flags = words
+            reason = str(error)
+            # The flag is named with all its spellings: "argument --max_train_steps/--max_steps: expected one argument".
+            refusal = re.match(r"argument ([^:]+): (.*)", reason, re.S)
+            if refusal:
+                flags = refusal[1].split("/")
+                reason = refusal[2]
+            words, removed = _without_first(words, flags)
+            problems.append(f"{removed}: {reason}.")
         else:
             return arguments, other_words, problems
 
@@ -959,10 +994,10 @@ def _without_first(words: list[str], flags: list[str]) -> tuple[list[str], str]:
 
 def _single_values(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the values of flags, where a list of one text is that text: it may be a list of its own."""
-    values: dict[str, Any] = {}
+    values = dict(flags)
     for key, value in flags.items():
-        is_single = isinstance(value, list) and len(value) == 1
-        values[key] = value[0] if is_single else value
+        if isinstance(value, list) and len(value) == 1:
+            values[key] = value[0]
     return values
 
 
@@ -1010,13 +1045,17 @@ def _path_beside(yaml_file: str, name: str) -> str:
     path_beside = Path(yaml_file).expanduser().parent / path
     if Path(path).expanduser().exists() or Path(path).is_absolute() or not path_beside.exists():
         return name
-    return f"{path_beside}:{class_name}" if class_name else str(path_beside)
+    if class_name:
+        return f"{path_beside}:{class_name}"
+    return str(path_beside)
 
 
 def _hint(name: str, names: set[str], prefix: str = "") -> str:
     """Return a sentence about the key that is meant: by its name in another trainer, or by its spelling."""
     translation = other_trainers.translate(name, names, prefix)
-    return f" {translation}" if translation else nearest(name, names, prefix)
+    if translation:
+        return f" {translation}"
+    return nearest(name, names, prefix)
 
 
 def _explain(error: Any, sources: ConfigSources) -> str:
@@ -1029,6 +1068,7 @@ def _explain(error: Any, sources: ConfigSources) -> str:
         return f"{source}: {path}: the key is missing."
     # Of "a valid number, unable to parse string as a number", the first half says it.
     message = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0].rstrip(".")
+    # The value may be a file's content in the place of its name.
     shown = repr(error["input"])
     if len(shown) > LONGEST_SHOWN:
         shown = f"{shown[:LONGEST_SHOWN]}..."
