@@ -65,6 +65,7 @@ class Exchange:
         self.store.set(f"beat/{self.rank}", beat.encode())
         if self._judge is not None:
             verdict = self._judge_all(self._judge, now)
+            # After the judgement: a pulse tells the others that rank 0 still judges.
             self.store.set("pulse", f"{beat.number} {beat.host}")
             if verdict is not None and self.verdict is None:
                 self.store.set("verdict", verdict.encode())
@@ -72,12 +73,14 @@ class Exchange:
         elif self.verdict is None:
             self.verdict = self._read_verdict()
             if self.verdict is not None:
+                # Rank 0, whose process may hold the store, waits for this before it ends.
                 self.store.set(f"read/{self.rank}", "")
             elif self.store.check(["pulse"]):
                 self._read_pulse(now)
 
     def _read_verdict(self) -> Verdict | None:
         """Return rank 0's verdict; None where there is none, or where something else stands in its place."""
+        # `get` would wait for a key that is not there yet.
         if not self.store.check(["verdict"]):
             return None
         with suppress(MessageError):
@@ -95,10 +98,15 @@ class Exchange:
             self.main_host = pulse.partition(" ")[2]
 
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:
-        keys = {rank: f"beat/{rank}" for rank in range(self.world_size)}
-        # A rank that was heard once has its key for good, so the store is not asked again.
-        ranks = [rank for rank, key in keys.items() if rank in judge.beats or self.store.check([key])]
-        texts = self.store.multi_get([keys[rank] for rank in ranks])
+        ranks = []
+        keys = []
+        for rank in range(self.world_size):
+            key = f"beat/{rank}"
+            # A rank that was heard once has its key for good, so the store is not asked again.
+            if rank in judge.beats or self.store.check([key]):
+                ranks.append(rank)
+                keys.append(key)
+        texts = self.store.multi_get(keys)
         beats = {}
         for rank, text in zip(ranks, texts, strict=True):
             # What is no heartbeat counts as none: the rank's own next one takes its place.
@@ -107,7 +115,8 @@ class Exchange:
         if len(beats) == self.world_size:
             self._newly_slow += self._stragglers.update(beats)
         verdict = judge.update(now, beats)
-        lost_connection = any(beat.phase == "failed" and beat.error.startswith(CONNECTION_ERRORS) for beat in beats.values())
-        if verdict is None and lost_connection:
+        failed_beats = [beat for beat in beats.values() if beat.phase == "failed"]
+        if verdict is None and any(beat.error.startswith(CONNECTION_ERRORS) for beat in failed_beats):
+            # Some rank is gone, so a short silence shows which.
             verdict = judge.judge_silent(now, GONE_INTERVALS * self.interval)
         return verdict

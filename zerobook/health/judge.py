@@ -111,6 +111,7 @@ class Judge:
     def update(self, now: float, beats: Mapping[int, Beat]) -> Verdict | None:
         """Take in the newest heartbeat of each rank, and return the verdict if the run hangs."""
         for rank, beat in beats.items():
+            # The store repeats a rank's last heartbeat for ever, and only a new number is a sign of the rank.
             previous = self.beats.get(rank)
             if previous is None or beat.number != previous.number:
                 self.beats[rank] = beat
@@ -142,49 +143,54 @@ class Judge:
         if self._failed_since is None:
             self._failed_since = now
         seconds = now - self._failed_since
+        # Until then the launcher may stop the other ranks, and no verdict is needed.
         if seconds < self.grace:
             return None
         return self._verdict("failed", failed_ranks, seconds)
 
     def _judge_behind(self) -> Verdict | None:
         running = {rank: beat for rank, beat in self.beats.items() if beat.phase not in FINISHED_PHASES}
+        # A rank that was never heard may be the one that is behind.
         all_heard = len(self.beats) == len(self.last_heard)
         if not all_heard or not running:
             return None
         fewest_phases = min(beat.entered for beat in running.values())
-        behind = [rank for rank, beat in running.items() if beat.entered == fewest_phases]
-        if any(running[rank].seconds <= running[rank].limit for rank in behind):
+        behind = {rank: beat for rank, beat in running.items() if beat.entered == fewest_phases}
+        if any(beat.seconds <= beat.limit for beat in behind.values()):
             # One of them still works, within its limit.
             self._suspects = {}
             return None
-        if not self._confirm_suspects(behind, running):
+        if not self._confirm_suspects(behind):
             return None
         kind: Kind = "stuck"
         if 1 < len(behind) == len(self.last_heard):
             kind = "together"
-        return self._verdict(kind, behind, min(running[rank].seconds for rank in behind))
+        # All of them have been there for so long.
+        seconds = min(beat.seconds for beat in behind.values())
+        return self._verdict(kind, list(behind), seconds)
 
-    def _confirm_suspects(self, behind: Sequence[int], running: Mapping[int, Beat]) -> bool:
+    def _confirm_suspects(self, behind: Mapping[int, Beat]) -> bool:
         """Return whether a later heartbeat of each rank shows it in the same phase as the one that first showed it behind.
 
         A rank that waited for a slow one, and got on since, is behind until its next heartbeat.
         """
         suspects: dict[int, Beat] = {}
-        for rank in behind:
-            beat = running[rank]
+        for rank, beat in behind.items():
             earlier = self._suspects.get(rank)
             if earlier is None or earlier.entered != beat.entered:
                 earlier = beat
             suspects[rank] = earlier
         self._suspects = suspects
-        return all(running[rank].number > earlier.number for rank, earlier in suspects.items())
+        return all(beat.number > suspects[rank].number for rank, beat in behind.items())
 
     def _host(self, rank: int) -> str:
         """Return the rank's host, or a name of its own where the rank never sent a heartbeat."""
-        return self.beats[rank].host if rank in self.beats else f"rank {rank}"
+        beat = self.beats.get(rank)
+        return beat.host if beat is not None else f"rank {rank}"
 
     def _phase(self, rank: int) -> str:
-        return self.beats[rank].phase if rank in self.beats else "start"
+        beat = self.beats.get(rank)
+        return beat.phase if beat is not None else "start"
 
     def _verdict(self, kind: Kind, ranks: Sequence[int], seconds: float) -> Verdict:
         phase = "start"
@@ -213,8 +219,8 @@ class Judge:
         for rank, beat in sorted(self.beats.items()):
             if rank not in blamed_ranks and beat.phase not in FINISHED_PHASES:
                 ranks_by_position.setdefault((beat.phase, beat.step), []).append(rank)
-        positions = list(ranks_by_position.items())[:MAX_PLACES]
-        return [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in positions]
+        waiting = [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in ranks_by_position.items()]
+        return waiting[:MAX_PLACES]
 
 
 def describe(verdict: Verdict) -> str:
@@ -248,7 +254,8 @@ def rank_ranges(ranks: Sequence[int]) -> list[RankRange]:
     >>> rank_ranges([0, 1, 2, 5])
     [(0, 2), (5, 5)]
     """
-    return [(start, end - 1) for start, end in ranges(ranks)[:MAX_RANK_RANGES]]
+    pairs = [(start, end - 1) for start, end in ranges(ranks)]
+    return pairs[:MAX_RANK_RANGES]
 
 
 def _named(ranks: Sequence[RankRange]) -> str:
@@ -262,6 +269,8 @@ def _named(ranks: Sequence[RankRange]) -> str:
     numbers = []
     for first, last in ranks:
         numbers.append(str(first) if first == last else f"{first}-{last}")
+    listed = f"ranks {', '.join(numbers)}"
     # A verdict has no more ranges than this, so some may have been left out.
-    rest = " and others" if len(ranks) == MAX_RANK_RANGES else ""
-    return f"ranks {', '.join(numbers)}{rest}"
+    if len(ranks) == MAX_RANK_RANGES:
+        listed += " and others"
+    return listed

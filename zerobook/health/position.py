@@ -73,8 +73,13 @@ class Window(NamedTuple):
         """Return the window of the steps of ``earlier`` and of this one."""
         if earlier is None:
             return self
-        steps, *seconds = (a + b for a, b in zip(self[1:], earlier[1:], strict=True))
-        return Window(self.step, int(steps), *seconds)
+        return Window(
+            step=self.step,
+            steps=self.steps + earlier.steps,
+            total=self.total + earlier.total,
+            data=self.data + earlier.data,
+            forward=self.forward + earlier.forward,
+        )
 
 
 class Spent(NamedTuple):
@@ -124,6 +129,7 @@ def enter(phase: str, step: int | None = None) -> None:
     # Account for the phase that ends.
     seconds = now - previous.began
     state.phase_seconds[previous.phase] = state.phase_seconds.get(previous.phase, 0.0) + seconds
+    # Seconds in which the thread used no CPU time are those in which it waited.
     if previous.phase in COMPUTE_PHASES:
         state.waited_seconds += max(0.0, seconds - (thread_seconds - state.thread_seconds))
     state.thread_seconds = thread_seconds
@@ -132,6 +138,7 @@ def enter(phase: str, step: int | None = None) -> None:
         step = previous.step
     if state.first_step is None and phase == "data":
         state.first_step = step
+    # A process that resumes begins at a later step than 1, and compiles in it all the same.
     is_first = step == state.first_step and phase in STEP_PHASES
     state.position = Position(phase, step, previous.entered + 1, now, now, is_first)
 

@@ -47,7 +47,9 @@ class Stragglers:
         if step is None or step <= self._step:
             return []
         self._step = step
-        self._summed_windows = {rank: window.after(self._summed_windows.get(rank)) for rank, window in windows.items()}
+        for rank, window in windows.items():
+            self._summed_windows[rank] = window.after(self._summed_windows.get(rank))
+        # With short log intervals, several windows make one comparison.
         if min(window.steps for window in self._summed_windows.values()) < MIN_STEPS:
             return []
         hosts = {rank: beat.host for rank, beat in beats.items()}
@@ -61,6 +63,7 @@ class Stragglers:
     def _slow_ranks(self, hosts: Mapping[int, str], windows: Mapping[int, Window]) -> list[Slow]:
         """Return slow ranks, those of a host together."""
         slow = []
+        # Ranks wait for each other, so a step takes all of them about the same time.
         step_seconds = min(window.total / window.steps for window in windows.values())
         for what in ("data", "forward"):
             seconds = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
@@ -72,12 +75,14 @@ class Stragglers:
                 if rank_seconds > slowest_normal:
                     slow_ranks_by_host.setdefault(hosts[rank], []).append(rank)
             for host, ranks in slow_ranks_by_host.items():
-                slow.append(Slow(what, host, ranks, self._step, max(seconds[rank] for rank in ranks), typical))
+                longest = max(seconds[rank] for rank in ranks)
+                slow.append(Slow(what, host, ranks, self._step, longest, typical))
         return slow
 
 
 def _common_step(windows: Mapping[int, Window], number_of_ranks: int) -> int | None:
     """Return the log point whose window all ranks have closed; None where there is none, and for a single rank."""
+    # Heartbeats are not from one moment, so the newest windows of two ranks may be of different log points.
     steps = {window.step for window in windows.values()}
     if len(windows) < number_of_ranks or number_of_ranks < 2 or len(steps) > 1:
         return None

@@ -102,6 +102,7 @@ class Watch:
 
         It waits for the verdict where the error is that of a connection: the other end then stops sending heartbeats.
         """
+        # One line, and no long one: rank 0 reads the heartbeats of all ranks.
         self._error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_LENGTH]
         position.enter("failed")
         self._wake.set()
@@ -145,6 +146,7 @@ class Watch:
                 self._has_verdict.set()
             if self._done.is_set():
                 return
+            # A rank that failed ends by its own error, which says more than the verdict.
             if self.verdict is not None and position.here().phase != "failed":
                 self._end(self.verdict)
             self._wake.wait(self.interval)
@@ -166,12 +168,13 @@ class Watch:
             window=position.window(),
         )
 
-    # --- the thread that does not
+    # --- the thread that never touches the store
     def _guard(self) -> None:
         while not self._done.wait(self.interval):
             # Written from C, to the standard error output, if no thread of this process can run Python code for so long.
             faulthandler.dump_traceback_later(self.hang_timeout, file=2)
             now = time.monotonic()
+            # A call to the store may block for much longer, so its thread cannot tell that itself.
             store_silence = now - self._last_exchange_time
             if store_silence > self.hang_timeout:
                 verdict = self._store_lost(f"the run's store has not answered for {store_silence:.0f} s")
@@ -186,10 +189,11 @@ class Watch:
     def _verdict_on_main(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
         """Return this rank's own verdict about rank 0, whose position it does not know."""
         here = position.here()
+        main_host = self._exchange.main_host
         return Verdict(
             kind=kind,
             ranks=[0],
-            hosts=[self._exchange.main_host] if self._exchange.main_host else [],
+            hosts=[main_host] if main_host else [],
             phase="unknown",
             step=here.step,
             seconds=round(seconds, 1),
@@ -231,7 +235,9 @@ class Watch:
         with suppress(Exception):
             blamed_ranks = verdict.ranks[:MAX_STACKS]
             if self.rank in blamed_ranks:
+                # From the thread of the heartbeats, as the main thread hangs.
                 self.store.set(f"stack/{self.rank}", main_stack())
+            # A blamed rank that still sends heartbeats reads the verdict with its next one, and sends its stack then.
             timeout = 0.0
             if verdict.kind in ("stuck", "together"):
                 timeout = STACKS_TIMEOUT_S + self.interval
