@@ -52,7 +52,8 @@ def check_reachable(name: str, revision: str = "main") -> None:
         return
     address = urlsplit(constants.ENDPOINT)
     # With a proxy, it is the proxy that has to be reached.
-    if any(getproxies().get(kind) for kind in (address.scheme, "all")):
+    proxies = getproxies()
+    if proxies.get(address.scheme) or proxies.get("all"):
         return
     # Reached for a connection only: what the hub answers is its client's business.
     try:
@@ -117,8 +118,9 @@ def select_files(files: Iterable[str], *, weights: bool) -> list[str]:
             chosen_weights = weight_files
     selected = []
     for file in top_level:
-        is_needed = file in chosen_weights if file in all_weights else file.endswith(_BESIDE)
-        if is_needed:
+        # The index of the weights ends like a config, and belongs to the weights.
+        is_beside = file.endswith(_BESIDE) and file not in all_weights
+        if is_beside or file in chosen_weights:
             selected.append(file)
     return selected
 

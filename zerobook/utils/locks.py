@@ -24,10 +24,12 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None
     Returns:
         True: it is locked now. False: another process holds it. None: its file system has no locks.
     """
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     deadline = time.monotonic() + wait
     while True:
         try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            # Without LOCK_NB, the call would wait for as long as the other process likes.
+            fcntl.flock(handle, operation | fcntl.LOCK_NB)
             return True
         except OSError as error:
             if error.errno in _NO_LOCKS:

@@ -31,4 +31,6 @@ def nearest_value(key: str, value: str, choices: Iterable[str]) -> str:
     """Return ``Did you mean ...?`` with the value of a flag that is meant: by another trainer's word, or by its spelling."""
     # The word of another trainer may be spelt like another value.
     translation = other_trainers.VALUES.get(key, {}).get(value)
-    return f" Did you mean {translation}?" if translation else nearest(value, set(choices))
+    if translation:
+        return f" Did you mean {translation}?"
+    return nearest(value, set(choices))

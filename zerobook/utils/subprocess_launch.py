@@ -93,4 +93,6 @@ def last_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
     # A line of code in a traceback is taken only where there is nothing better.
     messages = [line for line in lines if not line.startswith("raise ")] or lines
-    return messages[0][:300] if messages else "it said nothing of an error"
+    if not messages:
+        return "it said nothing of an error"
+    return messages[0][:300]

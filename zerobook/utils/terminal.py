@@ -50,7 +50,10 @@ def visible(text: str, besides: str = "") -> str:
     >>> visible("a\x1b[2J\u202e \xab\n", "\xab")
     'a\\x1b[2J\\u202e \\xab\n'
     """
-    escape = re.compile(f"{_CONTROLS.pattern}|[{re.escape(besides)}]") if besides else _CONTROLS
+    escape = _CONTROLS
+    # An empty class of characters is no regular expression.
+    if besides:
+        escape = re.compile(f"{_CONTROLS.pattern}|[{re.escape(besides)}]")
     return escape.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -95,4 +98,5 @@ def console(width: int = 140, *, markup: bool = False) -> Console:
             return super().render_str(plain(text), **options)
 
     # Without a width, rich asks the terminal.
-    return Plain(width=None if sys.stdout.isatty() else width, markup=markup, emoji=False, highlight=False)
+    columns = None if sys.stdout.isatty() else width
+    return Plain(width=columns, markup=markup, emoji=False, highlight=False)

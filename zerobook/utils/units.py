@@ -23,7 +23,8 @@ def parse_bytes(text: str, key: str) -> int:
     value = _number(match[1]) if match else None
     if match is None or value is None:
         # 80 alone could be bytes or GB.
-        hint = " Write GB for 10^9 bytes or GiB for 2^30." if _number(text) is not None else ""
+        is_bare_number = _number(text) is not None
+        hint = " Write GB for 10^9 bytes or GiB for 2^30." if is_bare_number else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
     # Exact: the float 2.01 times 10^9 is below 2010000000.
     unit = (match[2] or "").lower()
@@ -44,8 +45,10 @@ def parse_rate(text: str, key: str) -> float:
     if match is None or not value or (match[3] == "b/s" and (match[2] or "").islower()):
         raise ConfigError(f"{key}: {text!r} is not a rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
     rate = value * _DECIMAL[(match[2] or "").lower()]
-    is_bytes = "B" in match[3]
-    return rate if is_bytes else rate / 8
+    # A capital B stands for bytes.
+    if "B" in match[3]:
+        return rate
+    return rate / 8
 
 
 def parse_count(text: str, key: str) -> int:
@@ -71,7 +74,9 @@ def _number(text: str) -> float | None:
 
 def gb(amount: float) -> str:
     """Return bytes in units of 10^9, as in the names of hardware: three figures, never in scientific notation."""
-    return _three(amount / 1e9) if amount < 1e15 else f"{amount / 1e9:,.0f}"
+    if amount >= 1e15:
+        return f"{amount / 1e9:,.0f}"
+    return _three(amount / 1e9)
 
 
 def size(amount: float) -> str:

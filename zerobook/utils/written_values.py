@@ -32,7 +32,9 @@ def as_list(value: Any) -> Any:
         return [value]
     # Other texts with commas, such as a regular expression, are one value.
     words = [word.strip() for word in value.split(",")]
-    return words if all(map(_WORD.fullmatch, words)) else [value]
+    if all(map(_WORD.fullmatch, words)):
+        return words
+    return [value]
 
 
 def as_whole_number(value: Any) -> Any:

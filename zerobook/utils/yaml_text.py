@@ -45,6 +45,7 @@ class BoundedLoader(yaml.SafeLoader):
     def _size(self, node: yaml.Node, mark: Any) -> int:
         """Return the number of values in a node, whose children are composed already."""
         children: list[yaml.Node] = []
+        # A mapping has pairs of two nodes, as a key can be a mapping too.
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
