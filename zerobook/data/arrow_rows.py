@@ -22,7 +22,7 @@ def without_padding(row: Any) -> Any:
         first = next((item for item in row if item is not None), None)
         if not isinstance(first, list | dict):
             return row
-        return [without_padding(item) for item in row]
+        return list(map(without_padding, row))
     if not isinstance(row, dict):
         return row
     cleaned = {}
@@ -34,7 +34,7 @@ def without_padding(row: Any) -> Any:
 def _without_nulls(value: Any) -> Any:
     """Return a value without the keys of objects that are null, at any depth. Arrow adds none to lists."""
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return list(map(_without_nulls, value))
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return value

@@ -108,8 +108,10 @@ def checked_chat(
                 reason = "a tool turn follows an assistant's turn or another tool turn"
             else:
                 reason = "user and assistant must alternate"
-            raise BadSample(f"turn {number} is {role} {f'after {before}' if before else 'at the start'}: {reason}")
+            position = f"after {before}" if before else "at the start"
+            raise BadSample(f"turn {number} is {role} {position}: {reason}")
         before = role
+    # Checked last: the order of the turns is the better reason where both are wrong.
     if not any(message["role"] == "assistant" for message in messages):
         raise BadSample(f"none of the {len(messages)} turns is the assistant's, so there is nothing to learn")
     return Chat(messages, frozenset(unsupervised), tools)
@@ -133,15 +135,22 @@ def unread_keys(turns: object) -> list[str]:
             turns = read_json(turns, "the turns")
         except BadSample:
             return []
-    keys: dict[str, None] = {}
-    for turn in turns if isinstance(turns, list) else []:
-        if isinstance(turn, dict):
-            read = _keys_read(turn)
-            keys |= {str(key): None for key, value in turn.items() if key not in read and not _holds_nothing(value)}
+    keys: dict[str, None] = {}  # a set that keeps its order
+    if not isinstance(turns, list):
+        return []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            continue
+        read = _keys_read(turn)
+        for key, value in turn.items():
+            # Tables fill up turns with keys of other turns, whose values are empty.
+            if key not in read and not _holds_nothing(value):
+                keys[str(key)] = None
     return list(keys)
 
 
 def _keys_read(turn: Mapping[str, Any]) -> set[str]:
+    # A role may be of any type here: this is asked before the turn is checked.
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(name) if isinstance(name, str) else None
     keys = {"role", "content", "from", "value", *_MARKS}
@@ -177,7 +186,10 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
         is_supervised = _is_supervised(turn, where)
         if calls:
             message["tool_calls"] = [_read_call(call, where) for call in calls]
-        message |= {key: read_text(turn[key], f"{key} of {where}") for key in THOUGHTS if turn.get(key)}
+        for key in THOUGHTS:
+            if turn.get(key):
+                message[key] = read_text(turn[key], f"{key} of {where}")
+    # Which call a result answers: some templates write it out.
     if message["role"] == "tool":
         message |= _identifiers(turn, IDENTIFIERS, where)
     if isinstance(content, list):
@@ -218,6 +230,7 @@ def _read_mark(value: object, key: str, where: str) -> bool | None:
     """Return a mark of a turn, which may be a boolean, a number or a text; None where there is none."""
     if is_empty(value):
         return None
+    # A mark may be a boolean, a number, or their text, as tables write them.
     text = str(value).strip().lower()
     if isinstance(value, bool | int | float | str) and text in _TRUE:
         return True
@@ -234,6 +247,7 @@ def _call_objects(turn: Mapping[str, Any], where: str) -> list[Any]:
 
 def _read_call(call: object, where: str) -> dict[str, Any]:
     """Return a call of a tool as chat templates read it: the arguments are an object, not text."""
+    # Some data has the name and the arguments in the call itself, as OpenAI's older format does.
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadSample(f"{where} has a tool call without a function's name")
@@ -254,6 +268,7 @@ def _identifiers(holder: Mapping[str, Any], keys: tuple[str, ...], where: str) -
     for key in keys:
         value = holder.get(key)
         if not is_empty(value):
+            # True is an integer of Python, and no identifier.
             text = str(value) if type(value) is int else value
             identifiers[key] = read_text(text, f"{key} of {where}")
     return identifiers
@@ -271,7 +286,9 @@ def _read_objects(value: object, name: str) -> list[Any]:
     items = value if isinstance(value, list) else [value]
     objects = []
     for item in items:
-        objects.append(read_json(item, name) if isinstance(item, str) else item)
+        if isinstance(item, str):
+            item = read_json(item, name)
+        objects.append(item)
     return objects
 
 

@@ -25,7 +25,7 @@ def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, 
 
     The length is that of the longest sequence, at least ``at_least``, rounded up to a multiple of ``multiple``.
     """
-    longest = max(at_least, *(len(ids) for ids in sequences))
+    longest = max(at_least, *map(len, sequences))
     batch = torch.full((len(sequences), -(-longest // multiple) * multiple), fill, dtype=torch.long)
     for row, ids in zip(batch, sequences, strict=True):
         row[: len(ids)] = torch.as_tensor(ids)
@@ -34,7 +34,7 @@ def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, 
 
 def attention_mask(sequences: Sequence[Sequence[int]], length: int) -> torch.Tensor:
     """Return 1 on ids and 0 on padding, int64 [rows, length]. Positions decide: a real token may have the pad token's id."""
-    sizes = torch.tensor([len(ids) for ids in sequences])
+    sizes = torch.tensor(list(map(len, sequences)))
     return (torch.arange(length) < sizes[:, None]).long()
 
 
@@ -80,6 +80,7 @@ class SampleMask:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> torch.Tensor:
         """Return the mask, ``dtype`` [rows, 1, length, length], on ``device``."""
         samples = self.samples.to(device, non_blocking=non_blocking)
+        # A token attends to the tokens of its own sample, and of these to the ones before it.
         attends = (samples[:, None, :, None] == samples[:, None, None, :]).tril_()
         if self.dtype is torch.bool:
             return attends
@@ -225,7 +226,7 @@ class PackedCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
-        rows = [_with_positions(row) for row in rows]
+        rows = list(map(_with_positions, rows))
         if self.flatten:
             joined = {}
             for key in fills:
@@ -240,6 +241,7 @@ class PackedCollator:
         # Padding is a sample of its own, whose positions begin at 0.
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
+        # The number of a token's sample is the number of positions 0 up to it.
         if self.mask is not None:
             samples = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
             batch["attention_mask"] = SampleMask(samples, self.mask)
@@ -302,6 +304,7 @@ class DecoderInput:
     """
 
     def __init__(self, model: nn.Module):
+        # Made without __init__, which would allocate the weights.
         self.shell = cast("PreTrainedModel", type(model).__new__(type(model)))
         nn.Module.__init__(self.shell)
         self.shell.config = cast("PreTrainedModel", model).config
@@ -309,10 +312,10 @@ class DecoderInput:
     def __call__(self, labels: torch.Tensor) -> torch.Tensor:
         config = self.shell.config
         labels = _with_a_token_in_each_row(labels, config.pad_token_id)
-        own = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)
-        if own is not None:
-            return own(labels)
-        # BlenderBot has no such method; its forward calls this function of its module
+        prepare_decoder_ids = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)
+        if prepare_decoder_ids is not None:
+            return prepare_decoder_ids(labels)
+        # BlenderBot has no such method; its forward calls this function of its module.
         shift = sys.modules[type(self.shell).__module__].shift_tokens_right
         return shift(labels, config.pad_token_id, config.decoder_start_token_id)
 

@@ -70,6 +70,7 @@ def _chatterbot() -> list[dict[str, Any]]:
 
 def _stdlib() -> list[dict[str, Any]]:
     folder = Path(sysconfig.get_path("stdlib"))
+    # Tests are unlike other code, lib2to3 and caches are no sources to learn from, and site-packages differ between machines.
     skip = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
     files = [file for file in sorted(folder.rglob("*.py")) if not skip & set(file.relative_to(folder).parts)]
     return [{"text": read_text(file, errors="replace")} for file in files]
@@ -96,7 +97,9 @@ def located(name: str) -> str:
 def converted(name: str) -> Path | None:
     """Return the folder of an embedded model; None where it was not converted yet, and for other names."""
     folder = cache_dir() / _SMOLLM2
-    return folder if name == f"{PREFIX}smollm2" and (folder / "config.json").exists() else None
+    if name != f"{PREFIX}smollm2" or not (folder / "config.json").exists():
+        return None
+    return folder
 
 
 def smollm2() -> Path:
@@ -118,6 +121,7 @@ def smollm2() -> Path:
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     config = loaded.config
+    # The weights were converted to fp32 as they were loaded, so the copy is not quantized.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     # transformers does not save a model that was loaded from a GGUF file.
@@ -125,6 +129,7 @@ def smollm2() -> Path:
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    # Beside its final place, so that the rename stays on one file system.
     staging = target.with_name(f".converting-{uuid4().hex}")
     staging.mkdir(parents=True)
     fresh.save_pretrained(staging)

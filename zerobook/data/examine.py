@@ -47,6 +47,7 @@ class BadSamples(Locations):
 
     def add_reason(self, location: str, reason: str) -> None:
         self.add(f"{location}: {reason}")
+        # A reason may quote the sample, and is shown on a terminal.
         reason = plain(reason, lines=False)
         if reason not in self.by_reason and len(self.by_reason) >= LISTED:
             reason = "other reasons"
@@ -127,6 +128,7 @@ def examine(
     bar = tqdm(total=source.total, desc=f"reading {source.name}", unit=source.unit.strip(), unit_scale=True, leave=False)
     for chunk in chunks(source.read(), bar):
         if examiner is None:
+            # The format is that of the first chunk, as in a run.
             examined.format = format or detect(chunk, columns or {}, {}, skip=True)
             reading = Reading(
                 examined.format, columns or {}, encoder, NextToken(), detected=format is None, is_held_out=source.is_held_out
@@ -149,6 +151,7 @@ class _Examiner:
         self.reading = reading
         self.length = length
         self.rows = rows
+        # A second encoder with the length of the run: the lengths before cutting are wanted too.
         self.cutting_encoder = copy.copy(encoder)
         self.cutting_encoder.length = length
         self.lengths: list[int] = []
@@ -169,6 +172,7 @@ class _Examiner:
         if len(examined.first) < self.rows:
             examined.first.append((where, encoded))
 
+        # The digest stands for the sample, so memory does not grow with the length of samples. Lone surrogates have no UTF-8.
         digest = xxhash.xxh3_64_intdigest(repr(sample).encode(errors="replace"))
         self.digests.append(digest)
         if digest in self.locations:
@@ -178,14 +182,17 @@ class _Examiner:
         documents = [encoded, *encoded.others]
         longest = max(len(document.input_ids) for document in documents)
         self.lengths.append(longest)
-        examined.supervised += sum(int((document.labels != IGNORE).sum()) for document in documents)
+        for document in documents:
+            examined.supervised += int((document.labels != IGNORE).sum())
 
         # Running text is cut into blocks, and loses nothing.
         if examined.format == "text":
             self.is_kept.append(True)
             return
         # A sample that is cut may lose all of its supervised tokens.
-        result = self.cutting_encoder.encode([sample])[0] if longest > self.length else encoded
+        result: Encoded | BadSample = encoded
+        if longest > self.length:
+            result = self.cutting_encoder.encode([sample])[0]
         self.is_kept.append(self._is_supervised(result))
         if not self.is_kept[-1]:
             examined.dropped.add(f"{where} ({longest} tokens)")
@@ -218,6 +225,7 @@ def _encoded(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, Any]]:
             continue
         locations.append(where)
         samples.append(sample)
+    # One call for the whole chunk: a fast tokenizer works on its texts in parallel.
     yield from zip(locations, samples, reading.encoder.encode(samples), strict=True)
 
 
@@ -236,6 +244,7 @@ def held_out_twice(examined: Examined, share: float, seed: int) -> tuple[int, Lo
         share: of the samples, as ``--validation_split_percentage`` gives it, divided by 100.
     """
     digests = examined.digests[examined.is_kept]
+    # The same split as a run makes, which numbers only the samples that it keeps.
     mask = held_out_mask(len(digests), share, seed)
     locations = Locations()
     for number in np.flatnonzero(mask & np.isin(digests, digests[~mask])):

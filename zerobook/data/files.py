@@ -44,7 +44,9 @@ KNOWN = (*JSON_LINES, ".json", *TABLE, ".parquet", *TEXT)
 def suffix_of(file: Path) -> str:
     """Return the file type without the suffix of a compression: ``a.jsonl.gz`` is ``.jsonl``."""
     suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
+    if suffix in (".gz", ".zst"):
+        suffix = Path(file.stem).suffix.lower()
+    return suffix
 
 
 def file_source(file: Path) -> Source:
@@ -52,6 +54,7 @@ def file_source(file: Path) -> Source:
     kind = suffix_of(file)
     if kind not in KNOWN:
         raise DataError(f"{file}: unknown file type {file.suffix!r}. Known: {', '.join(KNOWN)}, also with .gz or .zst.")
+    # The suffix .json is used for arrays and for JSON lines, so the first character decides.
     if kind == ".json":
         kind = _json_kind(file)
     readers = {
@@ -76,6 +79,7 @@ def file_source(file: Path) -> Source:
 
 def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
     """Return a function that cuts a file into shards; None for a file that can only be read from its beginning."""
+    # Parquet can be read at any row group, lines at any line end, and compressed files only from the beginning.
     if kind == ".parquet":
         return lambda: _parquet_shards(file)
     if file.suffix.lower() in (".gz", ".zst") or kind not in (*JSON_LINES, *TEXT):
@@ -87,6 +91,7 @@ def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
 def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source]:
     """Return byte ranges of a file of lines as sources. A line belongs to the range in which it begins."""
     size = file.stat().st_size
+    # The size is the last end, also of an empty file or of one that is a multiple of a shard.
     ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
     starts = [0, *ends[:-1]]
 
@@ -149,6 +154,7 @@ class _Decompressed(io.RawIOBase):
     def __init__(self, stream: BinaryIO | gzip.GzipFile, file: Path):
         self.stream = stream
         self.file = file
+        # Small files may expand by any factor up to a total that does no harm.
         self.remaining_size = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
 
     def readable(self) -> bool:
@@ -197,6 +203,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
         cost = _costs(raw)
         number = 0
         while stop is None or position < stop:
+            # One byte more than the limit tells a line of that length from a longer one.
             line = content.readline(LINE_LIMIT + 1)
             if not line:
                 return
@@ -208,6 +215,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
             position += len(line)
             if is_first:
                 line = line.removeprefix(codecs.BOM_UTF8)
+            # Blank lines are no samples, and still count as lines in messages.
             if line.strip():
                 yield where, line, cost()
 
@@ -292,12 +300,15 @@ _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])")
 def _read_table(file: Path) -> Iterator[Item]:
     content, raw = _open(file)
     cost = _costs(raw)
+    # The default of the csv module is 128 KiB, which long documents exceed.
     csv.field_size_limit(LINE_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         lines = _BoundedLines(text, file)
+        delimiter = "\t" if suffix_of(file) == ".tsv" else ","
         # strict: a quote that is never closed would take all rows after it into its field.
-        reader = csv.DictReader(lines, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
         for row in _table_rows(reader, file):
+            # A whole row was read, and the next one may have as much again.
             lines.size = 0
             if None in row or None in row.values():
                 # DictReader puts fields without a name under None, and None under names without a field.
@@ -335,7 +346,8 @@ def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
     """Yield the rows of a table. Raises `DataError` where rows cannot be separated, or two columns have one name."""
     ends = 0  # the line that the last row ends on
     try:
-        names = [name for name in reader.fieldnames or [] if name]
+        names = list(filter(None, reader.fieldnames or []))
+        # DictReader would keep the last of the columns and lose the others without a word.
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise DataError(f"{file}: its header has the column {twice[0]!r} twice. Rename one.")
@@ -368,7 +380,9 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
     with content, _readable(file):
         position = _to_a_line(content, start)
         cost = _costs(raw, start)
-        decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
+        # Only a file's first bytes can be a byte order mark.
+        encoding = "utf-8" if start else "utf-8-sig"
+        decoder = codecs.getincrementaldecoder(encoding)()
         blocks = _text_blocks(content, position, stop)
         begins = not start
         block = next(blocks, b"")
@@ -430,6 +444,7 @@ def _sketch(file: Path) -> str:
     """Return a digest of a file's size and both ends, for files that are too large to read twice."""
     size = file.stat().st_size
     with open_regular(file) as handle:
+        # Appended rows change the size and the end, a changed header the beginning.
         first = handle.read(_EDGE)
         handle.seek(max(0, size - _EDGE))
         return digest_of(str(size).encode(), first, handle.read())

@@ -51,6 +51,7 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
     config = _chosen_config(folder, config_name)
     base = PurePosixPath(str(config.get("data_dir") or "."))
     names = [name for name in _data_files(folder) if name.is_relative_to(base)]
+    # The README decides. Names decide without it: those of folders for texts, and those of files and folders for the rest.
     patterns = _declared_patterns(config)
     if patterns is not None:
         candidates = _declared_splits(folder, names, base, patterns)
@@ -66,12 +67,10 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
         if members:
             splits[split] = [folder / name for name in members]
             rest -= set(members)
+    # Checked for all data files, since files without a split may be trained on too.
     _refuse_links_out_of(folder, [folder / name for name in names])
-    return FolderSplits(
-        splits,
-        rest=[folder / name for name in sorted(rest)],
-        declared=patterns is not None,
-    )
+    unassigned_files = [folder / name for name in sorted(rest)]
+    return FolderSplits(splits, rest=unassigned_files, declared=patterns is not None)
 
 
 def _refuse_links_out_of(folder: Path, files: Sequence[Path]) -> None:
@@ -99,7 +98,10 @@ def listing(files: Sequence[PurePosixPath | Path]) -> str:
 
 def same_split(name: str) -> str:
     """Return the name that `datasets` gives a split: ``validation`` for ``dev``; other names as they are."""
-    return next((str(split) for split, keywords in _keywords().items() if name in keywords), name)
+    for split, keywords in _keywords().items():
+        if name in keywords:
+            return str(split)
+    return name
 
 
 def _keywords() -> Mapping[Any, list[str]]:
@@ -115,9 +117,9 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
     names = []
     for file in sorted(folder.rglob("*")):
         name = PurePosixPath(file.relative_to(folder).as_posix())
-        is_hidden = any(part.startswith(".") for part in name.parts)
+        is_hidden = any(component.startswith(".") for component in name.parts)
         # __MACOSX and __pycache__ are no data.
-        is_special = any(part.startswith("__") for part in name.parent.parts)
+        is_special = any(component.startswith("__") for component in name.parent.parts)
         # A README deeper in a folder of texts is a text.
         is_description = name.name in FILES_TO_IGNORE and (name.name != CARD or str(name) == CARD)
         if file.is_file() and suffix_of(file) in KNOWN and not (is_hidden or is_special or is_description):
@@ -169,6 +171,7 @@ def _header(card: Path) -> object:
 
     text = read_text(card, errors="replace")
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", text, re.DOTALL)
+    # Most headers have no configs, and parsing YAML takes long.
     if match is None or "configs:" not in match[1]:
         return None
     try:
@@ -220,6 +223,7 @@ def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str
     for name in _matching(names, base, [SPLIT_PATTERN_SHARDED.replace("{split}", "*")]):
         split = re.split(r"-\d{5}-of-\d{5}", name.name)[0]
         sharded.setdefault(split, []).append(name)
+    # Names of shards are the most specific, and say the split themselves.
     if sharded:
         return sharded
     for patterns in (DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME, DEFAULT_PATTERNS_SPLIT_IN_FILENAME):
@@ -236,7 +240,7 @@ def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str
 def _top_folders(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
     """Return the splits of a folder of texts, whose folders at the top are splits only if one is called ``train``."""
     splits: dict[str, list[PurePosixPath]] = {}
-    keywords = {str(split) for split in _keywords()}
+    keywords = set(map(str, _keywords()))
     for name in names:
         top, *inside = name.relative_to(base).parts
         split = same_split(top)
@@ -267,6 +271,7 @@ def _matches(name: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
         if pattern[pattern_index] == "**":
             if pattern_index == len(pattern) - 1:
                 return name_index < len(name)
+            # The two stars stand for no part here, or for this part and maybe more.
             if matches_from(name_index, pattern_index + 1):
                 return True
             return name_index < len(name) and matches_from(name_index + 1, pattern_index)

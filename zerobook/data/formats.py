@@ -104,6 +104,7 @@ def detect(
         )
     by_hand = text_column is not None or summary_column is not None
     formats = {**(encoder_formats or {}), **FORMATS}
+    # The order of the formats decides where several fit.
     candidates = ["pairs"] if by_hand else list(formats)
     for candidate in candidates:
         entry = _resolve_format(candidate, text_column, summary_column, encoder_formats or {})
@@ -196,6 +197,7 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
             )
     if isinstance(sample, Tokens):
         check_masks(row)
+    # The answer is not searched: a model may well be taught to write the placeholder.
     texts = []
     if isinstance(sample, Chat):
         texts = [message["content"] for message in sample.messages]
@@ -234,6 +236,7 @@ def _resolve_format(
         raise DataError(f"--format {name}: no such format. There are: {', '.join([*encoder_formats, *FORMATS])}.")
     if name != "pairs" or (text_column is None and summary_column is None):
         return FORMATS[name]
+    # One column of a pair says nothing about the other.
     if text_column is None or summary_column is None:
         raise DataError(f"--text_column is {text_column} and --summary_column is {summary_column}. Give both, or neither.")
     return FORMATS[name]._replace(columns=((text_column, summary_column),))
@@ -248,6 +251,7 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
         if messages and messages[0]["role"] == "system":
             raise BadSample(f"{columns[0]} begins with a system turn, and there is a column system; drop one")
         messages.insert(0, {"role": "system", "content": read_text(row["system"], "system")})
+        # The system turn is now the first, so all others move by one.
         unsupervised = {index + 1 for index in unsupervised}
     return checked_chat(messages, unsupervised, read_tools(row.get("tools")))
 
@@ -271,6 +275,7 @@ def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair
 
 def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
+    # Alpaca calls the further column input, and Dolly, whose answers are responses, calls it context.
     input_column = "input" if output == "output" else "context"
     question_columns = [column for column in (instruction, input_column) if not is_empty(row.get(column))]
     # An empty instruction is refused only where there is no input either: then the input is the question.
@@ -308,6 +313,7 @@ def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     if isinstance(row, Segment):
         begins = row.begins
         ends = row.ends
+    # A part of a long text may be blank: it stands between other parts.
     is_blank = is_empty(text) or (isinstance(text, str) and not text.strip())
     if is_blank and begins and ends:
         raise EmptyText(f"{columns[0]} is empty")
@@ -349,4 +355,4 @@ FORMATS = {
 
 
 def _either(columns: tuple[tuple[str, ...], ...]) -> str:
-    return " or ".join(" + ".join(needed) for needed in columns)
+    return " or ".join(map(" + ".join, columns))

@@ -53,6 +53,7 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return (the row of each item, in the order of the items from the longest to the shortest; the number of rows)."""
     row_of = np.empty(len(lengths), np.int64)
     rows_by_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
+    # Kept beside the lists, so that the rooms that have rows are found in one call.
     has_rows = np.zeros(capacity + 1, bool)
     row_count = 0
     placed_count = 0
@@ -63,6 +64,7 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
         per_row = room // length
         row_of[placed_count : placed_count + count] = np.repeat(rows, per_row)[:count]
         placed_count += count
+        # Of the rows, some are filled with as many items as fit, one takes the rest, and the others stay as they are.
         full_count, rest = divmod(count, per_row)
         partial_count = 1 if rest else 0
         full, partial, untouched = np.split(rows, [full_count, full_count + partial_count])
@@ -85,6 +87,7 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             place(rows, room, length, fitting_count)
             count -= fitting_count
         if count:
+            # Items that fit into no open row begin new ones, each with as many of them as it holds.
             new_count = -(-count // (capacity // length))
             place(np.arange(row_count, row_count + new_count), capacity, length, count)
             row_count += new_count

@@ -58,6 +58,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
     """
     import pyarrow
 
+    # A pipe or a device would block the other process.
     open_regular(file).close()
     # The package may be importable by a hook that a bare interpreter does not have.
     path = [*sys.path, str(Path(__file__).parents[2])]
@@ -87,6 +88,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
             # The caller may stop reading before the file's end.
             process.kill()
             process.stdout.close()
+            # A negative code is a signal, such as that of the kernel when memory is short.
             code = process.wait()
         if code:
             errors.seek(0)
@@ -121,6 +123,7 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
     stream = None
     for batch in _batches(file, groups, metadata):
         for piece, size in _split(batch):
+            # Counted as the rows come, since the sizes in the metadata may be wrong.
             remaining_size -= size
             if remaining_size < 0:
                 raise ParquetError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
@@ -150,6 +153,7 @@ def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Ite
         try:
             for batch in table.iter_batches(batch_size=rows_at_once, row_groups=groups, use_threads=False):
                 start += batch.num_rows
+                # After a lack of memory the file is read again from its beginning, and what was sent is left out.
                 if start > done:
                     done = start
                     yield batch
@@ -167,6 +171,7 @@ def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
             raise ParquetError(f"a row has more than {MOST_ROW >> 20} MiB")
         yield batch, size
         return
+    # Halved until each piece is small enough: the rows may differ in size by any factor.
     half = batch.num_rows // 2
     yield from _split(batch.slice(0, half))
     yield from _split(batch.slice(half))

@@ -47,5 +47,6 @@ class Skeleton(NamedTuple):
             position = start + len(content)
             if slot.span:
                 spans.append(TurnSpan(start + slot.span.start, position + slot.span.stop, slot.span.has_end))
+        # The comparison finds templates that change a content, or that depend on more than the roles.
         pieces.append(self.tail)
         return spans if "".join(pieces) == text else None

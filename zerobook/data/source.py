@@ -66,6 +66,7 @@ class Splits:
             words.append(f"trains on {self.train_name}")
         if self.held_out_name and uses_held_out:
             words.append(f"holds out {self.held_out_name}")
+        # The user named other held-out data, so this split is not used.
         elif self.held_out_name:
             unused.insert(0, self.held_out_name)
         if unused:

@@ -25,6 +25,7 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
+    # Other alphabets stay readable, as the model is to write them.
     text = json.dumps(function["arguments"], ensure_ascii=False)
     return call | {"function": function | {"arguments": text}}
 
@@ -39,6 +40,7 @@ def has_python_arguments(text: str, messages: list[Message]) -> bool:
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]
             python = str(arguments)
+            # Empty objects and lists of numbers look the same in both, and tell nothing.
             if python == json.dumps(arguments, ensure_ascii=False):
                 continue
             # A content may have the same text.

@@ -53,6 +53,7 @@ class AnswerSampler:
             pad_token_id=self.tokenizer.pad_token_id,
         )
         answers_of_this_rank: list[tuple[int, dict[str, str]]] = []
+        # Every rank makes as many generate calls as rank 0: sharded weights are gathered in each of them.
         for first in range(0, self.count, strategy.world_size):
             number = first + strategy.rank
             # A rank without a prompt of its own answers the first one again, and drops the answer.
@@ -62,11 +63,13 @@ class AnswerSampler:
             if not is_filler:
                 texts = {"prompt": self._text(prompt), "expected": self._text(expected), "answer": self._text(answer)}
                 answers_of_this_rank.append((number, texts))
+        # Ranks answered every N-th prompt, so the gathered answers are brought back into the order of the prompts.
         numbered_answers = chain.from_iterable(strategy.gather(answers_of_this_rank))
         return {}, [texts for _, texts in sorted(numbered_answers, key=lambda pair: pair[0])]
 
     def _generate(self, strategy: Strategy, prompt: np.ndarray, decoding: GenerationConfig) -> list[int]:
         """Return the ids of the answer to a prompt. Collective."""
+        # A prompt alone needs no padding, so all of its tokens are attended to.
         input_ids = torch.tensor(prompt[None], dtype=torch.int64, device=strategy.device)
         with strategy.inference():
             generated = cast("Generates", strategy.unwrapped).generate(
@@ -92,6 +95,7 @@ def _split(row: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     # A prompt has at least one token.
     start = max(1, int(supervised.argmax()))
     unsupervised_after = np.flatnonzero(~supervised[start:])
+    # Only the first answer is expected: in a chat of several turns, further prompts follow.
     end = len(ids)
     if len(unsupervised_after):
         end = start + int(unsupervised_after[0])

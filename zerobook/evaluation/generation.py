@@ -75,12 +75,16 @@ class GenerationScorer:
 
     def __call__(self, strategy: Strategy, model: nn.Module, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         predictions = self.generate(strategy)
-        result = self._score(predictions) if strategy.is_main else None
+        result = None
+        # Every rank has all predictions. They are scored once, which takes long for many rows.
+        if strategy.is_main:
+            result = self._score(predictions)
         return strategy.from_main(result)
 
     @torch.no_grad()
     def generate(self, strategy: Strategy) -> list[list[int]]:
         """Return the predicted token ids of the rows, in their order, on every rank. Collective."""
+        # All ranks make the same number of calls, also where the last rows do not fill them: each call is collective.
         rows_per_call = self.batch_size * strategy.world_size
         calls = -(-len(self.rows) // rows_per_call)
         if self.batches:
@@ -88,25 +92,29 @@ class GenerationScorer:
         predictions_of_this_rank: list[tuple[int, list[int]]] = []
         for call in tqdm(range(calls), desc="generating", leave=False, disable=not strategy.is_main):
             start = call * rows_per_call + strategy.rank * self.batch_size
-            indices = range(start, start + self.batch_size)
-            # Indices beyond the end fill up the batch with the first row; their predictions are dropped.
-            rows = [self.rows[index if index < len(self.rows) else 0] for index in indices]
+            indices = range(start, min(start + self.batch_size, len(self.rows)))
+            rows = [self.rows[index] for index in indices]
+            # The first row fills up a batch that goes beyond the end; these predictions are dropped.
+            rows += [self.rows[0]] * (self.batch_size - len(rows))
             batch = to_device(self.collate.sources(rows), strategy.device)
             with strategy.inference():
                 generated = cast("Generates", strategy.unwrapped).generate(
                     **batch, generation_config=self.decoding, synced_gpus=strategy.generation_in_step
                 )
-            for index, ids in zip(indices, generated.tolist(), strict=True):
-                if index < len(self.rows):
-                    predictions_of_this_rank.append((index, self._strip(ids)))
+            # The fillers come last, so the zip ends before them.
+            for index, ids in zip(indices, generated.tolist(), strict=False):
+                predictions_of_this_rank.append((index, self._strip(ids)))
+        # Indices are unique, so the sort never compares predictions.
         numbered_predictions = sorted(chain.from_iterable(strategy.gather(predictions_of_this_rank)))
         return [ids for _, ids in numbered_predictions]
 
     def _strip(self, ids: list[int]) -> list[int]:
         """Return ``ids`` without the decoder's start token and the padding after the end token (which may be the same id)."""
+        # transformers takes one id or a list of them.
         end_ids = self.decoding.eos_token_id
         if not isinstance(end_ids, list):
             end_ids = [end_ids]
+        # The decoder is started with a token that is no part of the answer.
         generated = ids[1:]
         for position, token in enumerate(generated):
             if token in end_ids:
@@ -114,11 +122,12 @@ class GenerationScorer:
         return generated
 
     def _score(self, predictions: list[list[int]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        # Only the rows of the first batches have predictions, where the number of batches is limited.
         rows = [self.rows[index] for index in range(len(predictions))]
         texts = self._decode(predictions)
         targets = self._decode([row["labels"] for row in rows])
         metrics = text_metrics(texts, targets)
-        metrics["generated_tokens"] = sum(len(ids) for ids in predictions) / len(predictions)
+        metrics["generated_tokens"] = sum(map(len, predictions)) / len(predictions)
         sources = self._decode([row["input_ids"] for row in rows[: self.samples]])
         # The sources are as many as the table has rows.
         samples = zip(sources, targets, texts, strict=False)

@@ -84,6 +84,7 @@ class HarnessScorer:
             DivergenceError: the model's likelihoods are not numbers.
         """
         rows = self.measure(strategy, model, progress=progress)
+        # A group also reports its subtasks, which the user did not name: they are rows, and no metrics.
         metrics = {f"task/{row['task']}/{row['metric']}": row["value"] for row in rows if row["task"] in self.names}
         return metrics, []
 
@@ -94,6 +95,7 @@ class HarnessScorer:
         was_training = model.training
         model.eval()
         try:
+            # The harness prints to stdout, which is for results alone, and seeds the random state.
             with redirect_stdout(StringIO()), _random_state_restored():
                 result = simple_evaluate(
                     model=_harness_model(self, strategy, model, progress),
@@ -109,8 +111,10 @@ class HarnessScorer:
                 )
         finally:
             model.train(was_training)
-        # The harness computes metrics on rank 0 alone.
-        rows = [] if result is None else _rows(dict(result))
+        # The harness computes metrics on rank 0 alone, and the others get them from there.
+        rows = []
+        if result is not None:
+            rows = _rows(dict(result))
         if strategy is not None:
             rows = strategy.from_main(rows)
         for row in rows:
@@ -155,6 +159,7 @@ def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
                     f"{task}: {loaded_task.config.task} generates text, and only likelihoods are measured here. Export the "
                     "model, and run: lm_eval --model hf --model_args pretrained=FOLDER --tasks ..."
                 )
+        # A group has a result of its own, which the harness computes from its subtasks.
         if name in loaded["groups"]:
             names.append(name)
             objects.append(loaded["groups"][name])
@@ -186,6 +191,7 @@ def _task_name(file: Path) -> str:
     try:
         name = yaml.load(read_text(file), Loader=Loader)["task"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        # A missing key and a file that is no mapping mean the same to the user.
         raise ConfigError(f"{file}: this is not a task file of lm-evaluation-harness: {error!r}.") from None
     return str(name)
 
@@ -201,14 +207,12 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{answer_filter}")
-            row = {
-                "task": task,
-                "metric": metric if answer_filter == "none" else f"{metric} ({answer_filter})",
-                "value": float(value),
-                "stderr": error if isinstance(error, int | float) else None,
-                "samples": samples,
-            }
-            rows.append(row)
+            # A metric without an error has the text N/A there.
+            if not isinstance(error, int | float):
+                error = None
+            if answer_filter != "none":
+                metric = f"{metric} ({answer_filter})"
+            rows.append({"task": task, "metric": metric, "value": float(value), "stderr": error, "samples": samples})
     return rows
 
 
@@ -220,6 +224,7 @@ def _windows(ids: list[int], prefix_id: int, max_length: int | None) -> list[Win
     """Cut a text into windows of ``max_length`` tokens, so that each token is measured once."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+    # Without a limit, the prefix token and the whole text are one window.
     length = max_length or len(ids) + 1
     windows = []
     for overlapping in get_rolling_token_windows(ids, prefix_id, max_seq_len=length - 1, context_len=1):
@@ -261,14 +266,13 @@ def _harness_model(scorer: HarnessScorer, strategy: Strategy | None, model: nn.M
         ) -> list[tuple[float, bool]]:
             sequences = []
             for _, context, continuation in requests:
+                # A slice from -0 is the whole list, which is right where the model has no limit.
                 ids = [*context, *continuation][-(scorer.max_length or 0) :]
                 sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
             longest = max(len(sequence.ids) for sequence in sequences)
             batch_size = rows_at_once(scorer.batch_size, longest, len(tokenizer))
-            pad_token_id = tokenizer.pad_token_id or 0
-            scores = likelihoods(
-                strategy, model, sequences, pad_token_id=pad_token_id, batch_size=batch_size, progress=progress
-            )
+            pad = tokenizer.pad_token_id or 0
+            scores = likelihoods(strategy, model, sequences, pad_token_id=pad, batch_size=batch_size, progress=progress)
             return [(score.log_probability, score.is_greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:

@@ -68,10 +68,12 @@ def losses(
     layout = BatchLayout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
     loaders = []
     for rows in datasets.values():
+        # In the order of the data: the loss does not depend on a shuffle.
         order = SampleOrder(rows.sizes, seed=0, shuffle=False)
         loaders.append(BatchLoader(rows, order, layout, collate, end=len(rows)))
     steps = sum(loader.steps() for loader in loaders)
     bar = tqdm(total=steps, desc="evaluating", leave=False, disable=not strategy.is_main)
+    # In float64, since a sum over millions of tokens loses digits in float32.
     sums = torch.zeros(len(datasets), device=strategy.device, dtype=torch.float64)
     for index, loader in enumerate(loaders):
         for _, batches in loader:
@@ -81,7 +83,9 @@ def losses(
             touch()
             bar.update(1)
     bar.close()
+    # One collective for all datasets, after the last step.
     totals = mesh.sum_over_samples(sums).tolist()
+    # The weights of all rows are known on every rank, so their sum needs no collective.
     tokens = [int(rows.loss_weights.sum()) for rows in datasets.values()]
     result: dict[str, Any] = _mean(sum(totals), sum(tokens), has_perplexity)
     if len(datasets) > 1:
@@ -99,7 +103,8 @@ def describe(result: dict[str, Any]) -> str:
     if "perplexity" in result:
         phrases.append(f"perplexity {result['perplexity']:.2f}")
     if "datasets" in result:
-        losses_by_dataset = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result["datasets"].items())
+        losses_by_dataset = ", ".join(f"{name} {dataset['loss']:.4f}" for name, dataset in result["datasets"].items())
+        # The losses of the datasets follow the loss of all of them, in brackets.
         phrases[-1] += f" ({losses_by_dataset})"
     for name, value in result.get("metrics", {}).items():
         phrases.append(f"{name} {value:.4g}")
@@ -109,8 +114,12 @@ def describe(result: dict[str, Any]) -> str:
 def tracked(result: dict[str, Any]) -> dict[str, float]:
     """Return a result as a flat dict, for trackers."""
     flat = {f"eval_{key}": result[key] for key in ("loss", "perplexity") if key in result}
-    flat |= {f"eval_loss/{name}": part["loss"] for name, part in result.get("datasets", {}).items()}
-    return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}
+    # Trackers draw the names before a slash as one group of charts.
+    for name, dataset in result.get("datasets", {}).items():
+        flat[f"eval_loss/{name}"] = dataset["loss"]
+    for name, value in result.get("metrics", {}).items():
+        flat[f"eval/{name}"] = value
+    return flat
 
 
 def _mean(total: float, tokens: int, has_perplexity: bool) -> dict[str, Any]:

@@ -31,13 +31,14 @@ def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model
     """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list where no task is named."""
     from zerobook.models.result import context_of
 
+    # Before any file is read: the refusal is about the model, and not about the tasks.
     check_causal(config.eval_tasks, kind)
     task_files, harness_tasks = split(config.eval_tasks)
     max_length = context_of(cast("PreTrainedModel", model).config)
     batch_size = config.per_device_eval_batch_size
     scorers: list[Any] = []
     if task_files:
-        tasks = [read_task(file) for file in task_files]
+        tasks = list(map(read_task, task_files))
         scorers.append(TaskScorer(tasks, tokenizer, batch_size, max_length=max_length))
     if harness_tasks:
         scorers.append(HarnessScorer(harness_tasks, tokenizer, batch_size, max_length=max_length))

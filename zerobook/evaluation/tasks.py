@@ -18,6 +18,7 @@ import math
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -97,6 +98,7 @@ def read_task(path: str | Path) -> Task:
     questions = []
     problems = []
     for number, line in enumerate(lines, 1):
+        # Blank lines are no questions, and still count as lines in messages.
         if not line.strip():
             continue
         try:
@@ -163,12 +165,15 @@ class Encoder:
         if refusal:
             raise DataError(f"the question {question[:60]!r} cannot be asked: {refusal}. Leave it out.")
         prompt = f"{question}\nAnswer:"
+        continuation = f" {choice}"
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
             prompt = render_prompt(self.tokenizer, turns)
-        separator = "" if self.chat else " "
-        text = prompt + separator + choice
+            # The template writes what stands before an answer.
+            continuation = choice
+        text = prompt + continuation
         # Encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it.
+        # verbose=False: the limit of the tokenizer is no limit here, since the beginning is cut below.
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         prompt_tokens = 0
         for position, (start, end) in enumerate(encoded["offset_mapping"]):
@@ -227,14 +232,17 @@ def likelihoods(
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].ids))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     scores = torch.zeros(len(sequences), 2, device=device)
+    # With None, tqdm shows the bar on a terminal, and nothing in a log.
     hide_bar = None if progress else True
     for start in tqdm(range(0, len(batches), world_size), desc="scoring", leave=False, disable=hide_bar):
         number = start + rank
+        # A rank beyond the last batch repeats it: its forward takes part in the collectives of sharded weights.
         batch = batches[min(number, len(batches) - 1)]
         batch_scores = _forward(model, [sequences[index] for index in batch], pad_token_id, device)
         if number < len(batches):
             scores[torch.tensor(batch, device=device)] = batch_scores
     if strategy is not None:
+        # Each score is on one rank and 0 on the others, so the sum is that score.
         scores = strategy.sum_over_ranks(scores)
     return [Likelihood(log_probability, bool(is_greedy)) for log_probability, is_greedy in scores.tolist()]
 
@@ -246,6 +254,7 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
     for number, row in enumerate(rows):
         is_choice[number, : row.first] = False
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    # The logits at a position predict the next token, so the ids are moved by one.
     ids = ids[:, 1:]
     is_choice = is_choice[:, 1:]
     # Only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run.
@@ -305,6 +314,7 @@ class TaskScorer:
             raise ConfigError(
                 f"--task: two task files are called {repeated_names[0]}, so their results would be too. Rename one."
             )
+        # All questions are encoded before the run: a choice that does not fit is refused before any training.
         encode = Encoder(tokenizer, apply_chat_template=apply_chat_template, max_length=max_length)
         self.tasks = list(tasks)
         self.pad_token_id = tokenizer.pad_token_id or 0
@@ -312,7 +322,8 @@ class TaskScorer:
         for task in tasks:
             for question in task.questions:
                 self.sequences += [encode(question.question, choice) for choice in question.choices]
-        self.batch_size = rows_at_once(batch_size, max(len(row.ids) for row in self.sequences), len(tokenizer))
+        longest = max(len(row.ids) for row in self.sequences)
+        self.batch_size = rows_at_once(batch_size, longest, len(tokenizer))
         self.cut = encode.cut
 
     def __call__(
@@ -348,18 +359,22 @@ class TaskScorer:
         return self._summary([score.log_probability for score in scores], step)
 
     def _summary(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        broken = sum(math.isnan(score) for score in scores)
+        broken = sum(map(math.isnan, scores))
+        # A comparison with nan is always false, so the first choice would win every question.
         if broken:
             raise DivergenceError(
                 f"{broken} of {len(scores)} choices have a likelihood of nan: the model's weights are broken."
             )
         metrics: dict[str, float] = {}
         table: list[dict[str, Any]] = []
+        # The scores are in the order in which the sequences were made: tasks, questions, choices.
         remaining_scores = iter(scores)
         for task in self.tasks:
             answers = []
             for question in task.questions:
-                answers.append(_judge(question, [next(remaining_scores) for _ in question.choices]))
+                question_scores = list(islice(remaining_scores, len(question.choices)))
+                answers.append(_judge(question, question_scores))
+            # A task without subjects has one row, that of all its questions.
             subjects = {question.subject for question in task.questions if question.subject is not None}
             table.append(_summary_row(task, answers, None, step))
             for name in METRICS:
@@ -378,6 +393,7 @@ def _summary_row(task: Task, answers: Sequence[tuple[bool, bool]], subject: str 
     numbers = [number for number, question in enumerate(task.questions) if subject is None or question.subject == subject]
     row: dict[str, Any] = {"step": step, "task": task.name, "subject": subject, "questions": len(numbers)}
     for column, name in enumerate(METRICS):
+        # The share of right answers, of booleans that count as 0 and 1.
         row[name] = sum(answers[number][column] for number in numbers) / len(numbers)
         row[f"{name}_stderr"] = standard_error(row[name], len(numbers))
     row["chance"] = Task(task.name, tuple(task.questions[number] for number in numbers)).chance
@@ -387,6 +403,7 @@ def _summary_row(task: Task, answers: Sequence[tuple[bool, bool]], subject: str 
 def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
     """Return whether the summed and the byte-normalised likelihoods pick the right choice, in the order of `METRICS`."""
     scores_per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
+    # The index of the first maximum: among equal choices, the first is picked.
     is_right = scores.index(max(scores)) == question.answer
     is_right_per_byte = scores_per_byte.index(max(scores_per_byte)) == question.answer
     return is_right, is_right_per_byte
