@@ -230,7 +230,7 @@ def _read_mark(value: object, key: str, where: str) -> bool | None:
     """Return a mark of a turn, which may be a boolean, a number or a text; None where there is none."""
     if is_empty(value):
         return None
-    # A mark may be a boolean, a number, or their text, as tables write them.
+    # One comparison for all types: True becomes the text true, and 1.0 stays 1.0.
     text = str(value).strip().lower()
     if isinstance(value, bool | int | float | str) and text in _TRUE:
         return True

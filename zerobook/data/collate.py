@@ -80,7 +80,7 @@ class SampleMask:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> torch.Tensor:
         """Return the mask, ``dtype`` [rows, 1, length, length], on ``device``."""
         samples = self.samples.to(device, non_blocking=non_blocking)
-        # A token attends to the tokens of its own sample, and of these to the ones before it.
+        # A token attends to the tokens of its own sample, and of these not to later ones.
         attends = (samples[:, None, :, None] == samples[:, None, None, :]).tril_()
         if self.dtype is torch.bool:
             return attends

@@ -70,7 +70,7 @@ def _chatterbot() -> list[dict[str, Any]]:
 
 def _stdlib() -> list[dict[str, Any]]:
     folder = Path(sysconfig.get_path("stdlib"))
-    # Tests are unlike other code, lib2to3 and caches are no sources to learn from, and site-packages differ between machines.
+    # Tests are unlike other code, and site-packages differ between machines.
     skip = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
     files = [file for file in sorted(folder.rglob("*.py")) if not skip & set(file.relative_to(folder).parts)]
     return [{"text": read_text(file, errors="replace")} for file in files]

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -128,7 +128,9 @@ def prepare(
     if isinstance(encoder, CausalEncoder) and not config.streaming:
         encoder.take_default_template()
     library = Library(config, tokenizer, encoder, objective)
+    # Read by one process, unless more are asked for: each has a tokenizer of its own in memory.
     workers = workers or config.preprocessing_num_workers or 1
+    # Collective: the other processes of a node wait here, and get the folders from the one that tokenizes.
     shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])
     data = library.open([_Shelf.of_message(*shelf) for shelf in shelves])
     if strategy.is_main:
@@ -139,7 +141,8 @@ def prepare(
     if config.streaming:
         # One process of each node prepares the next shards for all of them.
         prepares_shards = strategy.accelerator.is_local_main_process and read_ahead
-        data = library.streaming(data, workers if prepares_shards else 0)
+        ahead = workers if prepares_shards else 0
+        data = library.streaming(data, ahead)
     return data
 
 
@@ -159,6 +162,7 @@ def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
     """Return a warning for each dataset most of whose samples lose a part, or all, to the maximum length."""
     messages = []
     views = [] if config.streaming else data.train.views
+    # Streams have no views, so the zip ends at once.
     for spec, view in zip(config.dataset_specs(), views, strict=False):
         meta = view.store.meta
         dropped = meta["report"].get(DROPPED, 0)
@@ -231,6 +235,7 @@ class Library:
             shelves.append(_Shelf(spec, train, held_out))
         if self.config.validation_file:
             spec = self.config.validation_spec()
+            # One file for all datasets of a run, so its shelf has no training part.
             source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
             # The same content under another name is found by its digest.
@@ -275,8 +280,10 @@ class Library:
                 formats[name] = view.store.meta["format"], view.store.meta["ignored_columns"]
             if train_view is not None:
                 meta = train_view.store.meta
-                bad_samples[name] = meta["bad_samples"]
+                if meta["bad_samples"]:
+                    bad_samples[name] = meta["bad_samples"]
                 if not len(train_view):
+                    # An empty dataset of a mixture is an error too: its weight could not be kept.
                     self._refuse_empty(shelf, train_view)
                 # The datasets of a mixture have limits of their own.
                 if not config.datasets:
@@ -295,7 +302,7 @@ class Library:
             weights=self.weights(),
             report=facts,
             formats=formats,
-            bad_samples={name: listed for name, listed in bad_samples.items() if listed},
+            bad_samples=bad_samples,
         )
 
     def weights(self) -> list[float] | None:
@@ -322,10 +329,12 @@ class Library:
         keys = ("packing", "seed", "on_bad_sample")
         config_settings = {key: getattr(self.config, key) for key in keys}
         settings = [self._stream_settings(spec) for spec in specs]
+        # Other sizes of shards give other shards, and so another order of the rows.
         shard_sizes = [files.SHARD_BYTES, sources.SHARD_ROWS]
+        counts = [len(self._shards(index)) for index in range(len(specs))]
         return Stream(
             shards=self,
-            counts=[len(self._shards(index)) for index in range(len(specs))],
+            counts=counts,
             fingerprint=_fingerprint([settings, shard_sizes, config_settings]),
             isolated=self.config.packing,
             longest_sample=self.length,
@@ -362,6 +371,7 @@ class Library:
         processes cannot be noticed.
         """
         folder = self._shard_folder(dataset, index)
+        # Without waiting: a folder that is in use is left to the next run.
         with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as alone:
             if alone:
                 shutil.rmtree(folder)
@@ -386,12 +396,14 @@ class Library:
         held_out = None
         if shelf.held_out is not None:
             held_out_store = TokenStore(shelf.held_out)
+            # A split of its own is held out as a whole.
             held_out = self._cut(held_out_store, np.arange(len(held_out_store)))
         if shelf.train is None:
             return None, held_out
         store = TokenStore(shelf.train)
         if held_out is not None or self.config.validation_file:
             return self._cut(store, np.arange(len(store))), held_out
+        # Neither a split nor a file is held out, so a share of the training data is.
         train, held_out_share = _halves(store, self.config.validation_split_percentage / 100, self.config.seed)
         return self._cut(store, train), self._cut(store, held_out_share)
 
@@ -402,7 +414,7 @@ class Library:
                 f"{shelf.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
                 f"once some is held out. Lower --{self.config.length_key}."
             )
-        counts = ", ".join(f"{number} {what}" for what, number in meta["report"].items())
+        counts = _describe_counts(meta["report"])
         raise DataError(
             f"{shelf.spec.path}: nothing is left to train on within {self.length} tokens "
             f"({counts or 'the dataset is empty'}). --{self.config.length_key} sets the maximum."
@@ -415,7 +427,7 @@ class Library:
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
             raise DataError(short_text_problem(meta["source_name"], meta["tokens"], self.length, self.config.length_key))
-        counts = ", ".join(f"{number} {what}" for what, number in meta["report"].items())
+        counts = _describe_counts(meta["report"])
         raise DataError(unsupervised_problem(meta["source_name"], counts, self.length, self.config.length_key))
 
     # --- views
@@ -430,6 +442,7 @@ class Library:
         return Documents(store, chosen)
 
     def _blocks(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> Blocks:
+        # Weighed once for all blocks, since their tokens are all supervised.
         weight = self.objective.weight(text_row(self.length))
         if weight < 1:
             raise ConfigError(
@@ -441,6 +454,7 @@ class Library:
     def _rows(self, views: list[View]) -> PreparedRows:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
         facts = [VERSION, self.length, self.config.seed, {key: getattr(self.config, key) for key in keys}]
+        # The length of a view changes with the limits and with the share that is held out.
         facts += [(view.store.meta["digest"], len(view)) for view in views]
         return PreparedRows(tuple(views), _fingerprint(facts))
 
@@ -515,6 +529,7 @@ class Library:
     ) -> None:
         """Prepare a source into ``folder``. If not ``alone``, other processes may do the same: use a separate staging path."""
         suffix = "" if alone else f".{uuid4().hex}"
+        # Beside the folder, so that the rename that completes it stays on one file system.
         staging = folder.with_name(f".{folder.name}{suffix}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
@@ -526,6 +541,7 @@ class Library:
                 put_in_place(staging, folder)
                 stamp(folder)
         except OSError as error:
+            # A full disk is the only error that the user is told a way out of here.
             if error.errno != errno.ENOSPC:
                 raise
             written_bytes = sum(file.stat().st_size for file in staging.iterdir())
@@ -567,6 +583,7 @@ class Library:
                     f"packing: rows of {type(self.encoder).__name__} have {', '.join(encoded.extra)} beside ids and "
                     "labels, and such rows cannot be packed. Drop --packing."
                 )
+            # Written as it comes: memory does not grow with the data.
             writer.append(encoded.ids, encoded.labels, encoded.weights, begins=encoded.begins, extra=encoded.extra)
             row_count = writer.tokens // self.length if in_tokens else writer.documents
             if rows is not None and row_count >= rows:
@@ -607,7 +624,7 @@ class Library:
         if len(reasons) > REASONS:
             why += f"; and {len(reasons) - REASONS} more reasons"
         if is_empty:
-            counts = ", ".join(f"{number} {what}" for what, number in facts.items())
+            counts = _describe_counts(facts)
             raise DataError(
                 f"{source.name}: not one sample can be used ({counts}). The first is {first}. All reasons: {why}. "
                 "Correct them, or name other data."
@@ -616,14 +633,21 @@ class Library:
         tqdm.write(f"{source.name}: {skipped}")
 
 
+def _describe_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} {what}" for what, number in counts.items())
+
+
 def _identity(instance: object) -> list[str]:
     """Return the name of an object's class; for a class from outside this package, also digests of the files that define it.
 
     Data is prepared again when such a file changes.
     """
     try:
-        files = {inspect.getsourcefile(kind) for kind in type(instance).__mro__ if not _is_built_in(kind)}
-        digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in sorted(filter(None, files))]
+        source_files = {inspect.getsourcefile(kind) for kind in type(instance).__mro__ if not _is_built_in(kind)}
+        digests = []
+        # Sorted, since the order of a set differs between processes.
+        for file in sorted(filter(None, source_files)):
+            digests.append(hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16])
     except (OSError, TypeError):  # typed into an interpreter
         raise ConfigError(
             f"{type(instance).__name__} is not defined in a file, so a change of it could not be detected in prepared data. "
@@ -650,6 +674,7 @@ def _is_built_in(kind: type) -> bool:
 def _weighed_by(objective: Objective) -> dict[str, Any]:
     """Return the settings by which ``objective`` weighs rows, for the fingerprint of prepared data."""
     for built_in in (NextToken, TargetTokens):
+        # A subclass that weighs rows as its base does shares the prepared data with it.
         if type(objective).weight is built_in.weight:
             return {"shifted": built_in.shifted}
     return {"objective": [*_identity(objective), _settings_of(objective)]}
@@ -668,6 +693,7 @@ def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
     count = 0
     for item in items:
         yield item
+        # Only the last part of a text counts, so all of its parts are read.
         count += getattr(item[1], "ends", True)
         if count == limit:
             return
@@ -692,6 +718,7 @@ def _digest_of_array(array: np.ndarray) -> str:
 def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
     """Return the (training, held-out) documents. Held out is a seeded share of the samples, or the end of a lone text."""
     if store.meta["lone_text"]:
+        # The end, and not random blocks: a model that has read both neighbours of a block knows more of it.
         total = int(store.offsets[-1])
         cut = total - round(total * share)
         return slice(0, cut), slice(cut, total)
@@ -709,8 +736,10 @@ def _first(view: View, rows: int | None) -> View:
     if isinstance(view, Documents):
         return replace(view, chosen=view.chosen[:rows])
     if isinstance(view, Blocks):
+        # The ranges of tokens are cut where the last block ends; ranges after it become empty.
         ends = np.minimum(np.cumsum(view.stops - view.starts), rows * view.length)
         starts = ends - np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         return replace(view, stops=view.starts + starts)
+    # The samples of the packs that are left out stay in the view, in no row.
     offsets = view.packing.offsets[: rows + 1]
     return replace(view, packing=type(view.packing)(offsets, view.packing.members[: offsets[-1]]))

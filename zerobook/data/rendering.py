@@ -143,10 +143,12 @@ class ChatTemplate:
         # The text around the turns may be the same in all chats of these roles.
         text = self._render_text(messages, tools=chat.tools)
         has_contents_alone = all(message.keys() == {"role", "content"} for message in messages)
-        skeleton = self._get_skeleton(messages) if chat.tools is None and has_contents_alone else None
-        fitting_spans = skeleton.find_turns(messages, text) if skeleton else None
-        if fitting_spans:
-            return [self._add_ends(text, list(compress(fitting_spans, is_supervised)))]
+        # A template may write anything about tools and thoughts, so only plain chats have skeletons.
+        if chat.tools is None and has_contents_alone:
+            skeleton = self._get_skeleton(messages)
+            fitting_spans = skeleton.find_turns(messages, text) if skeleton else None
+            if fitting_spans:
+                return [self._add_ends(text, list(compress(fitting_spans, is_supervised)))]
 
         # Otherwise each turn is found by rendering the chat up to it.
         turns = [self._find_turn(messages, index, chat.tools) for index in compress(assistant_turns, is_supervised)]
@@ -165,10 +167,15 @@ class ChatTemplate:
                 if not self._reads(key):
                     way_out = self.way_out if key == "tool_calls" else "write it into the content"
                     raise BadSample(f"turn {number} has {key}, which the chat template does not read; {way_out}")
-            values = [*message.values(), chat.tools] if chat.tools else list(message.values())
+            values = list(message.values())
+            if chat.tools:
+                values.append(chat.tools)
             texts = []
             for value in values:
-                texts.append(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+                # Calls and tools are written into the text as JSON.
+                if not isinstance(value, str):
+                    value = json.dumps(value, ensure_ascii=False)
+                texts.append(value)
             text = "\n".join(texts)
             refusal = self._control.refusal(f"turn {number}", text)
             if refusal:
@@ -233,6 +240,7 @@ class ChatTemplate:
                 return set()
             return {token for token in tokens if token in text}
 
+        # Tokens around the user's turn alone are all markers: no model writes there.
         around_user = written_around("user")
         # Not every template takes a chat that ends with the user's turn.
         around_both = written_around("user", "assistant", "user") or written_around("user", "assistant")
@@ -269,6 +277,7 @@ class ChatTemplate:
         shortened = 0
         for (start, stop), index in zip(spans, assistant_turns, strict=True):
             content = messages[index]["content"]
+            # Templates trim and join white space, which shortens nothing.
             shortened += _remove_spaces(content) not in _remove_spaces(text[start:stop])
             closing = self._get_frame(roles[: index + 1]).closing
             turns.append(self._find_marked_turn(text, start, stop, content, closing or self.eos or ""))
@@ -288,6 +297,7 @@ class ChatTemplate:
             next_token = self._end_token.match(text, stop)
             if next_token:
                 return TurnSpan(start, next_token.end(), True)
+        # No token follows the marked text, so the turn ends inside of it.
         length, has_end = self._find_end(text[start:stop], content, None)
         return TurnSpan(start, start + length, has_end)
 
@@ -319,8 +329,10 @@ class ChatTemplate:
         if has_end:
             *_, end_token = self._end_token.finditer(turn, 0, end)
             answer = turn[: end_token.start()]
+        # A turn of an end token alone would teach the model to say nothing.
         if not answer.strip():
             raise BadSample(f"the chat template leaves turn {index + 1} out")
+        # Templates trim and join white space, which shortens nothing.
         shortened = _remove_spaces(content) not in _remove_spaces(lead[len(lead) - len(opened) :] + turn)
         return GeneratedTurn(lead + turn[:end], len(lead), has_end, shortened)
 
@@ -335,6 +347,7 @@ class ChatTemplate:
         # Many templates look at the first turn, and there is none before a greeting: the prompt is all before its content.
         text = self._render_text(messages[:1], tools=tools)
         written = content if content in text else content.strip()
+        # The last occurrence: a default system turn may have the same words.
         return text.rpartition(written)[0]
 
     def _get_frame(self, roles: tuple[str, ...]) -> TurnFrame:
@@ -350,6 +363,7 @@ class ChatTemplate:
             text = self._render_text(messages)
         except BadSample:
             return TurnFrame()
+        # The content is left out or repeated, so the text around it is not known.
         if text.count(contents[-1]) != 1:
             return TurnFrame()
         lead, closing = text.split(contents[-1])
@@ -376,6 +390,7 @@ class ChatTemplate:
             rows = _cover_turns(text, [self._find_turn(messages, index) for index in assistant_turns])
         except BadSample:
             return None
+        # A template that rewrites earlier turns has no text that depends on the roles alone.
         if len(rows) > 1 or rows[0][0] != text:
             return None
         if any(self._get_frame(roles[: index + 1]).opened for index in assistant_turns):
@@ -456,6 +471,7 @@ def _cover_turns(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[
     """
     rows = []
     missing = turns
+    # Later turns first: the longest text may supervise several of the turns before.
     for row_text in (text, *(turn.text for turn in reversed(turns))):
         row_turns = [turn for turn in missing if row_text.startswith(turn.text)]
         if row_turns:
@@ -515,4 +531,6 @@ def find_assistant_turns(messages: list[dict[str, str]]) -> list[int]:
 
 def _content_end(text: str, content: str) -> int:
     """Return the position after ``content``; 0 where ``text`` does not contain it, since a template changed it."""
-    return text.find(content) + len(content) if content in text else 0
+    if content not in text:
+        return 0
+    return text.find(content) + len(content)

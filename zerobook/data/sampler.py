@@ -43,10 +43,13 @@ class Permutation:
         if size < 1:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
+        # Two halves of equal width: the range is at most four times the size, so few values fall outside.
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
         # The datasets of a mixture have different permutations in the same pass.
-        entropy = [seed, epoch] if owner is None else [seed, epoch, owner]
+        entropy = [seed, epoch]
+        if owner is not None:
+            entropy.append(owner)
         self._keys = np.random.SeedSequence(entropy).generate_state(_ROUNDS, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
@@ -61,6 +64,7 @@ class Permutation:
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
         left = values >> self._half
         right = values & self._mask
+        # The mixer computes modulo 2 to the 64.
         with np.errstate(over="ignore"):
             for key in self._keys:
                 mixed = right + key
@@ -99,6 +103,7 @@ class Mixture:
         # Each dataset's positions are at even distances in the period, from 0 to 1.
         spread = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
         datasets = np.repeat(np.arange(len(shares)), shares)
+        # Where two datasets have the same distance, the first one comes first.
         self._dataset = datasets[np.lexsort((datasets, spread))]
         counts_before = [np.cumsum(self._dataset == i) - (self._dataset == i) for i in range(len(shares))]
         self._before = np.stack(counts_before)
@@ -152,11 +157,13 @@ class SampleOrder:
         self.size = sum(sizes)
         self.seed = seed
         self.shuffle = shuffle
-        self.mixture = Mixture(sizes, weights) if weights is not None and len(sizes) > 1 else None
+        self.mixture: Mixture | None = None
+        if weights is not None and len(sizes) > 1:
+            self.mixture = Mixture(sizes, weights)
         self.dropped = dropped
         self.lengths = lengths
         self.passed: list[list[int]] | None = None  # rows of the shards of a stream
-        self._permutations: dict[tuple[int, ...], Permutation] = {}
+        self._permutations: dict[tuple[int, int, int | None], Permutation] = {}
         self._sorted: tuple[int, np.ndarray] | None = None
         self._computed: tuple[int, np.ndarray] = (0, np.empty(0, np.int64))
 
@@ -207,9 +214,11 @@ class SampleOrder:
         if self._sorted is None or self._sorted[0] != first:
             assert self.lengths is not None
             ids = self._unsorted(first, last)
+            # Stable, so that the order is the same on every machine.
             ids = ids[np.argsort(self.lengths[ids], kind="stable")]
             # Sort the positions by length, and shuffle groups of neighbours: batches pad little and come in random order.
             groups = np.array_split(ids, range(self.GROUP, len(ids), self.GROUP))
+            # The seed has the position in it: any segment can be computed without those before.
             order = np.random.default_rng([self.seed, first]).permutation(len(groups))
             self._sorted = (first, np.concatenate([groups[i] for i in order]))
         return self._sorted[1]
@@ -262,6 +271,7 @@ class SampleOrder:
         per_epoch = self.size - int(self.dropped.sum())
         while cursor < end:
             offset = cursor % self.size
+            # Whole passes are counted without computing their rows; in a mixture, passes differ.
             if offset == 0 and end - cursor >= self.size and self.mixture is None:
                 epochs = (end - cursor) // self.size
                 total += epochs * per_epoch
@@ -272,18 +282,20 @@ class SampleOrder:
             cursor = stop
         return total
 
-    def _permuted(self, *key: int) -> Permutation:
+    def _permuted(self, size: int, epoch: int, owner: int | None = None) -> Permutation:
+        key = (size, epoch, owner)
         if key not in self._permutations:
+            # A run needs those of the current pass over each dataset, and of the next one.
             if len(self._permutations) > 2 * len(self.sizes):
                 self._permutations.clear()
-            size, epoch, *owner = key
-            self._permutations[key] = Permutation(size, seed=self.seed, epoch=epoch, owner=owner[0] if owner else None)
+            self._permutations[key] = Permutation(size, seed=self.seed, epoch=epoch, owner=owner)
         return self._permutations[key]
 
 
 def held_out_mask(samples: int, share: float, seed: int) -> np.ndarray:
     """Return which samples are held out at random, bool [samples]: at least one, and never all of them; none for share 0."""
-    count = min(max(1, round(samples * share)), samples - 1) if share else 0
     mask = np.zeros(samples, bool)
-    mask[np.random.default_rng(seed).permutation(samples)[: max(0, count)]] = True
+    if share:
+        count = min(max(1, round(samples * share)), samples - 1)
+        mask[np.random.default_rng(seed).permutation(samples)[: max(0, count)]] = True
     return mask

@@ -50,6 +50,7 @@ def open_source(
         rows = embedded.rows(name)
         _only_train(path, split)
         return Splits(train=_from_rows(path, rows, lambda: embedded.digest(name, rows)))
+    # A local file or folder comes before a hub name of the same spelling.
     local = Path(path).expanduser()
     if local.is_file():
         _only_train(path, split)
@@ -96,6 +97,7 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
         if streaming:
             builder = datasets.load_dataset_builder(name, config_name, revision=revision)
             loaded = builder.as_streaming_dataset()
+            # A stream has no fingerprint of its content; the builder's hash changes with the files on the hub.
             version = f"{builder.config_id} {builder.hash}"
         else:
             loaded = datasets.load_dataset(name, config_name, revision=revision)
@@ -114,14 +116,17 @@ def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revisio
     """Return the splits of a loaded dataset. ``revision``: of a streamed dataset, which has no fingerprint."""
     train, held_out = _choose(name, list(loaded), split)
     held_out_source = None
+    held_out_name = ""
     if held_out is not None:
         held_out_source = replace(_of_split(f"{name} held out", loaded[held_out], revision), is_held_out=True)
+        held_out_name = f"split {held_out}"
+    unused = [f"split {split_name}" for split_name in loaded if split_name not in (train, held_out)]
     return Splits(
         train=_of_split(f"{name} {train}", loaded[train], revision),
         held_out=held_out_source,
         train_name=f"split {train}",
-        held_out_name=f"split {held_out}" if held_out else "",
-        unused=tuple(f"split {other}" for other in loaded if other not in (train, held_out)),
+        held_out_name=held_out_name,
+        unused=tuple(unused),
     )
 
 
@@ -135,6 +140,7 @@ def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[s
         DataError: there is no such split, no training split, or several.
     """
     if request is not None:
+        # The spelling as it was given comes first, then the name that datasets gives it.
         for split in (request, same_split(request)):
             if split in available:
                 return split, None
@@ -191,6 +197,7 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         return Splits(train=_of_split(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
+    # A README that names splits is believed, also where none of them is called train.
     if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
         return _without_train(path, files, layout.rest)
     if not files:
@@ -289,6 +296,7 @@ def _join_sources(folder: Path, files: list[Source]) -> Source:
     def sketch() -> str:
         sketches = []
         for file in files:
+            # Files without a sketch are small enough for a digest.
             make_sketch = file.sketch or file.digest
             sketches.append(f"{Path(file.name).name}:{make_sketch()}".encode())
         return digest_of(*sketches)

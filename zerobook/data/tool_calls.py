@@ -40,7 +40,7 @@ def has_python_arguments(text: str, messages: list[Message]) -> bool:
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]
             python = str(arguments)
-            # Empty objects and lists of numbers look the same in both, and tell nothing.
+            # Empty arguments look the same in both, and tell nothing.
             if python == json.dumps(arguments, ensure_ascii=False):
                 continue
             # A content may have the same text.

@@ -53,6 +53,7 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
     for chat, encoding in zip(chats, encodings, strict=True):
         turns = []
         for start, stop in chat.turns:
+            # A turn ends with text or an end token, so its last character is always in a token.
             last_token = cast("int", encoding.char_to_token(stop - 1))
             turns.append((_token_at(encoding, start), last_token + 1))
         results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
@@ -97,6 +98,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = plain
         rows = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        # The setting stays with the tokenizer, whose other users expect the default.
         backend.encode_special_tokens = False
     else:
         options = {"add_special_tokens": False, "split_special_tokens": plain, "verbose": False}
@@ -107,6 +109,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer itself puts before a text: often a BOS, otherwise nothing."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    # The id of bos_token does not tell whether the tokenizer adds it.
     complete = tokenizer("a", add_special_tokens=True)["input_ids"]
     for position in range(len(complete)):
         if complete[position : position + len(bare)] == bare:

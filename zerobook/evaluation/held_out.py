@@ -115,11 +115,8 @@ def tracked(result: dict[str, Any]) -> dict[str, float]:
     """Return a result as a flat dict, for trackers."""
     flat = {f"eval_{key}": result[key] for key in ("loss", "perplexity") if key in result}
     # Trackers draw the names before a slash as one group of charts.
-    for name, dataset in result.get("datasets", {}).items():
-        flat[f"eval_loss/{name}"] = dataset["loss"]
-    for name, value in result.get("metrics", {}).items():
-        flat[f"eval/{name}"] = value
-    return flat
+    flat |= {f"eval_loss/{name}": dataset["loss"] for name, dataset in result.get("datasets", {}).items()}
+    return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}
 
 
 def _mean(total: float, tokens: int, has_perplexity: bool) -> dict[str, Any]:
