@@ -95,6 +95,7 @@ class _Rows(Dataset):
         if index != FILLER:
             return self.rows[index]
         # A filler has a real row's shape and no supervised token.
+        # A copy, whose labels are replaced.
         row = dict(self.rows[self.rows.filler])
         for name, values in row.items():
             if name.endswith("labels"):
@@ -148,6 +149,7 @@ class BatchLoader:
         if not len(ids):
             return 0.0
         micro = min(self.layout.micro, len(ids))
+        # Whole micro-batches only: each is padded to its longest row.
         ids = ids[: len(ids) // micro * micro]
         lengths = self.rows.lengths_of(ids).reshape(-1, micro)
         return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
@@ -172,12 +174,14 @@ class BatchLoader:
             yield next(batches)
 
     def _batches(self) -> Iterator[list[int]]:
+        # Every process computes the same order, and takes its own samples from it without communication.
         layout = self.layout
         cursor = self.cursor
         while True:
             ids, cursor = self.order.take(cursor, layout.global_batch, self.end)
             if not len(ids):
                 return
+            # Of all processes: the loss of a step is divided by the sum over the global batch.
             tokens = int(self.rows.loss_weights_of(ids).sum())
             # At the end of the run, fillers of weight 0 take the place of samples.
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)

@@ -35,6 +35,7 @@ def describe_empty_share(path: str, percentage: float, *, others: bool = False) 
         percentage: ``validation_split_percentage``.
         others: other datasets of the run have held-out rows.
     """
+    # A mixture still measures a loss on its other datasets.
     empty = f"WARNING: {path}: {percentage:g} % of it is not one row, so nothing of it is held out"
     advice = "Give --validation_file, or a higher --validation_split_percentage."
     if others:

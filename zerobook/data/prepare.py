@@ -128,7 +128,7 @@ def prepare(
     if isinstance(encoder, CausalEncoder) and not config.streaming:
         encoder.take_default_template()
     library = Library(config, tokenizer, encoder, objective)
-    # Read by one process, unless more are asked for: each has a tokenizer of its own in memory.
+    # One process tokenizes, unless more are asked for: each has a tokenizer of its own in memory.
     workers = workers or config.preprocessing_num_workers or 1
     # Collective: the other processes of a node wait here, and get the folders from the one that tokenizes.
     shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])

@@ -97,7 +97,7 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
         if streaming:
             builder = datasets.load_dataset_builder(name, config_name, revision=revision)
             loaded = builder.as_streaming_dataset()
-            # A stream has no fingerprint of its content; the builder's hash changes with the files on the hub.
+            # A stream has no fingerprint of its content, so the builder's config and hash stand for it.
             version = f"{builder.config_id} {builder.hash}"
         else:
             loaded = datasets.load_dataset(name, config_name, revision=revision)

@@ -84,8 +84,11 @@ class TokenWriter:
                 f"the encoder gave documents with the arrays {sorted(names)} after others with {sorted(self._files)}. Every "
                 "document needs the same arrays; an array may be empty."
             )
-        self._begins.append(np.ones(len(ids.lengths), bool) if begins is None else begins)
+        if begins is None:
+            begins = np.ones(len(ids.lengths), bool)
+        self._begins.append(begins)
         self._labels_equal_ids = self._labels_equal_ids and labels is None
+        # The labels are always written: a later document may be the first whose labels differ from its ids.
         for name, ragged in {"input_ids": ids, "labels": labels or ids, **(extra or {})}.items():
             if name not in self._files:
                 self._files[name] = (self.folder / f"{name}.bin").open("xb")
@@ -112,6 +115,7 @@ class TokenWriter:
         weights = np.concatenate([np.zeros(0, np.int32), *self._weights])
         np.save(self.folder / "supervised.npy", weights)
         begins = np.concatenate([np.zeros(0, bool), *self._begins])
+        # Most data has one document for each sample, and needs no file for this.
         if not begins[1:].all():
             np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
 
@@ -135,6 +139,7 @@ class TokenWriter:
         all_files = xxhash.xxh3_128()
         digests = {}
         for file in sorted(self.folder.iterdir()):
+            # With the names, two files whose contents were swapped give another digest.
             all_files.update(file.name.encode())
             digest = xxhash.xxh3_128()
             with open_regular(file) as handle:
@@ -160,6 +165,7 @@ class TokenStore:
 
     def mapped(self) -> TokenStore:
         """Return this store with all files open, so that it can still be read after they are deleted."""
+        # Each of these properties maps its file when it is first read.
         for _ in (self.ids, self.labels, self.offsets, self.label_offsets, self.loss_weights, self.extra):
             pass
         return self
@@ -207,5 +213,6 @@ class TokenStore:
         return np.load(file, mmap_mode="r") if file.exists() else np.arange(len(self))
 
     def _map(self, name: str) -> np.ndarray:
+        # An empty file cannot be mapped.
         file = self.folder / f"{name}.bin"
         return np.memmap(file, np.int32, "r") if file.stat().st_size else np.empty(0, np.int32)

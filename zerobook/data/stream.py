@@ -167,6 +167,7 @@ class Stream:
         skipped = tuple((int(start), int(end)) for start, end in ranges)
         if skipped == self.skipped:
             return self
+        # Open shards were read with the old ranges, so they are opened again.
         return replace(self, skipped=skipped, _open={}, _makers={})
 
 
@@ -236,6 +237,7 @@ class StreamOrder:
         last_success = cursor
         while missing and cursor < end:
             stop = min(cursor + missing, end)
+            # Ids are computed for as many positions as are missing, and the dropped ones are made up for in the next round.
             ids = self.ids(cursor, stop)
             ids = ids[~self.stream.is_dropped(ids)]
             # A row may come early in one pass and late in the next.
@@ -250,6 +252,7 @@ class StreamOrder:
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
         """Return the next row numbers, ``rows`` at most, without opening many more shards."""
+        # Opens the shard at the cursor, whose end is the limit.
         self.ids(cursor, cursor + 1)
         limit = self._ends[0][-1] if self.mixture is None else cursor + 256
         return self.ids(cursor, min(cursor + rows, limit))
@@ -273,6 +276,7 @@ class StreamOrder:
         """Return the row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
         pieces = [np.empty(0, np.int64)]
         while start < end:
+            # The rows may go on in the next shard, whose number of rows is then known, too.
             nth = self._reach(dataset, start)
             first = self._ends[dataset][nth - 1] if nth else 0
             stop = min(end, self._ends[dataset][nth])
@@ -289,6 +293,7 @@ class StreamOrder:
         count = self.stream.counts[dataset]
         while not ends or ends[-1] <= position:
             nth = len(ends)
+            # A whole pass without a row would be followed by endless others.
             if nth == count and not any(passed):
                 raise DataError("streaming: none of the shards has a row that can be trained on.")
             shard = self._shard(dataset, nth)
@@ -298,8 +303,10 @@ class StreamOrder:
             passed.append(len(rows))
             ends.append(first + len(rows))
             meta = rows.views[0].store.meta
+            # For the runlog: a stream reports its samples as it reaches them.
             self._news.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | _facts(meta))
         nth = bisect_right(ends, position)
+        # Only when the run comes to another shard: this method is called for every batch.
         if nth != self._at[dataset]:
             self._at[dataset] = nth
             self._turn_to(dataset, nth)
@@ -331,6 +338,7 @@ class StreamOrder:
         if (dataset, nth) not in self._orders:
             rows = self.stream.open_shard(dataset, self._shard(dataset, nth))
             lengths = rows.lengths_of(np.arange(len(rows))) if self.by_length else None
+            # The number along the run is in the seed: a shard has another order in each pass.
             seed = int(np.random.SeedSequence([self.seed, dataset, nth]).generate_state(1)[0])
             # One order for each dataset, that of its latest shard.
             self._orders = {key: order for key, order in self._orders.items() if key[0] != dataset}

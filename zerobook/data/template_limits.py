@@ -63,5 +63,6 @@ def template_time() -> Iterator[None]:
     try:
         yield
     finally:
+        # The timer ends before the old handler is back, which would not expect it.
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -138,6 +138,7 @@ class CausalEncoder:
         texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
         results: list[Encoded | BadSample] = []
         for sample, text, row in zip(samples, texts, token_ids(self.tokenizer, texts, plain=True), strict=True):
+            # Only the first part of a long text begins it, and only the last one ends it.
             before = self._bos if sample.begins else []
             after = self._eos if sample.ends else []
             ids = np.concatenate([before, row, after]).astype(np.int32)
@@ -171,6 +172,7 @@ class CausalEncoder:
         vocabulary = len(self.tokenizer)
         results: list[Encoded | BadSample] = []
         for sample in samples:
+            # An id outside the vocabulary would stop the run with an error of the device.
             highest = max(max(sample.input_ids), max(sample.labels))
             if highest >= vocabulary:
                 results.append(BadSample(f"token id {highest} is outside the tokenizer's {vocabulary} ids"))
@@ -284,6 +286,7 @@ class Seq2SeqEncoder:
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         pairs = [_last_turn(chat) for chat in samples]
+        # Bad samples keep their places among the results.
         encoded = iter(self._pairs([pair for pair in pairs if isinstance(pair, Pair)]))
         results: list[Encoded | BadSample] = []
         for pair in pairs:
@@ -301,6 +304,7 @@ class Seq2SeqEncoder:
         for (ids, source_cut), (labels, target_cut) in zip(sources, targets, strict=True):
             # Not every tokenizer ends a target; in some a language's code follows the end.
             if eos is not None and eos not in labels[-2:]:
+                # The end takes the place of the last token where the target is as long as allowed.
                 target_cut |= len(labels) == self.max_target_length
                 labels = np.array([*labels[: self.max_target_length - 1], eos], np.int32)
             results.append(Encoded(ids, labels, source_cut or target_cut))
@@ -338,6 +342,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
             return ends
         for row in rows:
             if isinstance(row, Encoded):
+                # The last supervised token of an answer is the one that ends it.
                 ends.add(int(row.labels[row.labels != IGNORE][-1]))
     return ends
 
@@ -358,6 +363,7 @@ def _each_pair(
     samples: list[Pair], control: ControlTokens, encode: Callable[[list[Pair]], list[Encoded]]
 ) -> list[Encoded | BadSample]:
     """Encode the pairs that name no special token. The others are bad samples."""
+    # Published pairs may have a BOS before the source and an end of text after the target.
     pairs = [Pair(control.bare(pair.source, ends=False), control.bare(pair.target, begins=False)) for pair in samples]
     refusals = [control.refusal("the source", pair.source) or control.refusal("the target", pair.target) for pair in pairs]
     accepted = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]

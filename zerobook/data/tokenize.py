@@ -91,6 +91,7 @@ def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
         chunk.append((where, row))
         size += _size(row)
         bar.update(cost)
+        # Two limits: short samples would make a chunk of a megabyte too many to encode at once.
         if size >= CHUNK_BYTES or len(chunk) >= CHUNK_SAMPLES:
             yield chunk
             chunk = []
@@ -132,6 +133,7 @@ def detect(
         try:
             return formats.detect(row, encoder_formats=encoder_formats, **columns)
         except DataError as error:
+            # The first sample is the one that the user looks at.
             first_error = first_error or error
             if not skip:
                 break
@@ -165,6 +167,7 @@ def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> I
             submitted.append(pool.submit(_work, chunk))
             if len(submitted) > 2 * workers:
                 yield submitted.popleft().result()
+        # The source has ended, and up to two chunks a worker are still on their way.
         while submitted:
             yield submitted.popleft().result()
 
@@ -192,6 +195,7 @@ def parsed(row: object) -> object:
         return orjson.loads(row)
     except orjson.JSONDecodeError as error:
         try:
+            # orjson does not say that the bytes are no UTF-8, which is the more useful reason.
             row.decode()
         except UnicodeDecodeError as wrong:
             return Malformed(not_utf8(wrong.start))
@@ -213,6 +217,7 @@ def read_sample(reading: Reading, raw: object) -> Any:
     encoder_formats = formats.formats_of(reading.encoder)
     if isinstance(row, Malformed):
         raise formats.BadSample(row.reason)
+    # Running text is cut into blocks, so it may have any length.
     if isinstance(raw, bytes) and len(raw) > SAMPLE_LIMIT and reading.format != "text":
         raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
     sample = formats.parse(reading.format, row, encoder_formats=encoder_formats, **reading.columns)
@@ -259,6 +264,7 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
         counts["texts with the name of a special token, read as characters"] += encoded.plain
         counts[BY_DEFAULT_TEMPLATE] += has_default_template and isinstance(pieces[0], formats.Chat)
         counts["rows added for turns that the chat template rewrites later on"] += len(encoded.others)
+        # A later part of a long text goes on with the sample of the part before it.
         begins_sample = getattr(pieces[0], "begins", True)
         for document in (encoded, *encoded.others):
             counts["turns given an end-of-text token"] += document.added_eos
@@ -266,7 +272,8 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
             weight = reading.weigh(document)
             # Running text is cut into blocks later, so no document of it is dropped here.
             if not weight and reading.format != "text":
-                counts[DROPPED if document.cut else "dropped, nothing supervised"] += 1
+                reason = DROPPED if document.cut else "dropped, nothing supervised"
+                counts[reason] += 1
                 continue
             counts[CUT] += document.cut
             documents.append(document)
@@ -278,13 +285,16 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
     labels = None
     if reading.format != "text":
         labels = Ragged.join([document.labels for document in documents])
+    # Arrays besides ids and labels are those of an encoder from outside this package.
     extra = _join_extra(documents)
     return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
 
 
 def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
     """Return the further arrays of the documents by name. Raises `DataError` where documents have different ones."""
-    names = set(documents[0].extra) if documents else set()
+    if not documents:
+        return {}
+    names = set(documents[0].extra)
     for document in documents:
         document_names = set(document.extra)
         if document_names != names:
@@ -292,7 +302,10 @@ def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
                 f"the encoder gave documents with the arrays {sorted(names)} and others with {sorted(document_names)} beside "
                 "ids and labels. Every document needs the same arrays; an array may be empty."
             )
-    return {name: Ragged.join([document.extra[name] for document in documents]) for name in sorted(names)}
+    joined = {}
+    for name in sorted(names):
+        joined[name] = Ragged.join([document.extra[name] for document in documents])
+    return joined
 
 
 def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:

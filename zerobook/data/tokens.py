@@ -37,10 +37,13 @@ def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
         raise BadSample("input_ids is empty")
     if min(ids) < 0:
         raise BadSample(f"input_ids has the negative id {min(ids)}")
-    labels = _labels(row, ids)
+    # A copy, since the labels may be the row's own list.
+    labels = list(_labels(row, ids))
     for column in LOSS_MASKS:
-        mask = _mask(row, column, len(ids))
-        labels = [label if is_supervised else IGNORE for label, is_supervised in zip(labels, mask, strict=True)]
+        for position, is_supervised in enumerate(_mask(row, column, len(ids))):
+            if not is_supervised:
+                labels[position] = IGNORE
+    # Padding is cut off here: the collator pads anew, to the length of the batch.
     start, stop = _without_padding(_mask(row, PADDING_MASK, len(ids)))
     return Tokens(ids[start:stop], labels[start:stop])
 
@@ -48,6 +51,7 @@ def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
 def check_masks(row: Mapping[str, Any]) -> None:
     """Check that a row has no mask that is not read. Raises `BadSample` with the name of the column."""
     for column, value in row.items():
+        # The mask of special tokens says nothing about supervision.
         is_read = column in TOKEN_COLUMNS or column == "special_tokens_mask"
         if "mask" in str(column) and not is_read and value is not None:
             raise BadSample(
@@ -96,6 +100,7 @@ def _without_padding(mask: list[bool]) -> tuple[int, int]:
 def _integers(values: object, name: str) -> list[int]:
     integers = _as_list(values, name, "integers")
     for value in integers:
+        # True is an integer of Python, and no token id.
         if type(value) is not int:
             raise BadSample(f"{name} has {kind_of(value)} in it, expected integers")
     return integers

@@ -53,7 +53,6 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
     for chat, encoding in zip(chats, encodings, strict=True):
         turns = []
         for start, stop in chat.turns:
-            # A turn ends with text or an end token, so its last character is always in a token.
             last_token = cast("int", encoding.char_to_token(stop - 1))
             turns.append((_token_at(encoding, start), last_token + 1))
         results.append(Tokenized(np.array(encoding.ids, np.int32), turns))

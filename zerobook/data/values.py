@@ -24,6 +24,7 @@ def read_text(value: object, name: str, *, blank: bool = False) -> str:
     if "\0" in value:
         raise BadSample(f"{name} has a NUL character at position {value.index(chr(0))}; is the file text?")
     try:
+        # JSON can write half of a surrogate pair, which no tokenizer takes.
         value.encode()
     except UnicodeEncodeError as error:
         raise BadSample(f"{name} has an unpaired surrogate at position {error.start}, which is not a character") from None
@@ -72,6 +73,7 @@ def kind_of(value: object) -> str:
         return "null"
     if isinstance(value, float) and math.isnan(value):
         return "NaN"
+    # Looked up by the exact type, so a boolean is no number here.
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
 

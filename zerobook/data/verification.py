@@ -94,6 +94,7 @@ def _read_checked(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | None]:
     file = folder / META
+    # The digest of meta.json is in the file itself, and is taken out before the rest is compared.
     if not isinstance(meta, dict) or meta.pop(_META_DIGEST, None) != _digest_of_json(meta):
         return {}, f"{file}: its content is damaged: it has no digest, or another than it names"
     for name, size in meta["bytes"].items():
@@ -101,7 +102,8 @@ def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | N
         # The size finds a truncated file without reading it.
         actual = path.stat().st_size if path.is_file() else None
         if actual != size:
-            return {}, f"{path}: {'missing' if actual is None else f'{actual} bytes'}, {META} says {size} bytes"
+            state = "missing" if actual is None else f"{actual} bytes"
+            return {}, f"{path}: {state}, {META} says {size} bytes"
     return meta, None
 
 
@@ -129,13 +131,16 @@ def _is_stamped(folder: Path, stats: dict[str, list[int]]) -> bool:
     try:
         content = read_json(_stamp_of(folder))
         age = time.time() - content["time"]
+        # A negative age comes from a clock that was set back, and says nothing.
         return 0 <= age < _VALID_S and content["files"] == stats
+    # A stamp that cannot be read costs one more reading of the files, and nothing else.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def _write_stamp(folder: Path, stats: dict[str, list[int]]) -> None:
     file = _stamp_of(folder)
+    # Written under another name first: a process that reads the stamp meanwhile gets a whole one.
     staging = file.with_name(f".{file.name}.{os.getpid()}")
     # A folder that can only be read has no stamps.
     with suppress(OSError):

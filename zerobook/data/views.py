@@ -115,6 +115,7 @@ class Blocks:
         missing = self.length
         pieces = []
         while missing:
+            # A block may go on in the next range of tokens, as far as the current one does not fill it.
             piece = self.store.ids[position : min(position + missing, self.stops[index])]
             pieces.append(piece)
             missing -= len(piece)
@@ -163,6 +164,7 @@ class Packs:
         return [self.starts[members], self.stops[members]]
 
     def _per_row(self, values: np.ndarray) -> np.ndarray:
+        # A row is a range of the members, so its sum is a difference of two running sums.
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.packing.members])])
         return sums[self.packing.offsets[1:]] - sums[self.packing.offsets[:-1]]
 
@@ -194,6 +196,7 @@ class Packs:
     def without(self, skipped: np.ndarray) -> Packs:
         """Return the same rows without the samples that ``skipped``, bool [samples], marks. A row may become empty."""
         remains = ~skipped[self.packing.members]
+        # The offsets move by as many members as are left out before them.
         remaining_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(remains)])
         return replace(self, packing=Packing(remaining_before[self.packing.offsets], self.packing.members[remains]))
 
@@ -225,6 +228,7 @@ def pack(store: TokenStore, chosen: np.ndarray, length: int, weigh: Callable[[Ro
     starts = offsets[chosen][document_of] + number * length
     stops = np.minimum(starts + length, offsets[chosen + 1][document_of])
     if store.labels is store.ids:
+        # Labels equal the ids, so the weight depends on the length alone, and each length is weighed once.
         sizes, size_of = np.unique(stops - starts, return_inverse=True)
         weights = np.array([weigh(text_row(int(size))) for size in sizes], np.int64)[size_of]
     else:
@@ -301,6 +305,7 @@ class PreparedRows:
         longest = []
         for view in self.views:
             if len(view):
+                # A pack is as long as a row, but its samples do not see each other.
                 lengths = view.stops - view.starts if isinstance(view, Packs) else view.lengths
                 longest.append(int(lengths.max()))
         return max(longest)
@@ -350,6 +355,7 @@ class PreparedRows:
 
         The samples are taken out of their packs, and rows without samples are dropped.
         """
+        # Ranges may go beyond a dataset: samples are numbered across all of them.
         is_skipped = np.zeros(sum(map(_sample_count, self.views)), bool)
         for start, end in ranges:
             is_skipped[int(start) : int(end)] = True
@@ -360,6 +366,7 @@ class PreparedRows:
         first_sample = 0
         for view in self.views:
             end_sample = first_sample + _sample_count(view)
+            # A row that is no pack is one sample, so the samples that are skipped are its dropped rows.
             dropped_rows = is_skipped[first_sample:end_sample]
             first_sample = end_sample
             if isinstance(view, Packs):
