@@ -26,13 +26,13 @@ IGNORED_SETTINGS = {"output_dir", "resume_from_checkpoint"}
 SAME_SETTINGS = "The settings, the launch and the versions are the same."
 
 RESULTS: dict[str, Callable[[Any], str]] = {
-    "held-out loss": lambda run: _number(run["loss"], "{:.4f}"),
-    "lowest held-out loss": lambda run: _number(run["best_loss"], "{:.4f}"),
-    "at step": lambda run: _number(run["best_step"], "{:,}"),
+    "held-out loss": lambda run: _text(run["loss"], "{:.4f}".format),
+    "lowest held-out loss": lambda run: _text(run["best_loss"], "{:.4f}".format),
+    "at step": lambda run: _text(run["best_step"], "{:,}".format),
     "steps": lambda run: "-" if run["step"] is None else f"{run['step']:,} of {run['total_steps']:,}",
-    "tokens/s": lambda run: _number(run["tokens_per_second"], "{:,.0f}"),
-    "memory of rank 0": lambda run: "-" if run["memory"] is None else size(run["memory"]),
-    "trained parameters": lambda run: "-" if run["trained_parameters"] is None else count(run["trained_parameters"]),
+    "tokens/s": lambda run: _text(run["tokens_per_second"], "{:,.0f}".format),
+    "memory of rank 0": lambda run: _text(run["memory"], size),
+    "trained parameters": lambda run: _text(run["trained_parameters"], count),
     "state": lambda run: run["state"],
 }
 """Label of a row of results -> the text of a run's cell."""
@@ -217,6 +217,7 @@ def _cell(values: Sequence[Any], index: int) -> str:
     """Return a setting as text, a long path by its last part where that tells the runs apart."""
     texts = ["-" if value is None else str(value) for value in values]
     short = [short_name(text, RUN_COLUMNS) for text in texts]
+    # Different paths may have the same last part.
     return short[index] if len(set(short)) == len(set(texts)) else texts[index]
 
 
@@ -224,6 +225,7 @@ def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
     measured = [(run, result) for run, result in zip(runs, results, strict=True) if result["best_loss"] is not None]
     if not measured:
         return
+    # Losses are comparable only where they were measured on the same samples, cut in the same way.
     if len({result["held_out_fingerprint"] for _, result in measured}) > 1:
         say("the held-out losses are of different data (other samples, tokens or lengths), so none is called the lowest")
         return
@@ -231,5 +233,6 @@ def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
     say(f"lowest held-out loss: {result['best_loss']:.4f}, {run} at step {result['best_step']}")
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+def _text(value: Any, format_value: Callable[[Any], str]) -> str:
+    """Return a figure as text; a dash for one that was not measured."""
+    return "-" if value is None else format_value(value)

@@ -123,9 +123,12 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     if recipe:
         try:
             parsed = read(recipe_class(recipe).config_class, recipe_flags)
-            config, sources, config_problems = parsed.config, parsed.sources, parsed.problems
+            config = parsed.config
+            sources = parsed.sources
+            config_problems = parsed.problems
         except ConfigError as error:
             config_problems = error.problems
+    # Accelerate's own code turns the flags and the strategy file into the environment of the workers.
     workers = inspect(launch_flags)
     plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
     problems = together(config_problems, workers.problems)
@@ -136,6 +139,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     loopback = loopback_note(plan, workers.environ)
     if loopback:
         plan.notes.append(loopback)
+    # Ranks that load a copy of the model each can fill the host's memory.
     if config.model_name_or_path and config.base_format is None and not problems:
         name = config.model_name_or_path
         folder = embedded.converted(name) or hub.folder(name, config.model_revision)
@@ -233,12 +237,13 @@ def _print_strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, source
     processes = f"{plan.world_size} on {plan.device}"
     if plan.backend:
         processes += f" over {plan.backend}"
+    offload_names = {"none": "device memory"}
     rows = {
         "strategy": plan.name,
         "processes": processes,
         "ZeRO stage": "-" if plan.zero_stage is None else plan.zero_stage,
-        "optimizer state in": "device memory" if plan.offload_optimizer == "none" else plan.offload_optimizer,
-        "parameters in": "device memory" if plan.offload_param == "none" else plan.offload_param,
+        "optimizer state in": offload_names.get(plan.offload_optimizer, plan.offload_optimizer),
+        "parameters in": offload_names.get(plan.offload_param, plan.offload_param),
         "precision": f"{plan.precision} (from {plan.precision_source})",
         "DeepSpeed config": plan.config_file or "-",
         "batch": f"{layout.arithmetic} (accumulation from {sources['gradient_accumulation_steps']})",

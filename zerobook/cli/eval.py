@@ -122,14 +122,20 @@ def print_table(path: str, table: list[dict[str, Any]]) -> None:
         shown.add_column(name, justify="right", no_wrap=True)
     for row in table:
         # The row of a whole task stands above those of its subjects.
-        is_whole_task = row["subject"] is None
+        task = row["task"]
+        subject = "all"
+        style = "bold"
+        if row["subject"] is not None:
+            task = ""
+            subject = row["subject"]
+            style = ""
         shown.add_row(
-            row["task"] if is_whole_task else "",
-            "all" if is_whole_task else row["subject"],
+            task,
+            subject,
             str(row["questions"]),
             f"{row['acc']:.3f} ± {row['acc_stderr']:.3f}",
             f"{row['acc_norm']:.3f} ± {row['acc_norm_stderr']:.3f}",
             f"{row['chance']:.3f}",
-            style="bold" if is_whole_task else "",
+            style=style,
         )
     console().print(shown)

@@ -33,7 +33,8 @@ save_steps: 25
 output_dir: outputs/first
 """
 _LAUNCH = "--config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --config config.yaml"
-_CHECK, _TRAIN = f"zerobook doctor {_LAUNCH}", f"accelerate launch {_LAUNCH}"
+_CHECK = f"zerobook doctor {_LAUNCH}"
+_TRAIN = f"accelerate launch {_LAUNCH}"
 _README = f"""\
 # Training with Zerobook
 
@@ -84,7 +85,8 @@ def _check(folder: Path) -> None:
     """Raise `ConfigError` where something would be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file. Give a folder that does not exist, or is empty.")
-    if folder.is_dir() and (first := next(folder.iterdir(), None)):
+    first = next(folder.iterdir(), None) if folder.is_dir() else None
+    if first is not None:
         raise ConfigError(
             f"{folder}: the folder is not empty; it holds {first.name}. Nothing was written. Give a folder that does not "
             "exist, or is empty."

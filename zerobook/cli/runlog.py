@@ -119,8 +119,14 @@ def _print_steps(history: History, *, as_json: bool) -> None:
     rows = csv.writer(sys.stdout)
     rows.writerow(STEP_COLUMNS)
     for record in steps:
-        values = (record[name] for name in STEP_COLUMNS)
-        rows.writerow([plain(value, lines=False) if isinstance(value, str) else value for value in values])
+        cells = []
+        for name in STEP_COLUMNS:
+            value = record[name]
+            # A log that somebody else wrote may hold text with control characters.
+            if isinstance(value, str):
+                value = plain(value, lines=False)
+            cells.append(value)
+        rows.writerow(cells)
 
 
 def report(flags: argparse.Namespace) -> None:

@@ -30,6 +30,7 @@ def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
         if missing:
             problems_of_events.append(f"{EVENTS}, line {counts['events']}: it lacks {', '.join(missing)}.")
             continue
+        # After a damaged line, a gap in the numbers is no problem of its own.
         problems_of_events += _problems_after(previous, event, known_damage=bool(damaged_events))
         previous = event
 
@@ -56,8 +57,10 @@ def _problems_after(previous: dict[str, Any] | None, event: dict[str, Any], know
     seq = event["seq"]
     where = f"{EVENTS}, seq {seq}"
     if previous is None:
-        is_cut = seq != 0 and not known_damage
-        return [f"{where}: the log begins with it; events before it are missing."] if is_cut else []
+        # Damaged lines at the beginning are reported themselves, and explain the gap.
+        if seq == 0 or known_damage:
+            return []
+        return [f"{where}: the log begins with it; events before it are missing."]
     problems = []
     if seq <= previous["seq"]:
         problems.append(f"{where}: it comes after seq {previous['seq']}; two processes have written.")

@@ -42,11 +42,13 @@ def run_facts(history: History) -> dict[str, str]:
     if not starts:
         return {}
     config = starts[-1]["config"]
+    # A config may have a rank where no adapters are trained.
+    adapter_rank = config.get("lora_r") if trains_adapters(config) else None
     facts = {
         "model": model_name(config),
         "data": ", ".join(data_names(config)),
         "method": training_method(config),
-        "adapter rank": str(config.get("lora_r") or "") if trains_adapters(config) else "",
+        "adapter rank": str(adapter_rank or ""),
         "learning rate": f"{config['learning_rate']:g}" if "learning_rate" in config else "",
         "batch": str(starts[-1].get("batch") or ""),
         "code": code_version(starts[-1]),
@@ -109,10 +111,10 @@ def _peak_memory(machine: Event) -> int:
     return allocator["reserved_peak"] if allocator else machine["own"]
 
 
-def short_name(name: str, places: int = 24) -> str:
+def short_name(name: str, most_characters: int = 24) -> str:
     """Return the last part of a long path.
 
     >>> short_name("outputs/run"), short_name("/data/of/a/long/name/train.jsonl")
     ('outputs/run', '.../train.jsonl')
     """
-    return f".../{Path(name).name}" if len(name) > places and "/" in name else name
+    return f".../{Path(name).name}" if len(name) > most_characters and "/" in name else name

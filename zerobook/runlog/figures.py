@@ -107,6 +107,7 @@ def _curves(history: History) -> Chart:
     loss = Panel(title="loss", curves=[], height=300)
     norm = Panel(title="gradient norm", curves=[], is_log=True)
     rate = Panel(title="learning rate", curves=[])
+    # Many branches share the points, so that the page stays small.
     points_of_branch = max(40, GIVEN_UP_POINTS // max(1, len(given_up)))
     for branch, columns in sorted(given_up.items()):
         title = f"abandoned: branch {branch}"
@@ -116,6 +117,7 @@ def _curves(history: History) -> Chart:
         panel.curves.append(_curve(living, name, "the run as it is", "blue", POINTS))
     # A log axis has no place for values of 0.
     norm.is_log = all(value > 0 for curve in norm.curves for value in curve.y if value is not None)
+    # A loss that falls far would be flat at its end on a linear axis.
     losses = [value for value in loss.curves[-1].y if value is not None]
     loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
     for (name, curve), colour in zip(held_out(history).items(), cycle(HELD_OUT_COLOURS), strict=False):
@@ -139,7 +141,8 @@ def _series(history: History) -> tuple[Columns, dict[int, Columns]]:
     # After a rollback, steps that were done again stand behind later ones.
     if any(before > after for before, after in pairwise(living["step"])):
         order = sorted(range(len(living["step"])), key=living["step"].__getitem__)
-        living = {name: [column[index] for index in order] for name, column in living.items()}
+        for name, column in living.items():
+            living[name] = [column[index] for index in order]
     return living, given_up
 
 
@@ -156,7 +159,8 @@ def thin(steps: list[int], values: list[float | None], most: int = POINTS) -> tu
             points.append((step, value))
     if len(points) > most:
         points = _extremes(points, chunk_length=math.ceil(len(points) / (most // 2)))
-    return [step for step, _ in points], [value for _, value in points]
+    thinned_steps: list[float] = [step for step, _ in points]
+    return thinned_steps, [value for _, value in points]
 
 
 def _extremes(points: list[tuple[int, float]], chunk_length: int) -> list[tuple[int, float]]:
@@ -166,6 +170,7 @@ def _extremes(points: list[tuple[int, float]], chunk_length: int) -> list[tuple[
         chunk = points[start : start + chunk_length]
         lowest = min(chunk, key=lambda point: point[1])
         highest = max(chunk, key=lambda point: point[1])
+        # In the order of their steps; a level chunk has one point.
         extremes += sorted({lowest, highest})
     return extremes
 
@@ -179,9 +184,11 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
     curves: dict[str, dict[int, float]] = {}
     evaluations = [event for event in history.living_evaluations() if event.get("loss") is not None]
     for event in evaluations:
-        is_other = event.get("held_out_fingerprint") != evaluations[-1].get("held_out_fingerprint")
-        title = "other data held out" if is_other else "held out"
+        title = "held out"
+        if event.get("held_out_fingerprint") != evaluations[-1].get("held_out_fingerprint"):
+            title = "other data held out"
         losses = {f"{title}: {name}": result.get("loss") for name, result in event.get("datasets", {}).items()}
+        # An evaluation of one dataset names no datasets.
         for name, loss in (losses or {title: event["loss"]}).items():
             if loss is not None:
                 curves.setdefault(name, {})[event["step"]] = loss
@@ -197,16 +204,19 @@ def _marks(history: History, loss_of_step: dict[int, Any]) -> list[Curve]:
             continue
         events = [event for event in history.of(name) if mark.step(event) is not None]
         if events:
-            curve = Curve(
-                name=name.replace("_", " "),
-                x=[mark.step(event) or 0 for event in events],
-                y=[_height(event, mark, loss_of_step) for event in events],
-                colour=mark.colour,
-                kind="marks",
-                symbol=mark.symbol,
-                texts=_texts(events),
+            steps = [mark.step(event) or 0 for event in events]
+            heights = [_height(event, mark, loss_of_step) for event in events]
+            curves.append(
+                Curve(
+                    name=name.replace("_", " "),
+                    x=steps,
+                    y=heights,
+                    colour=mark.colour,
+                    kind="marks",
+                    symbol=mark.symbol,
+                    texts=_texts(events),
+                )
             )
-            curves.append(curve)
     return curves
 
 
@@ -214,6 +224,7 @@ def _height(event: Event, mark: Mark, loss_of_step: dict[int, Any]) -> float | N
     height = mark.height(event) if mark.height else None
     if height is not None:
         return height
+    # An event without a height of its own stands on the curve, where the step is still part of the run.
     step = mark.step(event)
     return None if step is None else loss_of_step.get(step)
 
@@ -279,7 +290,8 @@ def _moments(events: list[Event], name: str, symbol: str) -> Curve:
 
 def _line(name: str, points: list[tuple[float, float]], colour: str) -> Curve:
     points = _every_nth(points, TIME_POINTS)
-    return Curve(name=name, x=[time for time, _ in points], y=[value for _, value in points], colour=colour)
+    times = [time for time, _ in points]
+    return Curve(name=name, x=times, y=[value for _, value in points], colour=colour)
 
 
 # --- speed and memory over time

@@ -178,15 +178,16 @@ class History:
         for number, (start, event) in sorted(self.starts().items()):
             end = ends.get(number, start)
             is_first = event["type"] == "run_start" and not event.get("step") and number == 0
-            branch = Branch(
-                number=number,
-                attempt=event["attempt"],
-                start=start,
-                end=end,
-                lives_to=int(min(end, lives[number])),
-                cause=None if is_first else event,
+            branches.append(
+                Branch(
+                    number=number,
+                    attempt=event["attempt"],
+                    start=start,
+                    end=end,
+                    lives_to=int(min(end, lives[number])),
+                    cause=None if is_first else event,
+                )
             )
-            branches.append(branch)
         return branches
 
     def steps(self, *, living: bool = False) -> Iterator[Event]:

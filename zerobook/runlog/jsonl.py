@@ -31,6 +31,7 @@ RENAMED_FIELDS = {
 
 def encode(record: dict[str, Any]) -> bytes:
     """Return one line, with its CRC and newline. Types that JSON does not know are written as text."""
+    # The closing brace is cut off, since the checksum is the last member.
     body = orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)[:-1]
     return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
 
@@ -45,7 +46,8 @@ class BadLine(ValueError):
 
 def decode(line: bytes) -> dict[str, Any]:
     """Return the record of one line, which is given without its newline. Raises `BadLine` with the reason."""
-    body, tail = line[:-_TAIL], line[-_TAIL:]
+    body = line[:-_TAIL]
+    tail = line[-_TAIL:]
     if not tail.startswith(b',"crc":"'):
         raise BadLine("it has no checksum at its end")
     if tail[8:16] != b"%08x" % zlib.crc32(body):
@@ -55,6 +57,7 @@ def decode(line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise BadLine(f"it is no JSON: {error}") from None
     del record["crc"]
+    # Logs of earlier versions stay readable, and a run may have both names in one log.
     for old_name, name in RENAMED_FIELDS.get(record.get("type"), {}).items():
         if old_name in record:
             record[name] = record.pop(old_name)
@@ -84,6 +87,7 @@ def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str
         return
     with open_regular(file) as handle:
         for number, line in enumerate(handle, 1):
+            # A last line without a newline is still being written, or was torn.
             if not line.endswith(b"\n"):
                 return
             try:
@@ -152,6 +156,7 @@ def repair(file: Path) -> dict[str, Any] | None:
         torn = content[content.rfind(b"\n") + 1 :]
     if not torn:
         return None
+    # The bytes are saved before the file is cut, so that a crash between the two loses nothing.
     with open(file.with_name(file.name + ".torn"), "ab", opener=refuse_link) as torn_file:
         torn_file.write(torn + b"\n")
     os.truncate(file, file.stat().st_size - len(torn))

@@ -35,6 +35,7 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     previous = _read_previous_attempt(log)
     if previous.last is not None and not previous.has_ending:
         _write_how_it_ended(log, previous.last, previous.machine)
+    # Steps that are done again get a branch of their own, so that (branch, step) stays unique.
     newest_step = next((record for record in backwards(log.folder / STEPS) if record), None)
     if newest_step is not None and newest_step["step"] > step:
         log.branch += 1
@@ -109,13 +110,15 @@ def _write_differences(log: RunLog, event_type: str, before: dict[str, Any], now
 def environment() -> dict[str, Any]:
     """Return host, hardware and the git commit; no environment variables, which may hold secrets."""
     memory = psutil.virtual_memory()
+    # A package that was installed from a wheel has no clone.
+    repository = clone()
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "host_memory": memory.total,
         "gpus": _gpus(),
-        "git": _git(),
+        "git": None if repository is None else git_state(repository),
     }
 
 
@@ -124,12 +127,9 @@ def _gpus() -> list[str]:
         import torch
     except ImportError:
         return []
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-
-
-def _git() -> dict[str, Any] | None:
-    here = clone()
-    return None if here is None else git_state(here)
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -163,11 +163,11 @@ class Sampler:
         # Once for each time that the memory fills up.
         if usage and not self._warned:
             self.log.event("memory_warning", parent=seq, reason=usage)
-            words = (
+            say(
                 f"WARNING: {usage} are in use. A process that runs out of memory is killed without a message: use fewer "
-                "--dataloader_num_workers, less offload to host memory, or a machine with more."
+                "--dataloader_num_workers, less offload to host memory, or a machine with more.",
+                file=sys.stderr,
             )
-            say(words, file=sys.stderr)
         self._warned = bool(usage)
 
     def stop(self) -> None:

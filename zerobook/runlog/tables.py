@@ -46,13 +46,15 @@ def spike_table(history: History) -> Table:
     for spike in history.of("spike"):
         actions = [effect["action"] for effect in history.effects(spike) if effect["type"] == "decision"]
         loss = f"{figure(spike['base'], '.4g')} -> {figure(spike['peak'], '.4g')}"
-        place = [_seq(spike), str(spike["branch"]), str(spike["onset"]), str(spike["points"])]
-        rows.append([*place, spike["kind"], loss, actions[0] if actions else ""])
+        position = [_seq(spike), str(spike["branch"]), str(spike["onset"]), str(spike["points"])]
+        first_action = actions[0] if actions else ""
+        rows.append([*position, spike["kind"], loss, first_action])
     return Table("Spikes", ["seq", "branch", "step", "points", "what", "loss", "what was done"], rows)
 
 
 def rollback_table(history: History) -> Table:
     rows = []
+    # The intent has the reason, and the outcome the time that it took.
     for intent in history.of("rollback"):
         if intent["phase"] != "intent":
             continue
@@ -146,8 +148,7 @@ def attempt_table(history: History) -> Table:
 def change_table(history: History) -> Table:
     changes = history.of("config_diff", "launch_diff", "env_diff", "verify")
     rows = [[_seq(event), str(event["attempt"]), sentence(event)] for event in changes]
-    title = "Changes: settings, launch, environment, and steps done again"
-    return Table(title, ["seq", "attempt", "what"], rows)
+    return Table("Changes: settings, launch, environment, and steps done again", ["seq", "attempt", "what"], rows)
 
 
 def decisions(history: History) -> list[list[Event]]:
@@ -180,7 +181,9 @@ def sample_tables(history: History) -> list[Table]:
         return []
     newest = evaluations[-1]
     columns = list(newest["samples"][0])
-    rows = [[str(sample.get(column, "")) for column in columns] for sample in newest["samples"]]
+    rows = []
+    for sample in newest["samples"]:
+        rows.append([str(sample.get(column, "")) for column in columns])
     return [Table(f"Samples of the evaluation at step {newest['step']}", columns, rows)]
 
 

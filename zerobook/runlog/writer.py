@@ -52,11 +52,17 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files = {name: _File(self.folder / name) for name in (EVENTS, STEPS)}
         check_format(self.folder / EVENTS)
-        repaired = [facts for name in (EVENTS, STEPS) if (facts := repair(self.folder / name))]
+        # Both files are locked by now, so no other process writes the torn lines that are moved away.
+        repaired = [repair(self.folder / name) for name in (EVENTS, STEPS)]
         last, damaged = newest(self.folder / EVENTS)
-        self.seq: int = last["seq"] + 1 + damaged if last else damaged
-        self.attempt: int = last["attempt"] + attempt if last else 1
-        self.branch: int = last["branch"] if last else 0
+        # A damaged line had a number, too, which is not given out again.
+        self.seq: int = damaged
+        self.attempt: int = 1
+        self.branch: int = 0
+        if last:
+            self.seq += last["seq"] + 1
+            self.attempt = last["attempt"] + attempt
+            self.branch = last["branch"]
         self._lock = threading.RLock()  # samples of the machine come from a thread
         self._backlog: deque[tuple[str, bytes]] = deque(maxlen=self.BACKLOG)
         self._lost = 0
@@ -65,7 +71,8 @@ class RunLog:
         elif damaged:
             self.event("repaired", file=EVENTS, damaged_lines_at_the_end=damaged)
         for facts in repaired:
-            self.event("repaired", **facts)
+            if facts is not None:
+                self.event("repaired", **facts)
 
     def event(self, kind: str, /, *, parent: int | None = None, durable: bool = True, **facts: Any) -> int:
         """Append one event; returns its seq.
@@ -75,25 +82,27 @@ class RunLog:
             durable: wait until the event is on disk. If False, it outlives this process, but not a loss of power.
         """
         with self._lock:
-            record = {
+            record: dict[str, Any] = {
                 "seq": self.seq,
                 "attempt": self.attempt,
                 "branch": self.branch,
                 "type": kind,
                 "utc": datetime.now(UTC).isoformat(timespec="milliseconds"),
                 "monotonic": round(time.monotonic(), 3),
-                **({} if parent is None else {"parent": parent}),
-                **facts,
             }
+            if parent is not None:
+                record["parent"] = parent
+            record |= facts
             self.seq += 1
             self._write(EVENTS, encode(record), durable)
             return record["seq"]
 
     def steps(self, records: list[dict[str, Any]]) -> None:
         """Append a block of step records in one write."""
-        own = {"attempt": self.attempt, "branch": self.branch}
+        position = {"attempt": self.attempt, "branch": self.branch}
         with self._lock:
-            self._write(STEPS, b"".join(encode(own | record) for record in records), durable=False)
+            # The lines outlive this process. Waiting for the disk would hold up the training.
+            self._write(STEPS, b"".join(encode(position | record) for record in records), durable=False)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -101,25 +110,32 @@ class RunLog:
 
     def _write(self, name: str, lines: bytes, durable: bool) -> None:
         was_full = bool(self._backlog)
+        # A full backlog drops its oldest entry for each new one.
         if len(self._backlog) == self.BACKLOG:
             self._lost += 1
         self._backlog.append((name, lines))
         try:
+            # The oldest lines are written first, so the numbers in the file go up.
             while self._backlog:
                 file, waiting = self._backlog[0]
                 self._files[file].append(waiting, durable)
                 self._backlog.popleft()
         except OSError as error:
+            # The first line that cannot be written warns, and no line after it.
             if not was_full:
-                words = (
+                say(
                     f"WARNING: {self.folder}: the runlog cannot be written ({error.strerror}); training goes on, and "
-                    f"{self.BACKLOG:,} lines are held in memory until there is room."
+                    f"{self.BACKLOG:,} lines are held in memory until there is room.",
+                    file=sys.stderr,
                 )
-                say(words, file=sys.stderr)
             return
         if was_full:
-            lost, self._lost = self._lost, 0
-            say(f"{self.folder}: the runlog is written again" + f", {lost} lines were lost" * bool(lost), file=sys.stderr)
+            lost = self._lost
+            self._lost = 0
+            message = f"{self.folder}: the runlog is written again"
+            if lost:
+                message += f", {lost} lines were lost"
+            say(message, file=sys.stderr)
             self.event("written_late", lost=lost)
 
 
@@ -157,9 +173,11 @@ class _File:
         before = os.fstat(self.handle).st_size
         try:
             written = os.write(self.handle, content)
+            # A disk that fills up takes the beginning of the content, without an error.
             if written != len(content):
                 raise OSError(28, "No space left on device")
         except OSError:
+            # Half a line in the middle of the file would be damage, and the content is written again later.
             os.ftruncate(self.handle, before)
             raise
         if durable:
