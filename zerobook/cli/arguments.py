@@ -20,6 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and exit with 2."""
+        # argparse says what is wrong only in its message, so the words are read from there.
         choices = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choices is not None:
             wrong_words = [choices[1]]

@@ -73,6 +73,7 @@ def _talk(conversation: Conversation) -> None:
             import readline  # noqa: F401
         print("/help lists the commands, Ctrl-C stops an answer")
     else:
+        # A pipe may hold bytes that are no text.
         cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
         try:
@@ -155,6 +156,7 @@ class Conversation:
             return ""
         self.turns.append({"role": "user", "content": line})
         prompt = self.fitting_prompt()
+        # A message that does not fit is no turn of the conversation.
         if prompt is None:
             self.turns.pop()
             return ""
@@ -234,4 +236,5 @@ class Conversation:
         }
         if temperature > 0:
             return options | {"do_sample": True, "temperature": temperature}
+        # A saved config may set these, and transformers warns about them where nothing is sampled.
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -174,6 +174,7 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
 
     total = 0
     for checkpoint in checkpoints:
+        # The number of all bytes is the end of the bar.
         if checkpoint.is_dir():
             total += sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
     damage = {}

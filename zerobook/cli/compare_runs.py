@@ -215,7 +215,7 @@ def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results:
 
 def _cell(values: Sequence[Any], index: int) -> str:
     """Return a setting as text, a long path by its last part where that tells the runs apart."""
-    texts = ["-" if value is None else str(value) for value in values]
+    texts = [_text(value, str) for value in values]
     short = [short_name(text, RUN_COLUMNS) for text in texts]
     # Different paths may have the same last part.
     return short[index] if len(set(short)) == len(set(texts)) else texts[index]
@@ -234,5 +234,5 @@ def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
 
 
 def _text(value: Any, format_value: Callable[[Any], str]) -> str:
-    """Return a figure as text; a dash for one that was not measured."""
+    """Return a value as text; a dash where there is none."""
     return "-" if value is None else format_value(value)

@@ -61,6 +61,7 @@ def doctor(argv: list[str]) -> int:
     as_json = flags.json
     all_ranks = flags.all_ranks
     out = console()
+    # With --json, stdout holds the object alone.
     out.quiet = as_json
     hardware = Hardware.detect()
     problems = _machine_problems(out, hardware)
@@ -127,6 +128,7 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
             sources = parsed.sources
             config_problems = parsed.problems
         except ConfigError as error:
+            # The launch is examined all the same, so that its problems are reported together with these.
             config_problems = error.problems
     # Accelerate's own code turns the flags and the strategy file into the environment of the workers.
     workers = inspect(launch_flags)

@@ -44,6 +44,7 @@ def inspect(arguments: list[str]) -> int:
         "columns": {"text_column": flags.text_column, "summary_column": flags.summary_column},
     }
     train = examine(splits.train, encoder, rows=flags.samples, **settings)
+    # A file of held-out data takes the place of the split that the dataset holds out itself.
     held_out_source = open_held_out(flags.validation_file) if flags.validation_file else splits.held_out
     held_out = None
     if held_out_source is not None:
@@ -74,6 +75,7 @@ def inspect(arguments: list[str]) -> int:
         rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
         show_rows(rows, encoder.tokenizer)
 
+    # The findings are printed before the error, since they show its cause.
     problem = _held_out_problem(held_out, flags.max_seq_length)
     if problem:
         raise DataError(problem)

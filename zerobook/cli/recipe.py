@@ -57,6 +57,7 @@ def recipe(argv: list[str]) -> int:
     cluster = described(flags)
     if flags.train_file and flags.dataset_name:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
+    # A path that cannot be written is refused before the planner, which takes longer.
     if flags.output:
         _check_output(Path(flags.output))
     # The weights are beside a config.json.
@@ -188,6 +189,7 @@ def _config_text(choice: Choice, header: dict[str, str], file: Path, *, has_data
         if key == "dataset_name" and not has_data:
             lines.append("# train_file: chats.jsonl  # your data, or dataset_name: a name on the hub")
         elif isinstance(value, float):
+            # 1e-5, as people write it, and not 1e-05.
             lines.append(f"{key}: {value:g}".replace("e-0", "e-"))
         else:
             lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()

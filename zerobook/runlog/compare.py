@@ -21,6 +21,7 @@ def launch(run_start: Mapping[str, Any]) -> dict[str, Any]:
     plan = run_start.get("plan") or {}
     live = run_start.get("live") or {}
     facts = {LAUNCH[key]: plan[key] for key in LAUNCH if key in plan}
+    # A run that was started without a launch plan tells its strategy among the live facts.
     if "strategy" not in facts and "strategy" in live:
         facts["strategy"] = live["strategy"]
     return facts | _flat("deepspeed", plan.get("deepspeed_config") or {})

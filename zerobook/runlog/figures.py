@@ -267,6 +267,7 @@ def _timeline(history: History) -> Chart:
             is_rollback = event["type"] == "rollback" and event["phase"] == "outcome"
             if event["type"] == "metrics":
                 points.append((_seconds(event), event["steps"][1]))
+            # A rollback goes back to an earlier step, where the line drops.
             elif event["type"] == "run_start" or is_rollback:
                 points.append((_seconds(event), event["step"]))
         name = f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}"
@@ -332,6 +333,7 @@ def _machine(history: History) -> Chart | None:
     gpu_memory = {}
     number_of_gpus = max((len(event["gpus"]) for event in samples), default=0)
     for index in range(number_of_gpus):
+        # Samples of an attempt on another machine may have fewer GPUs.
         present = [event for event in samples if index < len(event["gpus"])]
         gpu_memory[f"GPU {index} memory"] = _over_time(present, partial(_of_gpu, index, "memory_used", 2**30))
         shares[f"GPU {index} busy"] = _over_time(present, partial(_of_gpu, index, "utilisation", 1))
@@ -393,6 +395,7 @@ def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
     steps = [event["steps"][1] for event in log_points]
     times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for event in log_points:
+        # A log point has the seconds of all its steps together.
         first, last = event["steps"]
         for phase, seconds in _without_waiting(event).items():
             times[phase].append(1000 * seconds / (last - first + 1))
@@ -403,6 +406,7 @@ def _without_waiting(log_point: Event) -> dict[str, float]:
     """Return phase -> seconds, with the time of waiting as a phase of its own."""
     waited = log_point.get("waited") or 0.0
     seconds = {phase: log_point["seconds"].get(phase, 0.0) for phase in PHASES}
+    # A log point may hold none of these phases; 1.0 avoids a division by zero.
     work = sum(seconds[phase] for phase in WORK) or 1.0
     for phase in WORK:
         seconds[phase] *= 1 - min(1.0, waited / work)
@@ -418,6 +422,7 @@ def _step_times(history: History) -> Chart | None:
     for phase, (steps, values) in times.items():
         title, colour = PHASES[phase]
         curves.append(Curve(name=title, x=[*steps], y=[*values], colour=colour, kind="bars"))
+    # Few steps evaluate or save, and these would raise the axis for all.
     of_every_step = [values for phase, (_, values) in times.items() if phase not in ("evaluate", "save")]
     totals = sorted(map(sum, zip(*of_every_step, strict=True)))
     largest = None

@@ -46,6 +46,7 @@ def naming_the_log(folder: Path) -> Iterator[None]:
 def last_of(file: Path, event_types: Iterable[str]) -> dict[str, Event]:
     """Return the newest event of each type, without reading the events between them."""
     newest: dict[str, Event] = {}
+    # An empty file cannot be mapped.
     if not file.stat().st_size:
         return newest
     with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as log:
@@ -83,6 +84,7 @@ def _newest_of_type(log: mmap.mmap, event_type: str) -> Event | None:
 def is_being_written(folder: Path) -> bool:
     """Return whether a process holds the log, or may hold it: on a file system without locks this is not known."""
     with open_regular(folder / EVENTS) as handle:
+        # Only a writer refuses a shared lock: readers do not refuse each other.
         return locks.lock(handle.fileno(), shared=True) is not True
 
 
@@ -121,6 +123,7 @@ class History:
         return [event for event in self.events if event["type"] in kinds]
 
     def by_seq(self, seq: int) -> Event | None:
+        # The numbers go up. Damaged lines leave gaps between them.
         index = bisect_left(self.events, seq, key=lambda event: event["seq"])
         if index == len(self.events) or self.events[index]["seq"] != seq:
             return None
@@ -131,6 +134,7 @@ class History:
         chain = [event]
         while chain[0].get("parent") is not None:
             cause = self.by_seq(chain[0]["parent"])
+            # The cause may stand on a damaged line.
             if cause is None:
                 break
             chain.insert(0, cause)
@@ -138,6 +142,7 @@ class History:
 
     def effects(self, event: Event) -> list[Event]:
         """Return all events that ``event`` caused, directly or not, in order."""
+        # A cause stands before its effects, so one pass finds them all.
         caused = {event["seq"]}
         effects = []
         for later in self.events:
@@ -151,6 +156,7 @@ class History:
         starts: dict[int, tuple[int, Event]] = {}
         for event in self.events:
             is_rollback = event["type"] == "rollback" and event.get("phase") == "outcome"
+            # A resume that does no step again stays in its branch, whose first start counts.
             if (event["type"] == "run_start" or is_rollback) and event["branch"] not in starts:
                 starts[event["branch"]] = (event["step"], event)
         return starts
@@ -159,6 +165,7 @@ class History:
         """Return branch -> its last step that no later branch gave up."""
         last_step = float("inf")
         lives_to = {}
+        # From the newest branch to the oldest: a branch ends where any later one began.
         for branch, (start, _) in sorted(self.starts().items(), reverse=True):
             lives_to[branch] = last_step
             last_step = min(last_step, start)
@@ -172,6 +179,7 @@ class History:
     def branches(self) -> list[Branch]:
         ends: dict[int, int] = {}
         for event in self.of("metrics"):
+            # The log points are in order, so the last one of a branch stays.
             ends[event["branch"]] = event["steps"][1]
         lives = self.lives_to()
         branches = []
@@ -208,10 +216,12 @@ class History:
     def ending(self, attempt: list[Event]) -> str:
         """Return how an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
         types = ending_types()
+        # An attempt may hold the crash event of the one before it.
         last = [event for event in attempt if event["type"] in types and event.get("of_attempt") is None]
         if last:
             kind = str(last[-1]["type"])
             return "finished" if kind == "run_end" else kind
+        # Only the newest attempt can still be running.
         if attempt[-1]["attempt"] == self.events[-1]["attempt"] and is_being_written(self.folder):
             return "running"
         return "killed"
@@ -250,6 +260,7 @@ def time_spent(history: History) -> TimeSpent:
     spent = TimeSpent()
     if not history.events:
         return spent
+    # The wall clock may have been set back, so no time is below 0.
     spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
     last_living_step = history.lives_to()
     starts = history.starts()
@@ -308,6 +319,7 @@ def _cause_of_giving_up(starts: dict[int, tuple[int, Event]], branch: int, step:
     """Return why a step of a branch is not part of the run any more."""
     for later in sorted(starts):
         start, event = starts[later]
+        # The first later branch that starts before the step has given it up.
         if later > branch and start < step:
             return "rollback" if event["type"] == "rollback" else "stop before a save"
     return "unknown"

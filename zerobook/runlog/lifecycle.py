@@ -153,6 +153,7 @@ def code_state(file: Path) -> dict[str, Any]:
 
 
 def _ask_git(folder: Path, *words: str) -> str:
+    # A git that hangs, as on a network drive, does not hold up the run.
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
 
@@ -168,6 +169,7 @@ def last_words(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]
         try:
             yield
         finally:
+            # No sample follows the event that ends the attempt.
             if sampler:
                 sampler.stop()
     except (Exception, KeyboardInterrupt) as error:

@@ -42,6 +42,7 @@ def sample() -> dict[str, Any]:
     resident = 0
     this_process = psutil.Process()
     for process in [this_process, *this_process.children(recursive=True)]:
+        # A process may end after it was listed.
         with suppress(psutil.Error):
             resident += process.memory_info().rss
     return {
@@ -60,6 +61,7 @@ def allocator() -> dict[str, int] | None:
     ``allocated`` is used by tensors, ``reserved`` was taken from the device for them: the difference is free for tensors that
     fit into its gaps. ``_peak`` is the maximum of each so far.
     """
+    # Neither torch nor the device is started only to be asked.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -105,6 +107,7 @@ def _cgroup(name: str) -> int | None:
         text = Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return None
+    # Where there is no limit, the text is ``max``.
     return int(text) if text.isdigit() else None
 
 
@@ -153,6 +156,7 @@ class Sampler:
     def _run(self) -> None:
         while True:
             self.once()
+            # `stop` ends the wait at once.
             if self._end.wait(self.seconds):
                 return
 
@@ -172,4 +176,5 @@ class Sampler:
 
     def stop(self) -> None:
         self._end.set()
+        # A sample that hangs does not keep the run from ending.
         self._thread.join(timeout=5)

@@ -35,6 +35,7 @@ MARKDOWN = "report.md"
 def write(run: str | Path) -> tuple[Path, Path]:
     """Write the page and the Markdown file beside the log. Return their paths."""
     folder = folder_of(run)
+    # Both texts are made before one is written, so an error leaves the files of the last report.
     with naming_the_log(folder):
         history = History.read(folder)
         html_text = render(history)

@@ -19,6 +19,7 @@ def summary(folder: Path) -> str:
     start = newest.get("run_start")
     if start is None:
         return "It has not begun to train."
+    # Events of earlier attempts say nothing about the state now.
     of_attempt = {name: event for name, event in newest.items() if event["attempt"] == start["attempt"]}
     ending = _ending(of_attempt)
     log_point = of_attempt.get("metrics")
@@ -34,6 +35,7 @@ def summary(folder: Path) -> str:
         words += f" {sentence(ending)}"
     elif ending is not None and ending.get("far_above_best"):
         words += f" {far_above_best(ending['far_above_best'])}"
+    # The evaluation and the decision may be of an earlier attempt.
     evaluation = newest.get("eval", {})
     if "loss" in evaluation:
         words += f" Held-out loss {figure(evaluation['loss'], '.4f')} at step {evaluation['step']}."
