@@ -179,8 +179,7 @@ def last_words(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]
         # A log is shown to others.
         trace = without_passwords(traceback.format_exc())
         if rank != 0:
-            file = Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt"
-            write_whole(file, trace)
+            write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", trace)
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:
