@@ -204,7 +204,7 @@ def _marks(history: History, loss_of_step: dict[int, Any]) -> list[Curve]:
             continue
         events = [event for event in history.of(name) if mark.step(event) is not None]
         if events:
-            steps = [mark.step(event) or 0 for event in events]
+            steps: list[float] = [mark.step(event) or 0 for event in events]
             heights = [_height(event, mark, loss_of_step) for event in events]
             curves.append(
                 Curve(
