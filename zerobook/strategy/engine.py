@@ -43,6 +43,7 @@ class Engine(TrainingState):
             config: the optimizer's settings.
             total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
         """
+        # Before anything is cast: checkpoints and the saved model need the dtypes that it was loaded in.
         self._remember(model)
         self.max_grad_norm = config.max_grad_norm
         # Trained weights are fp32, and their own masters: in half precision, small updates would round to 0.
@@ -113,7 +114,10 @@ class Engine(TrainingState):
         # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
         factor = self.mesh.token_parallel_size * self.accelerator.gradient_accumulation_steps
         with self.split_attention():
-            self.accelerator.backward(loss if factor == 1 else loss * factor)
+            # A factor of 1 would only add a node to the graph.
+            if factor != 1:
+                loss = loss * factor
+            self.accelerator.backward(loss)
 
     def split_tokens(self, batch: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Return a context for the forward pass of a batch. It yields this rank's tokens: all, unless ranks share rows.
@@ -177,6 +181,7 @@ class Engine(TrainingState):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self.gradient_norm()
+        # The norm is that of all groups together, and each group is scaled by it.
         for group in self.optimizer.param_groups:
             torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_grad_norm or float("inf"), norm)
         is_finite = torch.isfinite(norm)
@@ -190,6 +195,7 @@ class Engine(TrainingState):
         elif has_scaler or is_finite.item():
             # The scaler checks the norm, and waits, itself.
             optimizer.step()
+        # It stays a tensor on the device, like the flag.
         self._applied = self._applied + is_finite
         self._unscaled = False
         optimizer.zero_grad(set_to_none=True)

@@ -57,6 +57,7 @@ class FullyShardedStrategy(Strategy):
         model = load(options)
         parameters = dict(model.named_parameters())
         dtypes = {name: tensor.dtype for name, tensor in (*parameters.items(), *model.named_buffers())}
+        # Other ranks read the file's dtypes; rank 0 has those that the recipe chose. Collective.
         dtypes, model.config.dtype = self.from_main((dtypes, model.config.dtype))
         if self._zeros:
             for name, parameter in parameters.items():
@@ -122,6 +123,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
+        # Replicas of hybrid sharding add their gradients once a step; without replicas this changes nothing.
         sharded = cast("FSDPModule", self.model)
         sharded.set_requires_all_reduce(False)
         try:
@@ -146,8 +148,10 @@ class FullyShardedStrategy(Strategy):
             return super()._written_part(index, parameter, shard)
         if self._is_copy(cast("DTensor", parameter)):
             return None
-        # A shard of rows is a range of the flattened tensor, see `shard_offset`.
-        return offset, shard.reshape(-1) if len(offset) == 1 else shard
+        if len(offset) == 1:
+            # A shard of rows is a range of the flattened tensor, see `shard_offset`.
+            shard = shard.reshape(-1)
+        return offset, shard
 
     def read_shard(self, parameter: nn.Parameter, read: Read) -> torch.Tensor:
         offset = shard_offset(parameter)
@@ -180,7 +184,7 @@ class FullyShardedStrategy(Strategy):
     def live_tensors(self) -> dict[str, list[torch.Tensor]]:
         tensors = super().live_tensors()
         for name in tensors:
-            tensors[name] = [local(tensor) for tensor in tensors[name]]
+            tensors[name] = list(map(local, tensors[name]))
         return tensors
 
     def describe(self) -> dict[str, Any]:
@@ -191,12 +195,13 @@ class FullyShardedStrategy(Strategy):
         states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
         groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
         is_offloaded = all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
-        device = "cpu" if is_offloaded else "none"
+        device = "none"
         context = self.token_split.size if self.token_split else 1
         words = ["FSDP2", *self._live_groups()]
         if context > 1:
             words.append(f"context {context}")
         if is_offloaded:
+            device = "cpu"
             words.append("(cpu offload)")
         return super().describe() | {
             "strategy": " ".join(words),

@@ -38,6 +38,7 @@ class LaunchPlan:
     @property
     def name(self) -> str:
         """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
+        # The names are part of messages and of the runlog, and each strategy's ``describe`` makes the same ones.
         if self.kind == "deepspeed":
             return zero_name(
                 self.zero_stage,

@@ -101,6 +101,7 @@ class Mesh:
         if self.world_size == 1:
             return cast("T", value)
         data = messages.encode(value) if self.is_main else b""
+        # The other ranks have to know the size before they can receive.
         size = torch.tensor([len(data)], device=self._message_device)
         dist.broadcast(size, src=0)
         content = self._as_tensor(data, self._checked(int(size)))
@@ -154,16 +155,19 @@ class Mesh:
         if self.accelerator.is_local_main_process:
             result, error = _outcome(work)
         if self.world_size > 1:
+            # A collective alone would time out while a node works for hours.
             self._wait_for_all()
             outcomes = self.gather((result, error, socket.gethostname()))
+            # Ranks of a node are adjacent, and its first one has done the work.
             if not self.accelerator.is_local_main_process:
                 first_of_node = self.rank - self.accelerator.local_process_index
                 result = outcomes[first_of_node][0]
-            failures = [(error, host) for _, error, host in outcomes if error is not None]
             # All ranks raise the same error: the first one by rank.
-            error, host = failures[0] if failures else (None, "")
-            if isinstance(error, ZerobookError) and self.nodes > 1:
-                error.args = (f"{error} This happened on {host}.",)
+            for _, error_of_rank, host in outcomes:
+                if isinstance(error_of_rank, ZerobookError) and self.nodes > 1:
+                    error_of_rank.args = (f"{error_of_rank} This happened on {host}.",)
+                if error_of_rank is not None:
+                    raise error_of_rank
         if error is not None:
             raise error
         return result
@@ -174,6 +178,7 @@ class Mesh:
         The keys say only that a rank has come: a stranger who can write to the store sends nothing through them.
         """
         store = dist.distributed_c10d._get_default_store()
+        # Keys stay in the store, so each wait has names of its own.
         self._waits += 1
         keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], "")
@@ -192,6 +197,7 @@ class Mesh:
 
     @staticmethod
     def _checked(size: int) -> int:
+        # It is checked before memory of this size is reserved.
         if not 0 < size <= messages.MOST_BYTES:
             raise messages.MessageError(f"a rank sends a message of {size} bytes; at most {messages.MOST_BYTES} are taken.")
         return size

@@ -70,6 +70,7 @@ class ModelParallelStrategy(FullyShardedStrategy):
             by_mesh: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 by_mesh.setdefault(cast("DTensor", parameter).device_mesh, []).append(parameter)
+            # The parts keep the group's options, such as its weight decay.
             groups += [{**group, "params": parameters} for parameters in by_mesh.values()]
         return groups
 

@@ -36,6 +36,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if not gradients or (gradients[0].device.type != "cpu" and _is_uniform(gradients)):
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # Gradients with the same mesh and placements are summed together, so that few all-reduces are needed.
     unsharded: list[torch.Tensor] = []
     sharded: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor]] = {}
     for gradient in gradients:
@@ -49,7 +50,13 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     if unsharded:
         total = _norm(unsharded).square_()
     for (mesh, placements), shards in sharded.items():
-        total += _sum_over_shards(_norm(shards).square_(), mesh, placements)
+        # Plain tensors: a DTensor would move the sums of offloaded gradients from the CPU to the device of its mesh.
+        square = _norm(shards).square_()
+        for dimension, placement in enumerate(placements):
+            # Copies of a shard count once. All ranks go through the meshes in the same order. Collective.
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dimension))
+        total += square
     return total.sqrt().float()
 
 
@@ -83,17 +90,9 @@ def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             norms.append(vector[in_rows:])
         elif size:
             small.append(tensor)
+    # One call for all of them, since a model has many small weights.
     if small:
         norms.append(torch.stack(torch._foreach_norm(small, dtype=torch.float32)))
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     return torch.linalg.vector_norm(torch.cat([norm.float() for norm in norms]), dtype=torch.float64)
-
-
-def _sum_over_shards(squares: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Add the shards' sums of squares over the ranks, where they are. Copies of a shard count once. Collective."""
-    # A DTensor would move the sums of offloaded gradients from the CPU to the device of its mesh.
-    for dimension, placement in enumerate(placements):
-        if not placement.is_replicate():
-            dist.all_reduce(squares, group=mesh.get_group(dimension))
-    return squares

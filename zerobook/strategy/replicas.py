@@ -42,10 +42,15 @@ class Replicas(NamedTuple):
         Args:
             read: (name, position) -> the value in the last checkpoint, which decides if there is no majority.
         """
-        position = self.positions[0] if self.positions else 0
-        values = [of_rank[0] if of_rank else math.nan for of_rank in self.values]
+        position = 0
+        values = [math.nan] * len(self.values)
+        if self.positions:
+            # One element is named, and decides where there is no majority.
+            position = self.positions[0]
+            values = [values_of_rank[0] for values_of_rank in self.values]
         majority, votes = Counter(self.checksums).most_common(1)[0]
         ranks: list[int] = []
+        # More than half of the ranks agree, so the others are wrong.
         if votes > len(self.checksums) / 2:
             ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
         elif read is not None:
@@ -63,16 +68,22 @@ class Replicas(NamedTuple):
 
 def _find_far_off(values: list[float], before: float) -> list[int]:
     """Return the rank whose value is ten times as far from ``before`` as any other's, in a list; empty if there is none."""
-    distances = [abs(value - before) if math.isfinite(value) else math.inf for value in values]
+    distances = []
+    for value in values:
+        # A value that is not finite is farther off than every number.
+        distances.append(abs(value - before) if math.isfinite(value) else math.inf)
     farthest = max(distances)
     rank = distances.index(farthest)
-    other_distances = distances[:rank] + distances[rank + 1 :]
-    return [rank] if all(farthest > 10 * distance for distance in other_distances) else []
+    second_farthest = max(distances[:rank] + distances[rank + 1 :])
+    if farthest > 10 * second_farthest:
+        return [rank]
+    return []
 
 
 def compare_replicas(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
     """Return how the ranks' weights differ; None if all are the same. Reads every weight once, and the first that differs
     again. Collective."""
+    # A sum of 8 bytes for each weight is sent, not the weight.
     sums = torch.stack([_sum_of_bits(parameter) for _, parameter in named])
     sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(sums_of_ranks, sums)
@@ -80,6 +91,7 @@ def compare_replicas(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> R
     differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return None
+    # All ranks see the same table, so all of them compare the same weight here.
     first = differing[0]
     name, parameter = named[first]
     bits = _bits(parameter)

@@ -74,6 +74,7 @@ class TrainingState:
         return parameter.shape
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
+        # accelerate's wrapper has torch's optimizer inside.
         inner = self.optimizer
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer
@@ -140,6 +141,7 @@ class TrainingState:
         more = more or {}
         for index, (name, parameter) in enumerate(self.trainable()):
             for key in (None, *self.state_shapes(parameter), *more):
+                # None stands for the weight itself.
                 if key is not None and key in more:
                     shard = more[key][name]
                 else:
@@ -163,6 +165,7 @@ class TrainingState:
         if flat.numel() < _SPLIT:
             is_turn = index % self.mesh.world_size == self.mesh.rank
             return ((0,), flat) if is_turn else None
+        # Rounded up, so the last ranks' parts can be shorter or empty.
         length = -(-flat.numel() // self.mesh.world_size)
         start = min(length * self.mesh.rank, flat.numel())
         return (start,), flat[start : start + length]
@@ -195,6 +198,7 @@ class TrainingState:
         copies = {}
         for name, buffer in persistent_buffers(self.unwrapped):
             copy = buffer.detach().to("cpu", copy=True).contiguous()
+            # A buffer that was on the meta device has no loaded value.
             loaded = self._loaded_buffers.get(name)
             if loaded is not None and loaded.dtype != copy.dtype:
                 is_unchanged = torch.equal(loaded.to(copy.dtype), copy)
@@ -207,6 +211,7 @@ class TrainingState:
         with torch.no_grad():
             for name, buffer in persistent_buffers(self.unwrapped):
                 buffer.copy_(values[name])
+                # Otherwise `buffers` would compare with the values from before, and return the rounded ones.
                 self._loaded_buffers[name] = values[name]
 
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
@@ -218,6 +223,7 @@ class TrainingState:
             value = read(0, shape.numel()).view(shape).to(self.mesh.device)
         else:
             value = torch.empty(shape, dtype=torch.float32, device=self.mesh.device)
+        # Every rank needs all of it, so one of them reads and sends it.
         if self.mesh.world_size > 1:
             dist.broadcast(value, src=0)
         return value
@@ -245,8 +251,11 @@ class TrainingState:
         """Load what `scaler_state` returned; from another kind of scaler, the scale alone."""
         scaler = self.accelerator.scaler
         if saved and scaler is not None:
-            is_same_kind = saved["kind"] == type(scaler).__name__
-            scaler.load_state_dict(saved["state"] if is_same_kind else scaler.state_dict() | {"scale": saved["scale"]})
+            state = saved["state"]
+            if saved["kind"] != type(scaler).__name__:
+                # Another kind counts other things, and the scale alone means the same.
+                state = scaler.state_dict() | {"scale": saved["scale"]}
+            scaler.load_state_dict(state)
 
     def set_schedule_step(self, step: int) -> None:
         """Set a schedule that the strategy owns to ``step`` applied steps. Steps skipped for an overflow do not count."""
@@ -265,8 +274,9 @@ class TrainingState:
         optimizer_state: list[torch.Tensor] = []
         for state in self._states():
             optimizer_state += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return {
             "parameters": [*(parameter.data for parameter in parameters), *quantisation_state(self.model)],
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "gradients": gradients,
             "optimizer": optimizer_state,
         }

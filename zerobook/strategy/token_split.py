@@ -56,6 +56,7 @@ class TokenSplit(ABC):
         Raises:
             ConfigError: the batch has something that this function cannot split.
         """
+        # What is not known might be a mask or an embedding, whose split is another one.
         unknown = sorted(batch.keys() - _KEYS)
         if unknown:
             raise ConfigError(
@@ -114,6 +115,7 @@ class Ulysses(TokenSplit):
     @contextmanager
     def attention(self, rows: int | None = None) -> Iterator[None]:
         if rows is not None:
+            # DeepSpeed's object is made for one batch size, and batches may have fewer rows.
             self._exchange.batch_size = rows
             for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
                 length, _, *rest = getattr(self._exchange, name)
@@ -137,6 +139,7 @@ class Ring(TokenSplit):
         self.of = 2 * self.size
         if mesh.device_type == "cpu":
             _register_cpu_attention()
+        # torch decides which chunks a process gets, so it is asked and not assumed.
         with self._patched() as chunks:
             self.chunks = chunks.tolist()
 

@@ -91,6 +91,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages: dict[int, int] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
+        # An empty storage, such as that of a weight that is not gathered, has no address.
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

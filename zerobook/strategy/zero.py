@@ -42,6 +42,7 @@ class ZeroStrategy(ZeroState, Strategy):
         self._remember(model)
         # Clipping itself was written into the DeepSpeed config.
         self.max_grad_norm = config.max_grad_norm
+        # accelerate takes a placeholder for an optimizer that the JSON describes, which DeepSpeed then makes.
         objects: list[Any] = [model]
         if "optimizer" in (self.plan.deepspeed_config or {}):
             from accelerate.utils import DummyOptim
@@ -57,11 +58,13 @@ class ZeroStrategy(ZeroState, Strategy):
             self.model, self.optimizer, *_ = self._prepare_split(objects)
         else:
             self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
+        # `optimizer` is accelerate's wrapper, without the methods of DeepSpeed's own.
         self.deepspeed_optimizer = self.model.optimizer
         _switch_mode_with_model(self.model)
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
             # In these stages, DeepSpeed applies gradients that are not finite unless this is set.
             self.deepspeed_optimizer.check_grad_overflow = True
+        # A wrong stage would train, with other memory than was planned.
         stage = self.model.zero_optimization_stage()
         if stage != self.plan.zero_stage:
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
@@ -117,6 +120,7 @@ class ZeroStrategy(ZeroState, Strategy):
         if lacks_head_dim:
             config.head_dim = config.hidden_size // config.num_attention_heads
         prepared = self.accelerator.prepare(*objects)
+        # The saved model gets the config as it was.
         if lacks_head_dim:
             config.head_dim = None
         self.token_split = Ulysses(ALL_ATTENTION_FUNCTIONS[ATTENTION])
@@ -124,6 +128,7 @@ class ZeroStrategy(ZeroState, Strategy):
         return prepared
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        # Otherwise DeepSpeed would count micro-batches itself to find the last one of a step.
         self.model.set_gradient_accumulation_boundary(is_boundary=last)
         return nullcontext()
 
@@ -150,10 +155,12 @@ class ZeroStrategy(ZeroState, Strategy):
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
         zero = self.deepspeed_optimizer
         if self.plan.zero_stage == 3:
+            # The last rank's partition ends with padding, which is cut off.
             start, stop = self._bounds(parameter)
             return zero.get_local_fp32_grad_for_param(parameter)[: stop - start] / zero.loss_scale
         fragment = cast("ZeroParameter", parameter)
         mapping = fragment._hp_mapping
+        # This rank's partition has no part of the weight.
         if mapping is None:
             return None
         gradient = mapping.get_lp_grad_fragment(fragment._index_in_param_group).reshape(-1)
@@ -165,6 +172,7 @@ class ZeroStrategy(ZeroState, Strategy):
 
     def optimizer_step(self, learning_rate: float) -> torch.Tensor | float:
         groups = self.deepspeed_optimizer.param_groups
+        # The schedule's own rate, from which that of this step may differ.
         scheduled = self.learning_rate()
         for group in groups:
             group["lr"] = learning_rate
@@ -183,8 +191,11 @@ class ZeroStrategy(ZeroState, Strategy):
         their convolutions. DeepSpeed does so in the engine's ``forward`` only."""
         from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 
-        containers = [module._parameters for module in self.unwrapped.modules()]
-        gathering = [container for container in containers if isinstance(container, ZeROOrderedDict)]
+        gathering = []
+        for module in self.unwrapped.modules():
+            # In stages below 3, modules keep plain dictionaries.
+            if isinstance(module._parameters, ZeROOrderedDict):
+                gathering.append(module._parameters)
         for container in gathering:
             container._in_forward = True
         try:
@@ -237,8 +248,9 @@ class ZeroStrategy(ZeroState, Strategy):
         stage = int(self.model.zero_optimization_stage())
         sequence = int(self.model.sequence_parallel_size)
         # Processes that share hpZ's second copy of the weights.
-        group = zero.parameter_offload.zero_param_parallel_group if stage == 3 else None
-        secondary = 1 if group is None else dist.get_world_size(group)
+        secondary = 1
+        if stage == 3 and zero.parameter_offload.zero_param_parallel_group is not None:
+            secondary = dist.get_world_size(zero.parameter_offload.zero_param_parallel_group)
         offload = {"optimizer": self._optimizer_device(stage), "parameters": self._parameter_device(stage)}
         name = zero_name(
             stage,

@@ -60,7 +60,7 @@ class ZeroState(TrainingState):
 
     def materialise_optimizer(self) -> None:
         zero = self.deepspeed_optimizer
-        if not any(state for state in self._states()):
+        if not any(self._states()):
             self._make_states()
         if self.plan.zero_stage != 3:
             # DeepSpeed links states to parameters once, in its first group's step, when a second group has none yet.
@@ -75,6 +75,7 @@ class ZeroState(TrainingState):
             rates = [group["lr"] for group in zero.optimizer.param_groups]
             for group in zero.optimizer.param_groups:
                 group["lr"] = 0.0
+            # The calls by which DeepSpeed's own step goes through its groups.
             for index in range(len(zero.fp16_groups)):
                 zero._prepare_sub_group(index, set())
                 master = zero.fp32_partitioned_groups_flat[index]
@@ -104,6 +105,7 @@ class ZeroState(TrainingState):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter]):
+            # A copy, since the gathered weight is freed when the context ends.
             return parameter.detach().to(torch.float32, copy=True)
 
     def shard(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
@@ -135,6 +137,7 @@ class ZeroState(TrainingState):
             if zero.swap_optimizer:
                 zero._optimizer_states_and_gradient_swap_out(index)
         if zero.persistent_parameters:
+            # Small weights stay gathered, so they are gathered again with the new numbers.
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
         zero.invalidate_secondary_tensor()
 
@@ -183,6 +186,7 @@ class ZeroState(TrainingState):
         mapping = cast("ZeroParameter", parameter)._hp_mapping
         value = None
         if key is None:
+            # Collective: every rank takes part, also one without a range of this master.
             value = self._read_by_main(self.shape(parameter), read)
             with torch.no_grad():
                 parameter.data.copy_(value)
@@ -197,6 +201,7 @@ class ZeroState(TrainingState):
         sharded = cast("ZeroParameter", parameter)
         group = sharded.ds_process_group
         rank = self.mesh.rank if group is None else dist.get_rank(group=group)
+        # All partitions have this size, and the last ones may lie behind the end.
         size = sharded.ds_tensor.numel()
         total = self.shape(parameter).numel()
         return min(size * rank, total), min(size * (rank + 1), total)
@@ -229,6 +234,7 @@ class ZeroState(TrainingState):
                 tensors["parameters"].append(parameter.ds_secondary_tensor)
         for gradients in (getattr(zero, "averaged_gradients", None) or {}).values():
             tensors["gradients"] += [gradient for gradient in gradients or [] if gradient is not None]
+        # DeepSpeed's flat masters are not the parameters of the model, which were counted above.
         masters = self._masters()
         tensors["gradients"] += [master.grad for master in masters if master.grad is not None]
         # It holds ZeRO-3's gradients before they are swapped out.
