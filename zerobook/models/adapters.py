@@ -204,6 +204,7 @@ def add_adapter(
     from accelerate.utils import set_seed
     from peft import IA3Config, LoraConfig
 
+    # peft draws the initial weights, which have to be equal on all ranks.
     set_seed(seed)
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     excluded = _pattern_without_adapters(model)
@@ -215,9 +216,10 @@ def add_adapter(
     modules = _resolve_modules(model, modules_to_save)
     trains_tied = are_tied(model) and embeddings[0] in modules
     if trains_tied and model.config.is_encoder_decoder:
+        setting = "new_tokens" if vocabulary else "modules_to_save"
         raise ConfigError(
-            f"{'new_tokens' if vocabulary else 'modules_to_save'}: encoder, decoder and output of a {model.config.model_type} "
-            "share their embeddings, and peft would train a copy that none of them reads. Train all weights: drop --adapter."
+            f"{setting}: encoder, decoder and output of a {model.config.model_type} share their embeddings, and peft would "
+            "train a copy that none of them reads. Train all weights: drop --adapter."
         )
     config = LoraConfig(
         r=rank,
@@ -256,8 +258,10 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
     from peft.utils import load_peft_weights
 
     config = PeftConfig.from_pretrained(str(folder))
+    # peft saves every adapter as one for inference, whose weights it would freeze.
     config.inference_mode = False
     weights = load_peft_weights(str(folder), device="cpu")
+    # Before the adapter is put in, whose whole modules would not fit otherwise.
     grow_for_adapter(model, folder)
     # A checkpoint records the config as JSON, which has no sets.
     facts = {}
@@ -291,8 +295,12 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
         return
     suffixes = tuple(f".{name}.weight" for name in embedding_names(model))
     with safe_open(file, "pt") as weights:
-        names = [name for name in weights.keys() if name.endswith(suffixes)]  # noqa: SIM118
-        grow_embeddings(model, max((weights.get_slice(name).get_shape()[0] for name in names), default=0))
+        rows = 0
+        for name in weights.keys():  # noqa: SIM118
+            if name.endswith(suffixes):
+                # A slice knows its shape without reading the weight.
+                rows = max(rows, weights.get_slice(name).get_shape()[0])
+        grow_embeddings(model, rows)
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -325,6 +333,7 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
     if is_pissa:
         file = folder / "adapter_config.json"
         facts = read_json(file)
+        # Both are doubled, so that alpha / r, which scales the update, stays.
         facts |= {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -341,11 +350,13 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
         paths = {id(module): path for path, module in modules.items()}
         output_name = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1]
         input_name = embedding_names(model)[0]
-        names = [input_name if name == output_name else name for name in names]
+        renamed = {output_name: input_name}
+        names = [renamed.get(name, name) for name in names]
     unique_names = list(dict.fromkeys(names))
     for name in unique_names:
         matches = [path for path in modules if f".{path}".endswith(f".{name}")]
         if not matches:
+            # Modules without weights of their own, such as activations, are no choice.
             known_names = set()
             for path, module in modules.items():
                 if list(module.parameters(recurse=False)):
@@ -406,6 +417,7 @@ def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> No
     from peft.utils.integrations import gather_params_ctx
     from peft.utils.other import transpose
 
+    # The copy computes the initial product alone, without dropout and without whole modules.
     frozen = copy.deepcopy(config)
     frozen.lora_dropout = 0.0  # type: ignore[attr-defined]  # a LoraConfig
     frozen.modules_to_save = None  # type: ignore[attr-defined]
@@ -421,6 +433,7 @@ def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> No
         weight = cast("nn.Parameter", module.get_base_layer().weight)
         with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
             first, second = _principal(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
+        # peft multiplies the product of the two by the scaling, so each is divided by its root.
         scale = module.scaling[ADAPTER] ** 0.5
         for layers, value, sign in ((module.lora_A, first, 1), (module.lora_B, second, -1)):
             trained = layers[ADAPTER]

@@ -65,7 +65,9 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
     on_hub = _on_hub(config["model_name_or_path"])
     data = data_names(config)
     method = training_method(config)
-    head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": ["zerobook", method]}
+    library = "peft" if adapter else "transformers"
+    # The hub reads these keys.
+    head: dict[str, Any] = {"library_name": library, "tags": ["zerobook", method]}
     trained_from = _shown(str(base))
     if on_hub:
         head["base_model"] = base
@@ -98,6 +100,7 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
     load = LOAD["adapter" if adapter else "model"].format(task=task)
     lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {training.run.resolve().name}, step {progress['step']}", "", "| | |", "|---|---|"]
+    # A setting that this run does not have gets no row.
     lines += [f"| {key} | {value} |" for key, value in rows.items() if value not in (None, "")]
     lines += ["", "## Use", "", "```python", load, "```", "", "## Limits", ""]
     lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
@@ -115,8 +118,11 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     environments = history.of("env")
     starts = history.of("run_start")
     if environments:
+        # The last attempt may have run on other hardware than the first.
         gpus = environments[-1]["gpus"]
-        rows["hardware"] = f"{len(gpus)} x {gpus[0]}" if gpus else f"{environments[-1]['cpus']} CPU cores"
+        rows["hardware"] = f"{environments[-1]['cpus']} CPU cores"
+        if gpus:
+            rows["hardware"] = f"{len(gpus)} x {gpus[0]}"
     if starts:
         versions = starts[-1]["versions"]
         libraries = [name for name in ("torch", "transformers", "accelerate", "deepspeed") if name in versions]

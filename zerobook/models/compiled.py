@@ -26,6 +26,7 @@ def compile_layers(model: nn.Module) -> int:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    # A higher limit of the user's stays.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     for layer in layers:
         # An option stays with the compiled code. A setting of torch holds only in the thread that made it, and backward has

@@ -144,6 +144,7 @@ def _base_model(
             f"{str(error).splitlines()[0]}{advice}"
         ) from error
     freeze_unreached(model)
+    # A digest reads every weight, so it is made only where there is one to compare with.
     has_digest = (recorded.get("base") or {}).get("weights") is not None
     current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)
     origin.check(checkpoint, recorded, current, weights=not recorded.get("base_commit") or Path(source).exists())
@@ -187,6 +188,7 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
     buffers = dict(persistent_buffers(model))
     for name, value in read_buffers(checkpoint, buffers).items():
         buffers[name].copy_(value)
+    # What the run trains and the checkpoint lacks would keep its initial values.
     missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in shapes]
     if missing:
         raise CheckpointError(
@@ -259,6 +261,7 @@ def _compare_logits(model: Model, reloaded: Model) -> float:
         if f".{INITIAL}." in name:
             continue
         buffer.data = buffer.data.to(reloaded_buffers[name].dtype)
+    # The first ids are often special tokens, of which padding would be masked.
     vocabulary = text_config(model.config).vocab_size
     ids = torch.randint(3, min(vocabulary, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids}

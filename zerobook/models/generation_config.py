@@ -58,6 +58,7 @@ def stop_tokens(model_settings: GenerationConfig, tokenizer: PreTrainedTokenizer
     A base model's config often names the end of a document only, while its chat template ends turns with another token.
     """
     ends = model_settings.eos_token_id
+    # A config has one token, a list of them, or None.
     model_ends = set(ends if isinstance(ends, list) else [ends]) - {None}
     return sorted(model_ends | end_tokens(tokenizer, chats=not encoder_decoder))
 

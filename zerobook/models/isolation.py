@@ -193,6 +193,7 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     """
     if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
+    # The second sample is computed in the row, alone, and alone with later positions.
     first, second = random_tokens(strategy, 2 * _LENGTH).reshape(2, -1)
     positions = np.arange(_LENGTH)
     packed_batch = collate([_row(np.r_[first, second], np.tile(positions, 2))])
@@ -226,6 +227,7 @@ def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str
     """Return three batches: a short row beside a long one; other tokens in its padding; another long row."""
     short, long, other = np.split(random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
     batches = [collate([_row(short), _row(tokens)]) for tokens in (long, long, other)]
+    # The short row's padding gets other tokens, which the row must not see.
     batches[1]["input_ids"][0, _LENGTH : 2 * _LENGTH] = torch.as_tensor(other[:_LENGTH])
     return tuple(batches), slice(_LENGTH)
 
@@ -250,6 +252,7 @@ def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.n
 def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
     """Return ids of the model's vocabulary, int64 [count], the same on every rank."""
     model = cast("PreTrainedModel", strategy.unwrapped)
+    # Ids below 1000 are in every vocabulary that is not tiny, and a fixed seed gives all ranks the same.
     words = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     return np.random.default_rng(0).integers(3, min(words, 1000), count)
 

@@ -76,6 +76,7 @@ def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = Fals
     """
     if name.startswith(embedded.PREFIX):
         return strategy.once_per_node(lambda: embedded.located(name))
+    # Nodes have caches of their own.
     strategy.once_per_node(lambda: hub.fetch(name, revision, weights=weights))
     return name
 
@@ -171,6 +172,7 @@ def choose_attention(
         return request
     if not hardware.gpus:
         return None
+    # A model whose code comes with it has no class here, and takes what transformers chooses.
     supports_flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
     # GPT-OSS has kernels of its own.
     kernels = getattr(model_class, "_compatible_flash_implementations", None) or ("flash_attention_2",)
@@ -210,6 +212,7 @@ def _largest_head(facts: dict[str, Any]) -> int:
     for key, value in facts.items():
         if isinstance(value, int) and str(key).endswith("head_dim"):
             largest = max(largest, value)
+        # Configs of parts are values, or items of a list.
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, dict):
                 largest = max(largest, _largest_head(inner))
@@ -300,7 +303,7 @@ def load_model(
     adapts = config.trains_adapters
     facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
 
-    # Load it.
+    # Load it, with the attention that this run's hardware and precision allow.
     kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
     model_class = kind._model_mapping.get(type(model_config), None)
     hardware = Hardware.detect() if strategy.device.type == "cuda" else Hardware()
@@ -404,7 +407,8 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
             trained_length = rotary.original_max_seq_len
             if kind == "longrope":
                 parameters = rotary.config.rope_parameters
-                parameters = parameters if layer is None else parameters[layer]
+                if layer is not None:
+                    parameters = parameters[layer]
                 trained_length = parameters["original_max_position_embeddings"]
             if longest <= trained_length:
                 continue
@@ -440,7 +444,9 @@ def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: 
     embedding_rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     # More tokens than embeddings harm only where such tokens occur.
     if len(tokenizer) > embedding_rows:
-        largest = max(tokenizer.pad_token_id, *(rows.largest_id for rows in datasets))
+        largest = tokenizer.pad_token_id
+        for rows in datasets:
+            largest = max(largest, rows.largest_id)
         if largest >= embedding_rows:
             raise ConfigError(
                 f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
@@ -471,8 +477,9 @@ def absolute_positions(model: PreTrainedModel) -> int | None:
     # GPT-J's table of sines is a buffer.
     table_sizes += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
     # OPT's positions begin at 2.
-    has_table = any(size in (positions, (positions or 0) + 2) for size in table_sizes)
-    return positions if has_table else None
+    if positions in table_sizes or (positions or 0) + 2 in table_sizes:
+        return positions
+    return None
 
 
 def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, encoder_decoder: bool) -> str:
@@ -492,6 +499,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
         resume.lock_run_folder(config)
         before = _made_of(folder)
         made_of["config_digest"] = _config_digest(source, config.model_revision)
+        # It is there, from an earlier attempt.
         if before is not None and _same_start(before, made_of):
             return
         if before is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
@@ -499,6 +507,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
                 f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
                 "its own initial model. Move that folder away, or give another --output_dir."
             )
+        # Without the model that they began with, checkpoints cannot be exported.
         checkpoints = store.list_all(store.folder_of(config.output_dir))
         if before is not None and checkpoints:
             raise ConfigError(_another_start(folder, before, made_of, len(checkpoints)))
@@ -509,6 +518,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
         with strategy.initialising_whole():
             kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
             model = kind.from_config(model_config, dtype=torch.float32)
+        # The folder appears at once and complete: a killed run leaves no half of it.
         staging = staging_of(folder)
         model.save_pretrained(staging)
         modes_by_umask(staging)
@@ -579,6 +589,7 @@ def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
     """Return the error message about replacing the initial model of checkpoints."""
+    # Where no known value differs, all are named.
     keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
     old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
     new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)
@@ -593,6 +604,7 @@ def _from_pretrained(
     kind: Any, name: str, key: str, options: dict[str, Any], errors: tuple[type[Exception], ...] = (Exception,)
 ) -> Any:
     """Load a config, a tokenizer or a model; by default, any error means that its files cannot be read."""
+    # A host without a network fails here in seconds; the hub's client would try for minutes.
     hub.check_reachable(name, options.get("revision") or "main")
     try:
         return kind.from_pretrained(name, **options)

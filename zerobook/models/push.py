@@ -37,6 +37,7 @@ def push(folder: Path, name: str, *, private: bool) -> str:
 
     api = HfApi()
     try:
+        # The repository may be there from an earlier upload.
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by zerobook")
     except HfHubHTTPError as error:

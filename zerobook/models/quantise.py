@@ -67,6 +67,7 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
     if facts is None:
         return
     name = f"model_name_or_path: {config.model_name_or_path}"
+    # A format of another library, such as GPTQ.
     if base is None:
         raise ConfigError(
             f"{name} is quantised with {facts.get('quant_method', 'an unnamed method')}, and recipes train beside weights that "
@@ -84,6 +85,7 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
             f"{name} is quantised to {bits} bits already, and load_in_{12 - bits}bit is set. Drop the flag, or take the "
             "model's version that is not quantised."
         )
+    # bitsandbytes packs 4-bit weights in uint8 unless the config names a dtype.
     storage = str(facts.get("bnb_4bit_quant_storage", "uint8")).removeprefix("torch.")
     problem = refused_base(plan, f"{name} is quantised to {bits} bits", base, storage)
     if problem is not None:
@@ -99,6 +101,7 @@ def check_layers(model: PreTrainedModel, base: str) -> None:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
+    # transformers leaves the output head out.
     head = model.get_output_embeddings()
     for module in model.modules():
         quantised = type(module).__module__.startswith("bitsandbytes.")

@@ -38,11 +38,13 @@ def freeze_unreached(model: PreTrainedModel) -> str | None:
     """
     fixed = _fixed_by_class(model)
     modules = unreached_modules(model)
+    prefixes = tuple(f"{module}." for module in modules)
     for name, parameter in model.named_parameters():
-        if name in fixed or name.startswith(tuple(f"{module}." for module in modules)):
+        if name in fixed or name.startswith(prefixes):
             parameter.requires_grad = False
     if not modules:
         return None
+    # A module that every layer has is named once.
     names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", module) for module in modules))
     return f"text does not reach {', '.join(names)} of this {type(model).__name__}: frozen, and without adapters"
 
@@ -51,6 +53,7 @@ def unreached_modules(model: PreTrainedModel) -> list[str]:
     """Return the paths of the modules that no text reaches, none inside of another."""
     unreached: list[str] = []
     for path, module in model.named_modules():
+        # Modules come after those that hold them.
         inside = path.startswith(tuple(f"{outer}." for outer in unreached))
         if path and not inside and _is_unreached(model, path, module):
             unreached.append(path)

@@ -68,6 +68,7 @@ def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0)
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(f"activation_checkpointing: {mode}, and the code of {name} knows full and none. Pass one of them.")
+    # With dropout, attention is left to run again, see above.
     saved_operations = frozenset(_PRODUCTS if attention_dropout else _PRODUCTS + _ATTENTION)
     selective = partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, saved_operations))
     for index, layer in enumerate(layers):
@@ -100,11 +101,13 @@ class _SavedResults:
         """Return whether a result is saved: that of attention, or of a product that costs much."""
         if name not in _PRODUCTS:
             return True
+        # addmm takes the bias first.
         first = args[1] if name == "aten::addmm" else args[0]
         return result.shape[-1] <= _WIDENING * first.shape[-1]
 
     def drop(self, changed: torch.Tensor) -> None:
         """Drop the result whose storage an operation writes to."""
+        # Views of a tensor share its storage, and have other addresses.
         storage = changed.untyped_storage()._cdata
         for results in self.results.values():
             for index, result in enumerate(results):
@@ -154,6 +157,7 @@ class _Reuse(TorchDispatchMode):
         self.counts: dict[str, int] = defaultdict(int)
 
     def __enter__(self) -> _Reuse:
+        # The backward pass may enter it again, and begins with the first result each time.
         self.counts.clear()
         return super().__enter__()
 

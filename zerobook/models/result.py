@@ -236,5 +236,7 @@ def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigErr
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    # A heading needs the line after it.
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    if lines[0].endswith(":"):
+        # A heading needs the line after it.
+        return " ".join(lines[:2])
+    return lines[0]

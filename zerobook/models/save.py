@@ -45,8 +45,10 @@ def save_model(
     for key, parameter in strategy.saved():
         tensor = strategy.get_tensor(parameter)
         if strategy.is_main:
+            # transformers loads some weights in fp32 whatever the dtype, and these stay so.
             saved_dtype = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
             weights[key] = tensor.to("cpu", saved_dtype, copy=True)
+        # The whole weight is freed before the next one is gathered.
         del tensor
 
     def write() -> None:
@@ -80,6 +82,7 @@ def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
 
     from zerobook.models.load import DTYPES
 
+    # An adapter is small, and stays in fp32.
     if not isinstance(model, PreTrainedModel):
         return torch.float32
     return cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])

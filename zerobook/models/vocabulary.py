@@ -25,6 +25,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
     vocabulary = tokenizer.get_vocab()
     template = str(tokenizer.chat_template or "")
+    # Each token once, in the order of the flag, which decides their ids.
     new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
     for token in new:
         tokenizer.add_tokens(AddedToken(token, special=token in template, normalized=False))
@@ -43,7 +44,9 @@ def fit_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
     grow_embeddings(model, len(tokenizer))
     _start_at_mean(model, new)
-    size = f"{rows} -> {len(tokenizer)} rows" if len(tokenizer) > rows else f"{rows} rows, as before"
+    size = f"{rows} rows, as before"
+    if len(tokenizer) > rows:
+        size = f"{rows} -> {len(tokenizer)} rows"
     return f"{counted(len(new), 'new token')}, which start at the mean of the others; embeddings: {size}"
 
 
@@ -55,6 +58,7 @@ def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
     model.resize_token_embeddings(rows, mean_resizing=False)
     facts = getattr(model, "base_facts", None)
     if facts is not None:
+        # An export makes the base anew, and gives it as many rows.
         facts["embedding_rows"] = rows
 
 

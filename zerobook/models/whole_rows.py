@@ -58,6 +58,7 @@ def _measure_difference(strategy: Strategy) -> float:
     tokens = random_tokens(strategy, _TOKENS * strategy.token_split.size)
     ids = torch.as_tensor(tokens, device=strategy.device)[None]
     positions = torch.arange(ids.size(1), device=strategy.device)[None]
+    # Dropout would differ between the two passes.
     model.eval()
     try:
         row_logits = model(input_ids=ids, position_ids=positions).logits.float()
@@ -70,6 +71,7 @@ def _measure_difference(strategy: Strategy) -> float:
     finally:
         model.train(was_training)
         strategy.release_gathered_parameters()
+    # All ranks decide alike, by the sums over all of them. Collective.
     difference, size = strategy.sum_over_ranks(sums).tolist()
     if not np.isfinite(difference):
         return float("inf")
