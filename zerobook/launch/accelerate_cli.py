@@ -38,9 +38,11 @@ def launcher_flags(command: list[str]) -> list[str] | None:
 
     For ``zerobook launch``, these are the arguments that it passes on.
     """
+    # An interpreter and its own flags may come first.
     for index, token in enumerate(command):
         if Path(token).name in ("zerobook", "zerobook.cli.main") and command[index + 1 : index + 2] == ["launch"]:
             return _without_machines(command[index + 2 :])
+        # accelerate's command has several forms: a module, its file, a script of its own, or a word after accelerate.
         if (
             token == "accelerate.commands.launch"
             or token.endswith("accelerate/commands/launch.py")
@@ -89,6 +91,7 @@ def command_to_resume() -> str:
     """Return the command that continues this process's run from its newest checkpoint."""
     resume = ["--resume_from_checkpoint", "auto"]
     arguments = sys.argv[1:]
+    # From the end, so that what is deleted does not move what is still to be read.
     for index, token in reversed(list(enumerate(arguments))):
         if token == resume[0]:
             del arguments[index : index + 2]
@@ -121,6 +124,7 @@ def chose_threads() -> bool:
     if is_set_by_user:
         return False
     flags = launcher_flags(command)
+    # Of other launchers, torchrun alone sets it.
     if flags is None:
         return any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
     return parsed(flags).num_cpu_threads_per_process is None
@@ -128,6 +132,7 @@ def chose_threads() -> bool:
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     """Return `unreachable_name` of a launch over several machines with gloo. NCCL chooses an interface by itself."""
+    # FSDP2 has gloo beside NCCL, for what is in host memory.
     uses_gloo = plan.backend is not None and (plan.device == "cpu" or plan.kind == "fsdp")
     several = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
     return unreachable_name(environ) if uses_gloo and several else None
@@ -183,8 +188,10 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
         with contextlib.redirect_stderr(messages):
             args, unknown = parser.parse_known_args([*flags, SCRIPT])
     except SystemExit:
+        # argparse prints its message and exits.
         reason = messages.getvalue().strip().rpartition("error: ")[2]
         return parsed([SCRIPT]), [f"accelerate launch does not take {' '.join(flags)}: {reason}."]
+    # All flags that are not known are reported at once, each with the nearest name.
     names = {action.dest for action in parser._actions}
     problems = []
     for flag in unknown:
@@ -217,6 +224,7 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     args = parsed(flags)
+    # accelerate reads its default file where none is named.
     file = {}
     if args.config_file or Path(default_config_file).is_file():
         file = vars(load_config_from_file(args.config_file))
@@ -231,6 +239,7 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
             environ[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(path)
     if file.get("use_cpu"):
         environ["ACCELERATE_USE_CPU"] = "true"
+    # Paths in the YAML may start beside it, which the workers do not know.
     names_json = (file.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if args.config_file and names_json and args.deepspeed_config_file is None:
         environ[STRATEGY_FILE] = args.config_file

@@ -55,6 +55,7 @@ def check(file: str | None) -> FileCheck:
     except ConfigError as error:
         return FileCheck(error.problems, False)
     problems = [*_other_launchers(loaded), *_wrong_types(loaded)]
+    # Keys are read only where the sections are mappings, and the file is one for these launches.
     is_resolvable = not problems
     if is_resolvable:
         problems += _unknown_keys(loaded)
@@ -86,6 +87,7 @@ def load(file: str) -> dict[str, Any]:
 
 def _other_kind(loaded: dict[str, Any]) -> str | None:
     """Return what a file is and where it belongs, if it is one of another program or of another flag; None if it is not."""
+    # These two are in every file that accelerate config writes.
     if "distributed_type" in loaded or "compute_environment" in loaded:
         return None
     keys = loaded.keys() & (_OF_DEEPSPEED | _OF_RECIPES)
@@ -116,6 +118,7 @@ def _wrong_types(loaded: dict[str, Any]) -> Iterator[str]:
     """Yield a problem for each section that is no mapping, and each number that is none."""
     for key in ("num_processes", "num_machines"):
         count = loaded.get(key)
+        # YAML's true is a bool, which Python takes for 1.
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
             yield f"{key} is {count!r}, expected a number of 1 or more."
     for section in BEGINNINGS:

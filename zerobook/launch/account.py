@@ -164,6 +164,7 @@ def _effect_in_yaml(
         key = f"fsdp_{key}"
     if value is None or value == {}:
         return "no effect: it is empty"
+    # A section of a strategy that this launch does not have.
     if len(path) > 1 and STRATEGY_OF_SECTION.get(section, plan.kind) != plan.kind:
         return f"no effect: the strategy is {plan.name}"
     if key in UNUSED:
@@ -208,6 +209,7 @@ def _effect_in_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config:
         # A norm of 0 is written as one that is never reached.
         engine_value = config.max_grad_norm
     is_auto = value == "auto"
+    # What is still auto is filled in by accelerate, which knows the model.
     if is_auto and engine_value in ("auto", None):
         return "filled in: when the model and the data are loaded"
     if engine_value == value:
@@ -217,7 +219,9 @@ def _effect_in_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config:
         text = _recipe_value(root, config, sources)
     elif root in ("fp16", "bf16"):
         text = f"{text}, precision {plan.precision} from {plan.precision_source}"
-    return f"{'filled in' if is_auto else 'overridden'}: {text}"
+    if is_auto:
+        return f"filled in: {text}"
+    return f"overridden: {text}"
 
 
 def _idle_reason(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> str | None:
@@ -226,6 +230,7 @@ def _idle_reason(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> str | N
     key = path[1] if len(path) > 1 else ""
     if root in deepspeed_keys.WITHOUT_EFFECT:
         return deepspeed_keys.WITHOUT_EFFECT[root]
+    # One that is on is a problem of the launch, so this one is off.
     if root in deepspeed_keys.REFUSED:
         return "it is off"
     if value is None or value == {}:
@@ -244,6 +249,7 @@ def _idle_reason(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> str | N
         return None
     if key in UNUSED_IN_ZERO:
         return UNUSED_IN_ZERO[key]
+    # Some settings are read by stage 3 alone, and some by stages 1 and 2.
     is_of_stage_3 = key.startswith("stage3_") or key in OF_STAGE_3 | deepspeed_keys.stage_3_names()
     if plan.zero_stage == 3:
         is_of_other_stage = key in OF_STAGES_1_AND_2
@@ -267,6 +273,7 @@ def _effect_of_leaf_modules(key: str, value: Any, config: RecipeConfig) -> str:
     """
     names = [value] if isinstance(value, str) else list(value or [])
     modules = model_modules(config)
+    # The model's class is not known here, so nothing can be said against the names.
     if modules is None:
         return USED
     absent = [name for name in names if not _has_module(modules, key, name)]

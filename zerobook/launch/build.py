@@ -54,6 +54,7 @@ def resolve_this_process(
     environ = dict(os.environ)
     precision = None
     file_check = flag_checks.check(parsed(flags), starts=False) if flags else FileCheck([], True)
+    # With a file that cannot be resolved, the rest of the command line is checked as a plain launch.
     if not file_check.is_resolvable:
         environ = plain_environment({})
     elif flags:
@@ -77,6 +78,7 @@ def resolve_this_process(
         earlier = earlier_run(config) or earlier_result(config)
         if earlier:
             plan.problems.append(earlier)
+    # All of them are reported at once, the first causes first.
     plan.problems = together(config_problems, file_check.problems, plan.problems)
     if plan.problems:
         raise ConfigError(plan.problems)
@@ -124,6 +126,7 @@ def _prepare_process(plan: LaunchPlan) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
+    # Before accelerate and DeepSpeed read them.
     set_environment(plan)
     hush()
     if plan.kind == "deepspeed":
@@ -148,8 +151,10 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     ops.own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
     ops.clear_stale_locks(lambda line: say(line) if is_first_of_host else None)
+    # The other ranks wait for its lock when they load the ops.
     if is_first_of_host:
         ops.compile_needed(plan)
+    # A copy: accelerate writes into the config that it gets, and the plan is recorded.
     options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
     return ZeroStrategy(Accelerator(**options), plan)
 

@@ -76,6 +76,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
     """Read the stage into ``plan``, and return the section that has it. Where no stage is usable, it has stage 0."""
+    # A JSON may have anything in this place, and true is 1 to Python.
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
     if isinstance(section, dict) and stage in (1, 2, 3) and not isinstance(stage, bool):
@@ -91,6 +92,7 @@ def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
             f"{plan.config_file}: zero_optimization is missing. Add a section with a stage, 1 to 3, or pick a file from "
             "ds_configs/."
         )
+    # The rest of the file is checked all the same.
     plan.zero_stage = 0
     config["zero_optimization"] = {**(section or {}), "stage": 0}
     return config["zero_optimization"]
@@ -108,6 +110,7 @@ def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
     for key in ("bfloat16", "cpu_offload", "cpu_offload_param"):
         section = config if key == "bfloat16" else zero
         value = section.pop(key, None)
+        # What is off needs no replacement.
         if value is None or value is False:
             continue
         replacement = REPLACED[key]
@@ -118,7 +121,9 @@ def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
         elif key == "bfloat16":
             config["bf16"] = value
         else:
-            zero[replacement] = {"device": "cpu"} | ({} if pin_memory is None else {"pin_memory": pin_memory})
+            zero[replacement] = {"device": "cpu"}
+            if pin_memory is not None:
+                zero[replacement]["pin_memory"] = pin_memory
             plan.notes.append(f"{plan.config_file}: {key} is read as {replacement} with device cpu")
 
 
@@ -156,14 +161,17 @@ def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mappin
         "offload_param_device": _offload_device(zero, "offload_param"),
     }
     for key, json_value in json_values.items():
+        # The launcher sets variables of these names for the keys of the YAML.
         variable = key.upper() if key == "gradient_clipping" else f"DEEPSPEED_{key.upper()}"
         yaml_text = environ.get(f"ACCELERATE_{variable}", "none").lower()
+        # A variable is also set for a key that the YAML does not have.
         if key not in yaml_keys or yaml_text == "auto":
             continue
         json_texts = {str(json_value).lower()}
         if isinstance(json_value, int | float):
             # 1 and 1.0 are equal.
             json_texts |= {f"{json_value:g}", str(float(json_value))}
+        # The YAML fills in a norm that the JSON leaves open.
         if key == "gradient_clipping" and json_value == "auto":
             config[key] = float(yaml_text)
         elif yaml_text not in json_texts:
@@ -215,6 +223,7 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "
             'to train on GPUs; to train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
         )
+    # DeepSpeed's quantisation has kernels for GPUs alone.
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
     quantised_keys = [key for key in QUANTISED if zero.get(key)]
     if plan.device == "cpu":
@@ -254,6 +263,7 @@ def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
             zero[key] = {"device": device}
             if nvme_path != "none":
                 zero[key]["nvme_path"] = nvme_path
+    # accelerate writes none where the YAML has no such key.
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     is_auto = clipping in ("auto", "none")
     return {"zero_optimization": zero, "gradient_clipping": "auto" if is_auto else float(clipping)}
@@ -303,6 +313,7 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     if "optimizer" in ds:
         _fill_optimizer(plan, ds, draft)
     config = draft.config
+    # DeepSpeed computes no norm where it does not clip, and the norm is reported.
     ds["gradient_clipping"] = config.max_grad_norm or NEVER
     global_batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
@@ -324,6 +335,7 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
                 plan.notes.append(note)
     if "activation_checkpointing" in ds:
         _read_checkpointing(plan, ds["activation_checkpointing"], draft)
+    # Otherwise DeepSpeed takes its own optimizers only.
     ds["zero_allow_untested_optimizer"] = True
     if config.optimizer != "adamw":
         # accelerate would put DeepSpeed's CPU Adam in its place.
@@ -345,6 +357,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
             "recipe's lr_scheduler_type then sets the rate."
         )
         return
+    # Before anything is copied from it: DeepSpeed would raise its error once the model is loaded.
     reason = _refusal_of_schedule(kind, params)
     if reason is not None:
         plan.problems.append(f"{where}.params: {reason}.")
@@ -381,9 +394,11 @@ def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
     from deepspeed.runtime import lr_schedules
 
     # The parameters that accelerate fills in have an example in place of auto.
-    values = {name: EXAMPLES.get(name, value) if value == "auto" else value for name, value in params.items()}
-    for name, value in values.items():
+    values = dict(params)
+    for name, value in params.items():
         if value == "auto":
+            values[name] = EXAMPLES.get(name, value)
+        if values[name] == "auto":
             return f"{name} is auto, which accelerate does not fill in for it"
     form = params.get("warmup_type", "log")
     if form not in ("log", "linear"):
@@ -424,6 +439,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
     if plan.offload_optimizer == "none":
         supported = {*ADAM, *FUSED_ONLY, "fused", "foreach"}
     else:
+        # DeepSpeed's CPU Adam steps offloaded weights.
         supported = {*ADAM, "bias_correction"}
     for key in params:
         if key not in supported:
@@ -470,6 +486,7 @@ def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[An
 def _copy_or_compare(plan: LaunchPlan, json_key: str, json_value: object, key: str, draft: ConfigDraft[Any]) -> None:
     """Copy a value of the JSON into the draft's ``key``, or add a problem if a person set another value."""
     value = getattr(draft.config, key)
+    # Both say the same, or the JSON leaves it to the recipe.
     if json_value in ("auto", value):
         return
     if not isinstance(json_value, int | float):

@@ -193,7 +193,10 @@ def account(plan: LaunchPlan) -> None:
     """
     ds = plan.deepspeed_config
     assert ds is not None
-    for key in [key for key in ds if key in REFUSED or key in WITHOUT_EFFECT]:
+    # A copy of the keys, since some are taken out.
+    for key in list(ds):
+        if key not in REFUSED and key not in WITHOUT_EFFECT:
+            continue
         value = ds.pop(key)
         if is_off(value):
             continue
@@ -201,6 +204,7 @@ def account(plan: LaunchPlan) -> None:
             plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
         else:
             plan.notes.append(f"{plan.config_file}: {key} has no effect: {WITHOUT_EFFECT[key]}")
+    # DeepSpeed's own check comes first: it knows the values, and what follows only the names.
     build(plan)
     for section, names in KNOWN.items():
         settings = (ds.get(section) or {}) if section else ds
@@ -264,9 +268,11 @@ def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
     names = {name for model in models for name in model.model_fields}
     for detail in error.errors():
         path = ".".join([section, *map(str, detail["loc"])])
+        # Another check has complained of this key already.
         if any(path in problem for problem in plan.problems):
             continue
         if detail["type"] == "extra_forbidden":
+            # pydantic's message does not name the keys that there are.
             hint = nearest(str(detail["loc"][-1]), names)
             yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{hint} Correct it or remove it."
         else:

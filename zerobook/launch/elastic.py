@@ -52,6 +52,7 @@ def launch(least: int, arguments: list[str]) -> None:
         raise ConfigError(f"--min_machines: {least}, and --num_machines is {most}. Give at least 1 of at least 2.")
     if backend not in ("static", BACKEND):
         raise ConfigError(f"--rdzv_backend: {backend}, but a number of machines that changes needs {BACKEND}.")
+    # torchrun starts the same number of processes on each machine.
     if args.num_processes % most:
         raise ConfigError(f"--num_processes: {args.num_processes} is no multiple of --num_machines {most}.")
     # The address becomes the rendezvous, not rank 0's.
@@ -65,6 +66,8 @@ def launch(least: int, arguments: list[str]) -> None:
     torchrun_args.max_restarts = restarts or RESTARTS
     timeouts = f"last_call_timeout={LAST_CALL_S},join_timeout={JOIN_S}"
     # The last one of two values counts, so typed ones are behind these.
-    torchrun_args.rdzv_conf = f"{timeouts},{torchrun_args.rdzv_conf}" if torchrun_args.rdzv_conf else timeouts
+    if torchrun_args.rdzv_conf:
+        timeouts += f",{torchrun_args.rdzv_conf}"
+    torchrun_args.rdzv_conf = timeouts
     with patch_environment(**environ | OWN_STORE):
         torchrun.run(torchrun_args)

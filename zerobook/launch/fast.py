@@ -25,9 +25,13 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     obstacle = _obstacle_to_compiling(plan, config)
     # Setting -> its value, and why it is left out where it is.
     candidates: dict[str, tuple[Any, str | None]] = {
-        "torch_compile": (True, f"it is not used with {obstacle}" if obstacle else None),
-        "dataloader_num_workers": (WORKERS, None if on_gpu else "on a CPU, workers take the cores that train"),
+        "torch_compile": (True, None),
+        "dataloader_num_workers": (WORKERS, None),
     }
+    if obstacle is not None:
+        candidates["torch_compile"] = (True, f"it is not used with {obstacle}")
+    if not on_gpu:
+        candidates["dataloader_num_workers"] = (WORKERS, "on a CPU, workers take the cores that train")
     for key, (value, obstacle_to_key) in candidates.items():
         reason = "you have set it" if draft.sources.given(key) else obstacle_to_key
         if reason is None:
@@ -35,6 +39,7 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
             plan.notes.append(f"fast: {key} {value}")
         else:
             plan.notes.append(f"fast, left out: {key}: {reason}")
+    # ``--fast`` keeps the numbers, so half precision is only named.
     if on_gpu and config.mixed_precision is None and plan.precision == "no":
         plan.notes.append("fast, left out: mixed_precision bf16, which is faster and changes the numbers. Pass it yourself")
 

@@ -118,7 +118,10 @@ def _dropped_flags(typed: argparse.Namespace, strategy: str) -> Iterator[str]:
 
 def _one_process(args: argparse.Namespace, distributed_type: str | None, processes: int, machines: int) -> str:
     """Return the problem of a launch that would train in one process a machine, where more were asked for."""
-    size = f"num_processes is {processes}" if processes > 1 else f"num_machines is {machines}"
+    size = f"num_machines is {machines}"
+    if processes > 1:
+        size = f"num_processes is {processes}"
+    # The flag --cpu is stronger than the file.
     reason = "no strategy file is named, so that"
     if args.cpu:
         reason = "--cpu is given, with which"
@@ -155,10 +158,12 @@ def machine_problems(args: argparse.Namespace, *, resolves: bool) -> Iterator[st
                 f"--main_process_ip {address}: this host cannot resolve it. Give the first machine's address, as the others "
                 "reach it."
             )
+    # Two machines with the same rank would wait for one that never comes.
     if args.machine_rank is None:
         yield f"--machine_rank: not given, and num_machines is {machines}. Give each machine its own, from 0 to {machines - 1}."
     elif not 0 <= int(args.machine_rank) < machines:
         yield f"--machine_rank: {args.machine_rank}, but {machines} machines have ranks 0 to {machines - 1}."
+    # pdsh is accelerate's default, which starts all machines from the first one over SSH.
     launcher = args.deepspeed_multinode_launcher or "pdsh"
     if strategy_of(args) == "deepspeed" and launcher != "standard" and not args.deepspeed_hostfile:
         yield (

@@ -47,6 +47,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     # FSDP2 keeps moments beside the parameters.
     plan.offload_optimizer = plan.offload_param
     plan.rank_0_loads = is_true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
+    # Without a parallelism config, one copy is sharded over all processes.
     plan.shard = plan.world_size
     if not is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         return
@@ -58,6 +59,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             "processes. Change --num_processes or the size."
         )
         return
+    # The file's own size of a shard may be meant for another number of processes.
     plan.shard = plan.world_size // plan.replicate
     if plan.replicate == 1:
         return

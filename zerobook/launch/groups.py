@@ -145,6 +145,7 @@ def unfit_for_groups(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     is_split = plan.sequence * plan.context > 1
     if not (is_split or plan.loaded_in_parts):
         return []
+    # In a composite model, the text model alone is trained.
     facts = {**facts, **(facts.get("text_config") or {})}
     if facts.get("is_encoder_decoder"):
         return [f"model: it is an encoder-decoder, and {plan.name} trains decoders only. Use another strategy file."]
@@ -159,6 +160,7 @@ def unfit_for_groups(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
             )
     if not is_split:
         return problems
+    # Windows and chunks are masks, which split rows do not have.
     kinds = set(facts.get("layer_types") or []) - {"full_attention"}
     if not facts.get("layer_types") and facts.get("sliding_window") and facts.get("use_sliding_window", True):
         kinds.add(f"sliding window of {facts['sliding_window']} tokens")
@@ -189,6 +191,7 @@ def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
             f"model: DeepSpeed 0.19.8 splits heads by {' and '.join(_HEADS)}, which the config of a {config.model_type} model "
             "does not have. Use accelerate_configs/fsdp_context.yaml, which does not split heads."
         )
+    # The rest asks how transformers cuts the weights, which it does under tensor and expert parallelism only.
     if problems or not plan.loaded_in_parts:
         return problems
     from transformers import __version__

@@ -97,6 +97,7 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
     """
     store = _open(here, patience)
     report = HostReport()
+    # The store counts, so the second host with this number sees it.
     if store.add(f"claimed/{here.number}", 1) > 1:
         raise ConfigError(
             f"--machine_rank {here.number} was given to another host and to {facts['host']}. Every host needs a rank of its "
@@ -111,6 +112,7 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
     folder_problem = _check_shared_folder(store, here, output_dir, hosts[0]["host"], facts["host"])
     if folder_problem:
         report.problems.append(folder_problem)
+    # One host reports, so that each difference is printed once.
     if here.number == 0:
         for host, clock in zip(hosts, clocks, strict=True):
             host["clock"] = clock
@@ -172,6 +174,7 @@ def _reach(here: Place, patience: float) -> None:
                 "0, and with --main_process_port a port that is free on it."
             ) from error
         return
+    # The first host may be started after this one.
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -223,6 +226,7 @@ def _check_shared_folder(store: Store, here: Place, output_dir: Path | None, fir
             token = ""
     token = _exchange(store, here, "token", token, str, PATIENCE_S)[0]
     deadline = time.monotonic() + FOLDER_S
+    # A network file system may show a new file some seconds later.
     while not (output_dir / token).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     if token and not (output_dir / token).exists():
@@ -230,6 +234,7 @@ def _check_shared_folder(store: Store, here: Place, output_dir: Path | None, fir
             f"output_dir: what {first_host} writes into {output_dir.absolute()} is not visible on {name}. Checkpoints are read "
             "by all hosts: give an --output_dir on a disk that they share, as an absolute path."
         )
+    # The file stays until all hosts have looked for it.
     _exchange(store, here, "looked", "", str, PATIENCE_S)
     if here.number == 0 and token:
         (output_dir / token).unlink(missing_ok=True)

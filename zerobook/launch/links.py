@@ -42,6 +42,7 @@ def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | Non
     sent = torch.zeros(payload, dtype=torch.uint8, device=device)
     received = torch.zeros_like(sent)
     seconds = 0.0
+    # In a ring of an odd number of ranks, the last one needs a turn of its own.
     for turn in range(2 + size % 2):
         dist.barrier(group)
         start = time.perf_counter()
@@ -53,6 +54,7 @@ def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | Non
             continue
         for work in dist.batch_isend_irecv([operation]):
             work.wait()
+        # NCCL's wait returns before the bytes have come.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if operation.op is dist.irecv:
@@ -127,6 +129,10 @@ def speed(rate: float) -> str:
     ('10 Gbit/s', '10 Mbit/s', '0.24 Mbit/s')
     """
     bits = 8 * rate
-    unit, name = (1e9, "Gbit/s") if bits >= 1e9 else (1e6, "Mbit/s")
+    unit = 1e6
+    name = "Mbit/s"
+    if bits >= 1e9:
+        unit = 1e9
+        name = "Gbit/s"
     digits = ".3g" if bits / unit < 1000 else ".0f"
     return f"{bits / unit:{digits}} {name}"

@@ -33,6 +33,7 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
     store = dist.TCPStore(
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=timeout
     )
+    # Keys of this attempt alone: those of an earlier one hold addresses of processes that are gone.
     attempt = meet(dist.PrefixStore("zerobook/meet", store), rank, world_size)
     dist.init_process_group(
         "gloo" if on_cpu else "cuda:nccl,cpu:gloo",
@@ -64,6 +65,7 @@ def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S)
         for other, key in answers.items():
             store.set(f"confirmed/{name}/{other}", _text(store.get(key)))
         return name
+    # The name in the store may be of an earlier attempt, so it is read anew until rank 0 confirms an answer.
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if not _wait(store, ["attempt"], 1.0):

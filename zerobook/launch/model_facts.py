@@ -49,6 +49,7 @@ def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
     )
 
     kind = str(facts.get("model_type"))
+    # Nothing is known of a model whose code comes with it.
     if kind not in CONFIG_MAPPING or "auto_map" in facts:
         return []
     config_class = CONFIG_MAPPING[kind]

@@ -60,6 +60,7 @@ def cache_root() -> Path:
     chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen_folder:
         return Path(chosen_folder)
+    # Beside the packages that the ops were compiled for: another environment has others.
     environment = Path(sys.prefix)
     if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
         return environment / "torch_extensions"
@@ -77,6 +78,7 @@ def locks() -> list[Path]:
 def is_held(lock: Path) -> bool:
     """Return whether some process has the file open. Sees this user's processes (all, as root)."""
     lock = lock.resolve()
+    # torch's lock is a file that it creates and deletes: one that exists may be left behind.
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if Path(os.readlink(descriptor)) == lock:
@@ -178,6 +180,7 @@ def needed(plan: LaunchPlan) -> list[str]:
         ops.append("pin_memory")
     if "nvme" in devices:
         ops.append("async_io")
+    # Offloaded weights are stepped on the CPU, whatever the section says.
     section = (plan.deepspeed_config or {}).get("optimizer") or {}
     if plan.offload_optimizer != "none" and plan.optimizer == "adamw":
         ops.append("cpu_adam")

@@ -61,6 +61,7 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
             say(f"  warning: {warning}")
     if problems:
         raise ConfigError(problems)
+    # After the comparison: a link of a host that would not train is not measured. Collective.
     rates = strategy.gather((socket.gethostname(), links.ring_rate(strategy.device)))
     if strategy.is_main:
         between, inside = links.links(*zip(*rates, strict=True))
@@ -104,20 +105,25 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
 
     memory = psutil.virtual_memory()
     cache = Path(config.cache_dir or Path.home())
-    config_values = config.model_dump(mode="json")
+    # The folder of prepared data may differ from host to host.
+    compared_config = config.model_dump(mode="json")
+    for key in HOST_KEYS:
+        compared_config.pop(key, None)
+    # The folder of prepared data may not be there yet.
+    disk = cache if cache.exists() else Path.home()
     return {
         "host": socket.gethostname(),
         "strategy": strategy,
         "versions": versions(),
         "code": code(Path(recipe or sys.argv[0])),
-        "config": {key: value for key, value in config_values.items() if key not in HOST_KEYS},
+        "config": compared_config,
         "environment": _compared_variables(os.environ),
         "gpus": _gpu_names(),
         "driver": gpus.driver_version(),
         "cores": psutil.cpu_count(),
         "memory": memory.total,
         "memory_free": memory.available,
-        "disk_free": shutil.disk_usage(cache if cache.exists() else Path.home()).free,
+        "disk_free": shutil.disk_usage(disk).free,
         "clock": time.time(),
     }
 
@@ -125,6 +131,7 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
 def code(recipe: Path) -> dict[str, str]:
     """Return a hash of the package's Python files, and one of the recipe's file."""
     package = Path(__file__).resolve().parents[1]
+    # Names too, so that a file that was moved is a difference.
     state = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         state.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
@@ -174,6 +181,7 @@ def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{title}: {size(least[key])} on {least['host']} and {size(most[key])} on {most['host']}. Does another program "
                 f"use {least['host']}?"
             )
+    # The clocks were read at about the same moment.
     earliest = min(hosts, key=itemgetter("clock"))
     latest = max(hosts, key=itemgetter("clock"))
     seconds_ahead = latest["clock"] - earliest["clock"]

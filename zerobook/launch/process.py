@@ -139,6 +139,7 @@ def quietly(launcher: Callable[[], None]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             say(f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}.", file=sys.stderr)
+        # A negative code is a signal, for which shells have 128 and its number.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except subprocess.CalledProcessError as error:
         # The launcher of one process alone raises this.
@@ -170,6 +171,7 @@ def leave(code: int = 0) -> None:
         if code:
             sys.exit(code)
         return
+    # In this order: handlers may print, and what they print has to be flushed.
     dist.destroy_process_group()
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -18,11 +18,9 @@ def refused_base(plan: LaunchPlan, setting: str, base: str, storage: str = "floa
     """
     sharded = plan.kind == "fsdp" or plan.zero_stage == 3
     if base == "int8" and sharded:
-        reason = (
-            "bitsandbytes keeps int8 weights whole on every process beside the shards"
-            if plan.kind == "deepspeed"
-            else "FSDP2 cannot make shards of bitsandbytes' int8 weights"
-        )
+        reason = "FSDP2 cannot make shards of bitsandbytes' int8 weights"
+        if plan.kind == "deepspeed":
+            reason = "bitsandbytes keeps int8 weights whole on every process beside the shards"
         return (
             f"{setting}, and {plan.name} does not support it: {reason} (seen with bitsandbytes 0.50.2). Use ZeRO-2 or DDP, or "
             "4-bit weights (load_in_4bit), which are sharded."

@@ -236,6 +236,7 @@ def _name_model(launch: LaunchDraft) -> None:
         return
     merge = f"To merge it into its model first: zerobook export {name} --output merged"
     adapter_settings = [key for key in ADAPTER_SETTINGS if draft.sources.given(key)]
+    # A run's folder holds a model, or an adapter that names one.
     if result.adapter is None:
         if result.model != name:
             draft.set(draft.sources["model_name_or_path"], model_name_or_path=result.model)
@@ -402,7 +403,9 @@ def _set_global_batch(launch: LaunchDraft) -> None:
         )
     elif global_batch % micro_batches:
         below = global_batch // micro_batches * micro_batches
-        multiples = f"{below} or {below + micro_batches}" if below else f"{micro_batches}"
+        multiples = str(micro_batches)
+        if below:
+            multiples = f"{below} or {below + micro_batches}"
         plan.problems.append(
             f"global_batch_size: {global_batch} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
             f"processes = {micro_batches}. Give {multiples}, or another --per_device_train_batch_size."
@@ -417,6 +420,7 @@ def _check_optimizer(launch: LaunchDraft) -> None:
     config = launch.draft.config
     sources = launch.draft.sources
     problems = []
+    # An optimizer may be a person's own code, which a check alone does not run unasked.
     try:
         if launch.starts or not names_code_in_yaml(config, sources):
             refusal = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
@@ -469,6 +473,7 @@ def _choose_precision(launch: LaunchDraft) -> None:
         choices.insert(position, (launch.explicit_precision.lower(), "launcher's --mixed_precision"))
     elif environment_precision != "no":
         choices.append((environment_precision, "Accelerate YAML"))
+    # "auto" in the JSON fixes nothing.
     fixed_dtypes = [dtype for dtype in ("bf16", "fp16") if is_true(((ds or {}).get(dtype) or {}).get("enabled"))]
     if len(fixed_dtypes) > 1:
         plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
@@ -487,6 +492,7 @@ def _choose_precision(launch: LaunchDraft) -> None:
             f"mixed_precision: fp16 (from {plan.precision_source}), and fp16 does not train on a CPU. Pass "
             "--mixed_precision no (or bf16)."
         )
+    # DeepSpeed reads the precision from its config alone.
     if ds is not None:
         for dtype in ("fp16", "bf16"):
             section = ds.setdefault(dtype, {})

@@ -99,6 +99,7 @@ def _prepared(typed: argparse.Namespace) -> dict[str, str]:
     except Exception as error:
         # Its launcher would show a traceback, of errors of many kinds.
         raise ConfigError(flag_checks.refusal(error)) from error
+    # torchrun adds these when it starts a worker.
     if strategy != "single":
         environ |= _ranks(args.num_processes, int(args.num_machines or 1))
     return environ
@@ -114,6 +115,7 @@ def distributed_environment(args: argparse.Namespace, defaults: Any, from_file: 
 
     if not args.use_deepspeed:
         return prepare.prepare_multi_gpu_env(args)
+    # The names of the YAML's keys, which accelerate compares with the JSON.
     fields = list(defaults.deepspeed_config) if defaults else []
     args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
     _, environ = prepare.prepare_deepspeed_cmd_env(args)
