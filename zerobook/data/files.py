@@ -101,7 +101,7 @@ def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source
 
         return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=stop - start, unit="B")
 
-    return [make_source(start, stop) for start, stop in zip(starts, ends, strict=True)]
+    return list(map(make_source, starts, ends))
 
 
 def _parquet_shards(file: Path) -> list[Source]:

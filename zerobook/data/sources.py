@@ -267,13 +267,13 @@ def _count(split: str, files: Sequence[Path]) -> str:
 
 def _others(files: Collection[Path]) -> list[str]:
     """Return one entry for files that are not read, or none."""
-    kinds = sorted({suffix_of(file) for file in files})
+    kinds = sorted(set(map(suffix_of, files)))
     return [f"{_files(len(files))} beside them ({', '.join(kinds)})"] if files else []
 
 
 def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
     """Return one split's files as one source."""
-    kinds = sorted({suffix_of(file) for file in files})
+    kinds = sorted(set(map(suffix_of, files)))
     if len(kinds) > 1:
         raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
     if len(files) == 1:

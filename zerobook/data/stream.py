@@ -304,7 +304,8 @@ class StreamOrder:
             ends.append(first + len(rows))
             meta = rows.views[0].store.meta
             # For the runlog: a stream reports its samples as it reaches them.
-            self._news.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | _facts(meta))
+            shard_facts = {key: meta[key] for key in ("tokens", "report", "bad_samples")}
+            self._news.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | shard_facts)
         nth = bisect_right(ends, position)
         # Only when the run comes to another shard: this method is called for every batch.
         if nth != self._at[dataset]:
@@ -344,7 +345,3 @@ class StreamOrder:
             self._orders = {key: order for key, order in self._orders.items() if key[0] != dataset}
             self._orders[dataset, nth] = SampleOrder([len(rows)], seed=seed, lengths=lengths)
         return self._orders[dataset, nth]
-
-
-def _facts(meta: dict[str, Any]) -> dict[str, Any]:
-    return {"tokens": meta["tokens"], "report": meta["report"], "bad_samples": meta["bad_samples"]}

@@ -153,7 +153,7 @@ class CausalEncoder:
         texts = [pair.source for pair in pairs]
         texts += [pair.target for pair in pairs]
         ids = token_ids(self.tokenizer, texts)
-        return [self._encode_pair(*pair) for pair in zip(ids[: len(pairs)], ids[len(pairs) :], strict=True)]
+        return list(map(self._encode_pair, ids[: len(pairs)], ids[len(pairs) :]))
 
     def _encode_pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
         target = np.array([*target, *self._eos], np.int32)
@@ -285,7 +285,7 @@ class Seq2SeqEncoder:
         return _by_kind(samples, {Text: refuse_texts, Tokens: refuse_tokens, Pair: self._pairs, Chat: self._chats})
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
-        pairs = [_last_turn(chat) for chat in samples]
+        pairs = list(map(_last_turn, samples))
         # Bad samples keep their places among the results.
         encoded = iter(self._pairs([pair for pair in pairs if isinstance(pair, Pair)]))
         results: list[Encoded | BadSample] = []

@@ -83,7 +83,7 @@ def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
     for value in values:
         if not isinstance(value, int | float) or value not in (0, 1):
             raise BadSample(f"{column} has {value!r:.40} in it, expected 0 and 1")
-    return [bool(value) for value in values]
+    return list(map(bool, values))
 
 
 def _without_padding(mask: list[bool]) -> tuple[int, int]:

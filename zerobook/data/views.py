@@ -260,7 +260,7 @@ class PreparedRows:
     @property
     def sizes(self) -> list[int]:
         """rows per dataset"""
-        return [len(view) for view in self.views]
+        return list(map(len, self.views))
 
     @property
     def is_empty(self) -> bool:
