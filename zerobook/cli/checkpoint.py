@@ -91,6 +91,7 @@ def _checkpoints_folder(path: Path) -> Path:
 
 
 def _one_or_all(path: Path) -> list[Path]:
+    # A damaged checkpoint may lack its manifest, and still has the name of one.
     if (path / store.MANIFEST).exists() or store.step_of(path) >= 0:
         return [path]
     folder = _checkpoints_folder(path)

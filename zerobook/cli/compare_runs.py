@@ -83,6 +83,7 @@ class Compared:
 
 
 def _run(run: str, history: History) -> Compared:
+    # Of several attempts, the settings of the newest count.
     starts = history.of("run_start")
     with naming_the_log(history.folder):
         return Compared(

@@ -54,6 +54,7 @@ def launch(argv: list[str]) -> int:
 def _launch(arguments: list[str]) -> None:
     """Start the processes, or say in one sentence each what accelerate would refuse, drop or wait for."""
     flags, script, _ = split_at_recipe(arguments)
+    # Without the file of a recipe, only the flags of accelerate can be checked.
     if script is None or _OTHER_PROGRAMS & set(flags):
         problems = flag_checks.check(parsed(arguments), starts=True).problems
     else:

@@ -353,6 +353,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     if flags.json == "-":
         return exit_code
 
+    # Strategies may have different figures. Each has one column, in the order of the first row with it.
     names = list(dict.fromkeys(name for run in measurements for name in run.figures))
     comparison = Table(
         title=f"planned / measured on {cluster.name}: the rank that is furthest off", title_justify="left", box=None

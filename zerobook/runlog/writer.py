@@ -67,6 +67,7 @@ class RunLog:
         self._backlog: deque[tuple[str, bytes]] = deque(maxlen=self.BACKLOG)
         self._lost = 0
         if last is None:
+            # `check_format` reads it from the first line.
             self.event("runlog", format=FORMAT)
         elif damaged:
             self.event("repaired", file=EVENTS, damaged_lines_at_the_end=damaged)
