@@ -150,6 +150,7 @@ def unreachable_name(environ: Mapping[str, str]) -> str | None:
         address = str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
         address = "no address"
+    # An IPv6 address may end with the name of an interface, behind a %.
     if address != "no address" and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return None
     return (

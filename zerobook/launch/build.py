@@ -194,6 +194,7 @@ def usable_cores() -> int:
 
     logical = psutil.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or logical
+    # The affinity counts hyper-threads.
     cores = len(os.sched_getaffinity(0)) * physical // logical
     try:
         # Microseconds that the container may use in each period, or max.

@@ -67,6 +67,7 @@ def _read_size(plan: LaunchPlan, key: str, way: Way, size: str) -> None:
             "set it to 1."
         )
     elif plan.world_size % int(size):
+        # The next larger number of processes that groups of this size divide.
         fitting = -(-plan.world_size // int(size)) * int(size)
         plan.problems.append(
             f"{where}; groups of {size} do not divide {plan.world_size} processes. Pass --num_processes {fitting}, or "

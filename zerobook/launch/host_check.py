@@ -201,6 +201,7 @@ def _exchange(store: Store, here: Place, key: str, value: object, kind: Any, pat
         store.wait(keys, timedelta(seconds=patience))
         return [messages.read(store.get(key_of_host), kind) for key_of_host in keys]
     except RuntimeError as error:
+        # The store may be gone, and then it does not say who came.
         absent = "all ranks, since the first host has ended"
         with suppress(RuntimeError):
             absent = ", ".join(str(number) for number, key_of_host in enumerate(keys) if not store.check([key_of_host]))
@@ -264,5 +265,6 @@ def _measure_links(store: Store, here: Place, report: HostReport) -> None:
         between, _ = links.links(names, [float(rate_of_host) for rate_of_host in rates])
         report.links = links.summary(between, [])
         report.warnings += links.slow_links(between)
+    # No host ends the group while another one still uses it.
     dist.barrier()
     dist.destroy_process_group()

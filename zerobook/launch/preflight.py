@@ -213,6 +213,7 @@ def _difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str | None:
         names_by_value.setdefault(text, []).append(host["host"])
     if len(names_by_value) == 1:
         return None
+    # The value of most hosts comes first, so that the odd one stands out.
     ordered = sorted(names_by_value.items(), key=lambda item: -len(item[1]))
     return "; ".join(f"{value} on {_shorten(names)}" for value, names in ordered)
 
