@@ -223,7 +223,10 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
     if not is_file:
         hub.check_reachable(path, revision)
     try:
-        facts = read_json(path) if is_file else PretrainedConfig.get_config_dict(path, revision=revision)[0]
+        if is_file:
+            facts = read_json(path)
+        else:
+            facts, _ = PretrainedConfig.get_config_dict(path, revision=revision)
         if not isinstance(facts, dict):
             raise ValueError(f"it holds a {type(facts).__name__} where keys and values belong")
     except (OSError, ValueError) as error:

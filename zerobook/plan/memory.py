@@ -148,7 +148,8 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
         if not is_backward:
             return 0
         # With overlap_comm, one bucket is filled while the other is reduced.
-        return (2 if sharding.overlap_comm else 1) * _reduce_bucket(sharding)
+        buckets = 2 if sharding.overlap_comm else 1
+        return buckets * _reduce_bucket(sharding)
     if sharding.ranks > 1:
         # Several weights are gathered in one flat buffer.
         gathered_elements += min(sharding.prefetch_bucket_elements, gathered_elements)

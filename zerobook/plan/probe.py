@@ -73,7 +73,9 @@ def _watch(name: str, collective: Any) -> Any:
         if _IS_COUNTING[0]:
             counted = [kwargs[keyword] for keyword in keywords if keyword in kwargs] or [args[position]]
             groups = [argument for argument in (kwargs.get("group"), *args) if isinstance(argument, dist.ProcessGroup)]
-            ranks = dist.get_world_size(groups[0] if groups else None)
+            # Without a group, all ranks take part.
+            group = groups[0] if groups else None
+            ranks = dist.get_world_size(group)
             record_collective(name, _count_bytes(counted[0]), passes, ranks)
         return collective(*args, **kwargs)
 

@@ -170,7 +170,12 @@ def nearest_to_fitting(rows: list[Row]) -> str:
     planned = [row for row in rows if row.memory is not None]
     if not planned:
         return f"no strategy file can run it; {rows[0].file}: {rows[0].problems[0]}"
-    nearest = min(planned, key=lambda row: (len(row.over), row.memory.total if row.memory else 0))
+
+    def lack(row: Row) -> tuple[int, int]:
+        assert row.memory is not None
+        return len(row.over), row.memory.total
+
+    nearest = min(planned, key=lack)
     return f"{nearest.file} comes nearest: {'; '.join(nearest.over)}. It wants {' or '.join(nearest.remedies)}"
 
 

@@ -227,12 +227,16 @@ def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
         row.remedies += _gpu_remedies(row.memory, row.sharding, config, gpu_excess)
     elif exceeds_at_load:
         # Remedies for the GPU are sharding, which helps here too.
-        row.remedies.append("more host RAM" if row.sharding.is_zero3 else "zero3, whose ranks do not load a copy each")
+        remedy = "more host RAM" if row.sharding.is_zero3 else "zero3, whose ranks do not load a copy each"
+        row.remedies.append(remedy)
     if exceeds_host:
-        row.remedies.append("zero3_nvme" if row.sharding.offload_optimizer == "cpu" else "more host RAM")
+        remedy = "zero3_nvme" if row.sharding.offload_optimizer == "cpu" else "more host RAM"
+        row.remedies.append(remedy)
     if exceeds_disk:
+        # A single checkpoint cannot be limited any further.
         has_fewer = row.checkpoints is None or row.checkpoints > 1
-        row.remedies.append("a lower --save_total_limit" if has_fewer else "a larger --disk")
+        remedy = "a lower --save_total_limit" if has_fewer else "a larger --disk"
+        row.remedies.append(remedy)
 
 
 def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | None) -> bool:

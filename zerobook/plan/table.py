@@ -114,7 +114,8 @@ def _build_table(title: str, rows: Sequence[Row], cells: dict[str, Cells], heade
         table.add_column(header, justify="right")
     for row in rows:
         texts = [cells[row.file].get(header, "") for header in headers]
-        table.add_row(row.file, _fits(row), *texts, style="" if row.fits else "dim")
+        style = "" if row.fits else "dim"
+        table.add_row(row.file, _fits(row), *texts, style=style)
     return table
 
 
@@ -194,7 +195,8 @@ def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
         # The amounts of several rows differ, so only those of one are printed.
         if len(group) == 1:
             reason = "; ".join(group[0].over)
-        line = f"does not fit ({reason}): [bold]{', '.join(row.file for row in group)}[/]"
+        files = ", ".join(row.file for row in group)
+        line = f"does not fit ({reason}): [bold]{files}[/]"
         if remedies:
             line += f" -> {' or '.join(remedies)}"
         out.print(line)

@@ -491,7 +491,9 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
     dropout, which saves a mask of one byte an element, and tensors that are moved to host memory."""
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+        if not training or p <= 0:
+            return input
+        return torch.native_dropout(input, p, True)[0]
 
     def run_in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: operation(*tree_map_only(torch.Tensor, _to_fp32, args), **kwargs)
