@@ -1,4 +1,4 @@
-"""What the cases of benchmarks/gpu.py share: the device, its models and data, and the form of their rows."""
+"""The setting of the cases of benchmarks/gpu.py: the device, its models and data, and the form of their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was decided about spikes outlives the attempt, in a file of its own."""
+"""Decisions about spikes outlive the attempt, in a file of their own."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_steps_that_were_given_up_are_counted_once(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path):
     (tmp_path / "runlog").mkdir()
-    for content in ("", "[]", '{"other": 1}'):
+    for content in ("", "[]", '{"other": 1}', '{"rollback_to": "../step"}', '{"policy": [1]}', '{"proven": null}'):
         (tmp_path / "runlog" / FILE).write_text(content)
         with pytest.raises(CheckpointError, match="recovery"):
             RecoveryState.read(tmp_path)

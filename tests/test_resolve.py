@@ -703,6 +703,20 @@ def keys_of(content: dict, parents: tuple[str, ...] = ()):
             yield from keys_of(value, (*parents, key))
 
 
+def leaf_keys(content: dict) -> set[str]:
+    return {
+        ".".join(path)
+        for path in keys_of(content)
+        if not (isinstance(value_at(content, path), dict) and value_at(content, path))
+    }
+
+
+def value_at(content: dict, path: tuple[str, ...]):
+    for key in path:
+        content = content[key]
+    return content
+
+
 @pytest.mark.parametrize("odd", [{}, [], [[]], {"a": []}, None, "x", -1, True, 1.5, float("nan")], ids=repr)
 def test_a_value_of_any_type_is_taken_or_named(tmp_path, odd):
     for *sections, key in keys_of(EVERY_SECTION):
@@ -718,5 +732,7 @@ def test_a_value_of_any_type_is_taken_or_named(tmp_path, odd):
         # What cannot be read at all is an error; what can be is resolved, and each key has an entry in the account.
         with suppress(ConfigError):
             plan, resolved_config, resolved_sources = resolve(environ, CPU, recipe_config, sources)
+            assert all(isinstance(problem, str) and problem for problem in plan.problems)
             if not plan.problems:
-                account.entries(plan, resolved_config, resolved_sources, flags=["x.py"])
+                entries = account.entries(plan, resolved_config, resolved_sources, flags=["x.py"])
+                assert {entry.key for entry in entries} == leaf_keys(config) and all(entry.effect for entry in entries)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from zerobook.errors import CheckpointError
 from zerobook.utils.reading import read_json
@@ -15,9 +18,10 @@ FILE = "recovery.json"
 """File in the runlog's folder."""
 
 
-@dataclass
+# The file may have been changed by somebody else, so unknown keys and values of other types are refused.
+@dataclass(config=ConfigDict(extra="forbid"))
 class RecoveryState:
-    """What the attempts of a run have decided so far, in ``runlog/recovery.json``. Rank 0 reads and writes it.
+    """Decisions of the attempts of a run so far, in ``runlog/recovery.json``. Rank 0 reads and writes it.
 
     The runlog's events tell the same to people, and nothing is read back out of them.
     """
@@ -42,7 +46,7 @@ class RecoveryState:
         """Return the decisions of earlier attempts; none where there is no file.
 
         Raises:
-            CheckpointError: the file cannot be read.
+            CheckpointError: the file cannot be read, or holds values of other types.
         """
         file = Path(output_dir) / "runlog" / FILE
         try:

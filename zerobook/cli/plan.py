@@ -205,7 +205,7 @@ def here(processes: str | None) -> Cluster:
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be planned: the recipe's file, its flags as on the command line, the recipe with the config from these flags,
+    """A request for a plan: the recipe's file, its flags as on the command line, the recipe with the config from these flags,
     and the source of each value."""
 
     file: Path

@@ -91,7 +91,7 @@ class Spent(NamedTuple):
 
 
 class _State:
-    """What this process does. The main thread writes it, and the thread of the heartbeats reads it."""
+    """Phase, step and time window of this process. The main thread writes it, and the thread of the heartbeats reads it."""
 
     def __init__(self) -> None:
         now = time.monotonic()

@@ -198,6 +198,8 @@ def _effect_in_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config:
         return f"no effect: {reason}"
     if path[:2] == ("zero_optimization", "leaf_module"):
         return _effect_of_leaf_modules(path[-1], value, config)
+    if value is False and path[-1] in deepspeed_json.REPLACED:
+        return "no effect: it is off"
     if path[-1] in deepspeed_json.REPLACED or root in deepspeed_json.REPLACED:
         return f"used: read as {deepspeed_json.REPLACED.get(path[-1], 'bf16')}, which replaced it"
     if root == "scheduler" and root not in (plan.deepspeed_config or {}):

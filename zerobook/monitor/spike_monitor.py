@@ -29,7 +29,7 @@ class ReplayOutcome(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a step shows: findings, and the outcome of a replay that it decides."""
+    """Findings of a step, and the outcome of a replay that it decides."""
 
     findings: list[Finding]
     replay: ReplayOutcome | None

@@ -1,4 +1,4 @@
-"""What the ranks agree on at a log point: losses, norms and metrics of the steps since the last one, as numbers."""
+"""Losses, norms and metrics of the steps since the last log point, reduced over the ranks, as numbers."""
 
 from __future__ import annotations
 
