@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -241,6 +243,21 @@ def test_a_process_that_gets_on_is_left_alone():
         "for step in range(2, 30):\n    position.enter('data', step)\n    time.sleep(0.05)\nwatch.stop(); print('ended')"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+def test_collectives_of_each_recorder_are_kept(tmp_path, monkeypatch):
+    """On a GPU, NCCL's collectives are in a recorder of their own."""
+    from zerobook.training.watching import _keep_collectives
+
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda: b'{"entries": []}', raising=False)
+    _keep_collectives(tmp_path, 3)
+    assert json.loads((tmp_path / "collectives.nccl.rank3.json").read_text()) == {"entries": []}
+    assert "version" in json.loads((tmp_path / "collectives.rank3.json").read_text())
+    # A build without a recorder writes what it has.
+    monkeypatch.delattr(c10d, "_dump_fr_trace_json")
+    _keep_collectives(tmp_path, 4)
+    assert [path.name for path in tmp_path.glob("*rank4*")] == ["collectives.nccl.rank4.json"]
 
 
 def test_what_is_an_error_of_a_connection():

@@ -21,6 +21,13 @@ from zerobook.strategy import Strategy
 from zerobook.utils.messages import SignedStore
 from zerobook.utils.writing import write_whole
 
+RECORDERS = {
+    "_dump_fr_trace_json": "collectives.rank{rank}.json",
+    "_dump_nccl_trace_json": "collectives.nccl.rank{rank}.json",
+}
+"""Function of torch that returns collectives -> the file for them. NCCL's have a recorder of their own, which only builds with
+NCCL have. It comes last: it asks the device, which may not answer."""
+
 
 @contextmanager
 def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]:
@@ -51,9 +58,11 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
 
 
 def _keep_collectives(folder: Path, rank: int) -> None:
-    """Write the newest collectives of this rank, which torch's flight recorder keeps, into ``collectives.rankN.json``."""
-    trace: bytes = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]  # the stub lacks it
-    write_whole(folder / f"collectives.rank{rank}.json", trace)
+    """Write the newest collectives of this rank, which torch's flight recorders keep, into files of `RECORDERS`."""
+    for function, file in RECORDERS.items():
+        dump = getattr(torch._C._distributed_c10d, function, None)
+        if dump is not None:
+            write_whole(folder / file.format(rank=rank), dump())
 
 
 @contextmanager
