@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import gpu
+from benchmarks.published import trial
 from scripts import gpu_status
 from tests.harness import ROOT
 from zerobook.utils import subprocess_launch
@@ -81,6 +82,23 @@ def test_no_speed_of_one_gpu_is_called_ddps(tmp_path):
     assert set(gpu.speed(setting)) == {
         name + words for name in ("single", "zero1", "zero2", "zero3", "fsdp") for words in ("", ", checkpointing")
     }
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_only_a_budget_on_a_cpu_limits_stacks_and_the_allocator(monkeypatch, on_gpu):
+    launches = []
+
+    def record_launch(line, limit, environment, cwd):
+        launches.append((line, environment))
+        return 1, "RuntimeError: nothing was run"
+
+    monkeypatch.setattr(subprocess_launch, "runs_on_gpu", lambda environment: on_gpu)
+    monkeypatch.setattr(subprocess_launch, "run", record_launch)
+    with pytest.raises(trial.TrialError):
+        trial.attempt(trial.Arm.of("single", 1), "causal_lm", {}, budget=2**30)
+    ((line, environment),) = launches
+    assert ("prlimit" in line) is not on_gpu
+    assert bool(environment) is not on_gpu
 
 
 def test_ops_that_no_case_needs_are_not_compiled(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -82,9 +83,13 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
         # nothing is saved, so a full disk is no problem
         words = subprocess_launch.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
         line = subprocess_launch.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
-        if budget:  # a thread's stack counts as well, 8 MiB by default
+        environment: dict[str, str] = {}
+        # On a GPU the budget counts device memory, and compilers and CUDA's threads need the ordinary stack.
+        if budget and not subprocess_launch.runs_on_gpu(os.environ):
+            # A thread's stack counts as well, 8 MiB by default.
             line = ["prlimit", "--stack=1048576", *line]
-        code, text = subprocess_launch.run(line, limit, ALLOCATOR if budget else None, cwd=ROOT)
+            environment = ALLOCATOR
+        code, text = subprocess_launch.run(line, limit, environment, cwd=ROOT)
         paths = [result.with_suffix(f".{rank}.json") for rank in range(arm.ranks)]
         ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
         losses = [step["loss"] for step in read(Path(folder) / "run" / "runlog" / STEPS)]

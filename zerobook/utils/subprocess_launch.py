@@ -48,7 +48,7 @@ def run(
     """
     environment = dict(environment or {})
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
-    if not _on_gpu(os.environ | environment):
+    if not runs_on_gpu(os.environ | environment):
         defaults["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -65,7 +65,7 @@ def run(
         return code, output.read()
 
 
-def _on_gpu(environment: Mapping[str, str]) -> bool:
+def runs_on_gpu(environment: Mapping[str, str]) -> bool:
     """Return whether a run with these variables uses a GPU."""
     from zerobook.utils.environment import is_true
 
