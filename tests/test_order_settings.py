@@ -36,8 +36,8 @@ class Rows:
     def skipping(self, ranges):
         return self
 
-    def order(self, *, seed, weights, by_length, passed):
-        lengths = np.arange(10) if by_length else None
+    def order(self, settings, *, seed, weights, passed):
+        lengths = np.arange(10) if settings.group_by_length else None
         return SampleOrder([5, 5], seed=seed, weights=weights, lengths=lengths)
 
 

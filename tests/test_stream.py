@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobook.config import ConfigError, RecipeConfig, parse
+from zerobook.config import ConfigError, OrderSettings, RecipeConfig, parse
 from zerobook.data import files, sources
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import Library
@@ -22,6 +22,9 @@ from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Documents, PreparedRows
 from zerobook.errors import DataError
 from zerobook.objective import NextToken
+
+IN_ANY_ORDER = OrderSettings(group_by_length=False, datasets=None)
+BY_LENGTH = OrderSettings(group_by_length=True, datasets=None)
 
 FAR = 10**6
 
@@ -69,14 +72,14 @@ sizes = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any)
 @given(sizes, st.integers(0, 9), st.data())
 def test_a_pass_takes_each_row_once_and_goes_on_from_anywhere(sizes, seed, data):
     total = sum(sizes)
-    order = stream(Shards(sizes)).order(seed=seed, weights=None, by_length=False)
+    order = stream(Shards(sizes)).order(IN_ANY_ORDER, seed=seed, weights=None)
     ids, cursor = order.take(0, 3 * total, FAR)
     assert cursor == 3 * total == len(ids)
     for first in range(0, 3 * total, total):
         assert set(ids[first : first + total].tolist()) == every_row(sizes)
     at = data.draw(st.integers(0, 3 * total - 1))
     shards = Shards(sizes)
-    again = stream(shards).order(seed=seed, weights=None, by_length=False, passed=json.loads(json.dumps(order.passed)))
+    again = stream(shards).order(IN_ANY_ORDER, seed=seed, weights=None, passed=json.loads(json.dumps(order.passed)))
     assert again.take(at, 1, FAR)[0].tolist() == [ids[at]]
     assert len(shards.opened) == 1, "shards before the cursor are not opened again"
     assert again.take(at, 3 * total - at, FAR)[0].tolist() == ids[at:].tolist()
@@ -86,7 +89,7 @@ def test_a_pass_takes_each_row_once_and_goes_on_from_anywhere(sizes, seed, data)
 @given(sizes, sizes, st.integers(0, 9), st.integers(0, 90))
 @settings(max_examples=30)
 def test_streams_mix_by_weight_and_skip_samples(first, second, seed, cursor):
-    order = stream(Shards(first, second)).order(seed=seed, weights=[3.0, 1.0], by_length=False)
+    order = stream(Shards(first, second)).order(IN_ANY_ORDER, seed=seed, weights=[3.0, 1.0])
     ids, _ = order.take(0, 120, FAR)
     owners = ids >> 56
     assert (owners == 1).sum() == 30 and (owners[:8] == 1).sum() == 2
@@ -95,13 +98,13 @@ def test_streams_mix_by_weight_and_skip_samples(first, second, seed, cursor):
     assert order.ids(cursor, 120).tolist() == ids[cursor:].tolist()
     skipped = stream(Shards(first, second)).skipping([[ids[0], ids[0] + 1]])
     if sum(first) > 1:
-        left, _ = skipped.order(seed=seed, weights=[3.0, 1.0], by_length=False).take(0, 60, FAR)
+        left, _ = skipped.order(IN_ANY_ORDER, seed=seed, weights=[3.0, 1.0]).take(0, 60, FAR)
         kept = ids[ids != ids[0]]
         assert left.tolist() == kept[:60].tolist(), "what is skipped uses up its places, and moves no other row"
 
 
 def test_shards_come_mixed_and_their_order_changes_with_the_pass():
-    order = stream(Shards([4] * 50)).order(seed=1, weights=None, by_length=False)
+    order = stream(Shards([4] * 50)).order(IN_ANY_ORDER, seed=1, weights=None)
     shards = order.take(0, 400, FAR)[0][::4] >> 32
     first, second = shards[:50].tolist(), shards[50:].tolist()
     assert sorted(first) == sorted(second) == list(range(50)) and first != second and first != sorted(first)
@@ -111,7 +114,7 @@ def test_shards_come_mixed_and_their_order_changes_with_the_pass():
 
 def test_an_empty_stream_is_said_to_be_empty():
     with pytest.raises(DataError, match="none of the shards has a row"):
-        stream(Shards([0, 0])).order(seed=1, weights=None, by_length=False).take(0, 1, FAR)
+        stream(Shards([0, 0])).order(IN_ANY_ORDER, seed=1, weights=None).take(0, 1, FAR)
 
 
 class Maker:
@@ -136,7 +139,7 @@ def test_shards_far_behind_are_deleted_and_those_ahead_made_by_others(monkeypatc
     monkeypatch.setattr(Maker, "alive", alive)
     monkeypatch.setattr("zerobook.data.stream.multiprocessing.get_context", lambda kind: SimpleNamespace(Process=Maker))
     shards = Shards([4] * 20)
-    order = stream(shards, ahead=2).order(seed=1, weights=None, by_length=False)
+    order = stream(shards, ahead=2).order(IN_ANY_ORDER, seed=1, weights=None)
     walk = [int(i) >> 32 for i in order.take(0, 40, FAR)[0][::4]]
     assert [index for _, index in shards.forgotten] == walk[: 10 - 1 - BEHIND]
     later = [int(i) >> 32 for i in order.take(0, 48, FAR)[0][::4]]
@@ -235,13 +238,13 @@ def test_a_stream_trains_on_what_whole_data_has(tiny, tmp_path, library, monkeyp
     made = library(streaming=True, max_train_steps=1, **keys)
     streamed = made.stream(0)
     assert streamed.counts[0] > 3 and not list((tmp_path / "cache" / "data").glob("stream-*")), "nothing is prepared yet"
-    ids, _ = streamed.order(seed=3, weights=None, by_length=False).take(0, len(whole), FAR)
+    ids, _ = streamed.order(IN_ANY_ORDER, seed=3, weights=None).take(0, len(whole), FAR)
     assert len(set(ids.tolist())) == len(whole)
     assert sorted(streamed[i]["input_ids"].tobytes() for i in ids) == sorted(r["input_ids"].tobytes() for r in whole)
     assert sorted(streamed.loss_weights_of(ids)) == sorted(whole.loss_weights) and streamed.lengths_of(ids).max() <= 64
     folders = list((tmp_path / "cache" / "data").glob("stream-*/shard-*/meta.json"))
     assert len(folders) == streamed.counts[0]
-    order, layout = streamed.order(seed=3, weights=None, by_length=True), BatchLayout(world_size=1, rank=0, micro=4)
+    order, layout = streamed.order(BY_LENGTH, seed=3, weights=None), BatchLayout(world_size=1, rank=0, micro=4)
     loader = BatchLoader(streamed, order, layout, lambda rows: rows, end=FAR, workers=1)
     plan, batches = next(iter(loader))
     assert plan.samples == 4 and [len(r["input_ids"]) for r in next(batches)] == streamed.lengths_of(plan.ids).tolist()
@@ -293,9 +296,9 @@ def test_streaming_says_what_it_needs(tiny, tmp_path):
 
 def test_a_stream_of_which_all_is_left_out_says_so():
     empty = stream(Shards([3, 2])).skipping([(row_number(0, 0, 0), row_number(0, 2, 0))])
-    order = empty.order(seed=1, weights=None, by_length=False)
+    order = empty.order(IN_ANY_ORDER, seed=1, weights=None)
     with pytest.raises(DataError, match="all samples are left out"):
         order.take(0, 4, FAR)
     most = stream(Shards([3, 2])).skipping([(row_number(0, 0, 0), row_number(0, 1, 1))])
-    taken, _ = most.order(seed=1, weights=None, by_length=False).take(0, 40, FAR)
+    taken, _ = most.order(IN_ANY_ORDER, seed=1, weights=None).take(0, 40, FAR)
     assert set(taken.tolist()) == {row_number(0, 1, 1)} and len(taken) == 40, "one row is left: it comes in every pass"

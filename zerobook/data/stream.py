@@ -23,6 +23,8 @@ from zerobook.errors import DataError
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+    from zerobook.config import OrderSettings
+
 Numbers = TypeVar("Numbers", int, np.ndarray)
 
 _SHARD_SHIFT = 32
@@ -85,10 +87,15 @@ class Stream:
         return tuple(self.open_shard(dataset, 0).views[0] for dataset in range(len(self.counts)))
 
     def order(
-        self, *, seed: int, weights: Sequence[float] | None, by_length: bool, passed: Sequence[Sequence[int]] | None = None
+        self,
+        settings: OrderSettings,
+        *,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        passed: Sequence[Sequence[int]] | None = None,
     ) -> StreamOrder:
         """Return the order of the rows. ``passed``: rows of the shards that were reached before, see `StreamOrder`."""
-        return StreamOrder(self, seed=seed, weights=weights, by_length=by_length, passed=passed)
+        return StreamOrder(self, settings, seed=seed, weights=weights, passed=passed)
 
     def open_shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard, without those that are skipped."""
@@ -187,24 +194,24 @@ class StreamOrder:
 
     Args:
         stream: gives the shards.
+        settings: of the order; with ``group_by_length``, rows of similar length in a shard come together.
         seed: of the order of the shards and of the rows in each; each pass has another order.
         weights: one per dataset, their shares of the rows; None where there is one dataset.
-        by_length: rows of similar length in a shard come together.
         passed: rows of each shard reached so far, in the order of the run, per dataset.
     """
 
     def __init__(
         self,
         stream: Stream,
+        settings: OrderSettings,
         *,
         seed: int,
         weights: Sequence[float] | None = None,
-        by_length: bool = False,
         passed: Sequence[Sequence[int]] | None = None,
     ):
         self.stream = stream
         self.seed = seed
-        self.by_length = by_length
+        self.settings = settings
         self.mixture: Mixture | None = None
         if len(stream.counts) > 1 and weights:
             self.mixture = Mixture([0] * len(stream.counts), weights)
@@ -338,7 +345,7 @@ class StreamOrder:
     def _rows(self, dataset: int, nth: int) -> SampleOrder:
         if (dataset, nth) not in self._orders:
             rows = self.stream.open_shard(dataset, self._shard(dataset, nth))
-            lengths = rows.lengths_of(np.arange(len(rows))) if self.by_length else None
+            lengths = rows.lengths_of(np.arange(len(rows))) if self.settings.group_by_length else None
             # The number along the run is in the seed: a shard has another order in each pass.
             seed = int(np.random.SeedSequence([self.seed, dataset, nth]).generate_state(1)[0])
             # One order for each dataset, that of its latest shard.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from zerobook.constants import IGNORE
 from zerobook.data.pack import Packing, best_fit_decreasing
 from zerobook.data.sampler import SampleOrder
 from zerobook.data.store import TokenStore
+
+if TYPE_CHECKING:
+    from zerobook.config import OrderSettings
 
 Row = dict[str, np.ndarray]
 
@@ -322,14 +325,14 @@ class PreparedRows:
 
     def order(
         self,
+        settings: OrderSettings,
         *,
         seed: int,
         weights: Sequence[float] | None = None,
-        by_length: bool = False,
         passed: Sequence[Sequence[int]] | None = None,
     ) -> SampleOrder:
         """Return the order of the rows in training. ``passed`` is for streams."""
-        lengths = self.lengths if by_length else None
+        lengths = self.lengths if settings.group_by_length else None
         return SampleOrder(self.sizes, seed=seed, weights=weights, dropped=self.dropped, lengths=lengths)
 
     def __getitem__(self, row: int) -> Row:

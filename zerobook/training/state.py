@@ -127,7 +127,7 @@ def _make_order(rows: PreparedRows | Stream, weights: list[float] | None, settin
     It takes no config: whatever else an order depended on would not be compared when a run resumes. `OrderSettings` has the
     datasets' weights too, which are prepared with the data.
     """
-    return rows.order(seed=progress.seed, weights=weights, by_length=settings.group_by_length, passed=progress.stream)
+    return rows.order(settings, seed=progress.seed, weights=weights, passed=progress.stream)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
