@@ -11,6 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ATTENTION = "sdpa"
-"""The only attention that rows are split under. On GPUs, it runs the flash kernels."""
+"""The only attention that rows are split under. On GPUs, it runs the flash kernels in half precision."""
 _KEYS = {"input_ids", "labels", "past_key_values"}
 """Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`."""
 
@@ -147,9 +148,10 @@ class Ring(TokenSplit):
     def attention(self, rows: int | None = None) -> Iterator[None]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # The math kernel is no kernel of its own: its operations would attend to this process's tokens only.
-        fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-        with self._patched(), sdpa_kernel(fused), without_masks():
+        # The math kernel is no kernel of its own: its operations would attend to this process's tokens only. The order
+        # is set because torch's own differs among GPUs: on Hopper it begins with cuDNN.
+        fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with self._patched(), sdpa_kernel(fused, set_priority=True), without_masks(attend_fused):
             yield
 
     @contextmanager
@@ -162,21 +164,50 @@ class Ring(TokenSplit):
             yield row
 
 
+def attend_fused(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend as transformers does under `ATTENTION`, where a kernel must be fused.
+
+    Keys and values are repeated where no fused kernel of the GPU lets several query heads share them: the efficient kernel
+    does not in torch 2.13, and without flash attention (in fp32, or before compute capability 8.0) it is the only one.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not has_flash_attention(query):
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+        # transformers would repeat the heads of a module that has groups.
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(module, query, key, value, *args, **options)
+
+
+def has_flash_attention(query: torch.Tensor) -> bool:
+    """Return whether torch has a flash kernel for the dtype, head size and device of ``query``."""
+    if query.device.type == "cpu":
+        return True
+    from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+    # Keys have the same dtype, head size and device, so the query stands for them.
+    return can_use_flash_attention(SDPAParams(query, query, query, None, 0.0, True, False))
+
+
 @contextmanager
-def without_masks(attention: Attention | None = None) -> Iterator[None]:
+def without_masks(attention: Attention) -> Iterator[None]:
     """Return a context in which transformers makes no masks for `ATTENTION`, which is then causal.
 
     A mask would be one of this process's tokens alone.
 
     Args:
-        attention: a function in place of transformers' own.
+        attention: the function in place of transformers' own.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     original_attention = ALL_ATTENTION_FUNCTIONS[ATTENTION]
     original_mask = ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION]
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention or original_attention
+    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention
     ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION] = lambda *_, **__: None
     try:
         yield
