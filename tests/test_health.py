@@ -24,6 +24,7 @@ from zerobook.health.judge import Beat, Judge, Verdict, describe
 from zerobook.health.position import Window
 from zerobook.health.watch import EXIT_CODE, Watch, is_connection_error
 from zerobook.launch.meet import meet
+from zerobook.utils import messages
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT, INTERVAL, GRACE = 30.0, 1.0, 10.0
@@ -163,7 +164,7 @@ def test_a_phase_without_a_limit_is_never_too_long_and_what_has_ended_is_not_mis
     judge = Judge(2, LIMIT, GRACE, 0.0)
     for now in range(1, 5000, 10):
         preparing = Beat(now, "a", 1, "prepare data", 0, 1, float(now), float("inf"))
-        assert judge.update(now, {0: preparing, 1: Beat.decode(preparing.encode())}) is None
+        assert judge.update(now, {0: preparing, 1: messages.read(json.dumps(preparing), Beat)}) is None
     ended = Beat(5001, "a", 1, "ended", 9, 99, 0.0, float("inf"))
     judge.update(5001, {0: ended, 1: ended})
     assert judge.update(9000, {0: ended, 1: ended}) is None
@@ -171,7 +172,7 @@ def test_a_phase_without_a_limit_is_never_too_long_and_what_has_ended_is_not_mis
 
 def test_verdicts_survive_the_store():
     verdict = Verdict("stuck", [3], ["b"], "data", 7, 31.5, [("backward", 7, [(0, 1)])], "")
-    again = Verdict.decode(verdict.encode())
+    again = messages.read(json.dumps(verdict), Verdict)
     assert describe(again) == describe(verdict)
     assert describe(verdict) == (
         'rank 3 on b made no progress for 32 s in phase "data" of step 7. Waiting: ranks 0-1 in "backward" of step 7.'

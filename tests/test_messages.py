@@ -76,9 +76,9 @@ def test_what_is_no_message_is_refused(data):
 
 # --- values in a store
 def test_heartbeats_and_verdicts_are_read_as_they_were_written():
-    assert Beat.decode(BEAT.encode()) == BEAT
-    assert Beat.decode(BEAT._replace(window=None).encode()).window is None
-    assert Verdict.decode(VERDICT.encode()) == VERDICT
+    assert messages.read(json.dumps(BEAT), Beat) == BEAT
+    assert messages.read(json.dumps(BEAT._replace(window=None)), Beat).window is None
+    assert messages.read(json.dumps(VERDICT), Verdict) == VERDICT
 
 
 @pytest.mark.parametrize("text", [
@@ -105,7 +105,7 @@ def test_a_value_without_the_runs_signature_is_none():
     first, second = SignedStore(plain, "secret"), SignedStore(plain, "secret")
     first.set("verdict", "mine")
     first.set("beat/0", "of rank 0")
-    plain.set("forged", "x" * 64 + VERDICT.encode())
+    plain.set("forged", "x" * 64 + json.dumps(VERDICT))
     plain.set("beat/1", plain.get("beat/0").decode())
 
     assert second.get("verdict") == b"mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from zerobook.health import position
 from zerobook.health.judge import Beat
 from zerobook.health.position import Window
 from zerobook.health.stragglers import Slow, Stragglers, describe
+from zerobook.utils import messages
 
 
 def beats(step: int, data: list[float], forward: list[float], per_host: int = 1):
@@ -95,6 +97,6 @@ def test_a_window_holds_the_seconds_of_each_phase():
     found = position.window()
     assert (found.step, found.steps) == (2, 2)
     assert 0.1 <= found.data < 0.2 and 0.04 <= found.forward < 0.1 and found.total > 0.2 - 0.001
-    assert Beat.decode(Beat(1, "a", 1, "data", 1, 1, 0.0, 1.0, "", found).encode()).window == found
+    assert messages.read(json.dumps(Beat(1, "a", 1, "data", 1, 1, 0.0, 1.0, "", found)), Beat).window == found
     position.reset()
     assert position.window() is None

@@ -5,11 +5,13 @@ A rank's work does not depend on the number of ranks, and rank 0's grows linearl
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zerobook.health.judge import Beat, Judge, Verdict
 from zerobook.health.stragglers import Slow, Stragglers
+from zerobook.utils import messages
 from zerobook.utils.messages import MessageError
 
 if TYPE_CHECKING:
@@ -62,13 +64,13 @@ class Exchange:
 
     def step(self, beat: Beat, now: float) -> None:
         """Send a heartbeat, and read or make the verdict. It may block while the store is not reached."""
-        self.store.set(f"beat/{self.rank}", beat.encode())
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if self._judge is not None:
             verdict = self._judge_all(self._judge, now)
             # After the judgement: a pulse tells the others that rank 0 still judges.
             self.store.set("pulse", f"{beat.number} {beat.host}")
             if verdict is not None and self.verdict is None:
-                self.store.set("verdict", verdict.encode())
+                self.store.set("verdict", json.dumps(verdict))
                 self.verdict = verdict
         elif self.verdict is None:
             self.verdict = self._read_verdict()
@@ -84,7 +86,7 @@ class Exchange:
         if not self.store.check(["verdict"]):
             return None
         with suppress(MessageError):
-            verdict = Verdict.decode(self.store.get("verdict"))
+            verdict: Verdict = messages.read(self.store.get("verdict"), Verdict)
             if all(0 <= rank < self.world_size for rank in verdict.ranks):
                 return verdict
         return None
@@ -111,7 +113,7 @@ class Exchange:
         for rank, text in zip(ranks, texts, strict=True):
             # What is no heartbeat counts as none: the rank's own next one takes its place.
             with suppress(MessageError):
-                beats[rank] = Beat.decode(text)
+                beats[rank] = messages.read(text, Beat)
         if len(beats) == self.world_size:
             self._newly_slow += self._stragglers.update(beats)
         verdict = judge.update(now, beats)

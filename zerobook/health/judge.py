@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from zerobook.health.position import Window
-from zerobook.utils import messages
 from zerobook.utils.ranges import ranges
 
 MAX_RANK_RANGES = 16
@@ -44,15 +42,6 @@ class Beat(NamedTuple):
     error: str = ""
     window: Window | None = None
 
-    def encode(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def decode(cls, text: str | bytes) -> Beat:
-        """Return the heartbeat that a store holds. Raises `MessageError` for anything else."""
-        beat: Beat = messages.read(text, Beat)
-        return beat
-
 
 class Verdict(NamedTuple):
     """The ranks that hold up the run.
@@ -71,15 +60,6 @@ class Verdict(NamedTuple):
     seconds: float
     others: list[tuple[str, int, Annotated[list[RankRange], Field(min_length=1)]]]
     error: str = ""
-
-    def encode(self) -> str:
-        return json.dumps(self)
-
-    @classmethod
-    def decode(cls, text: str | bytes) -> Verdict:
-        """Return the verdict that a store holds. Raises `MessageError` for anything else."""
-        verdict: Verdict = messages.read(text, Verdict)
-        return verdict
 
 
 class Judge:

@@ -48,9 +48,7 @@ class Pace:
         self.tokens_per_second = self.all_tokens_per_second = 0.0
         self.data_wait = 0.0
         self.mfu: float | None = None
-        self._since = time.monotonic()
-        self._tokens = self._all_tokens = self._rows = 0
-        self._waited = 0.0
+        self.start()
 
     def measure_model(self, strategy: Strategy) -> None:
         """Count the operations of the prepared model, and those that its devices can do."""
@@ -62,14 +60,6 @@ class Pace:
         """Start a measurement."""
         self._since = time.monotonic()
         self._tokens = self._all_tokens = self._rows = 0
-        self._waited = 0.0
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Measure a wait for data. Use it as a context manager."""
-        begun = time.monotonic()
-        yield
-        self._waited += time.monotonic() - begun
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -101,7 +91,7 @@ class Pace:
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds
-        self.data_wait = self._waited / seconds
+        self.data_wait = spent.phases.get("data", 0.0) / seconds
         if self.flops and self._rows:
             mean_length = self._all_tokens / self._rows
             flops_per_second = self.flops.per_token(mean_length) * self.all_tokens_per_second

@@ -316,8 +316,7 @@ class Trainer:
         steps = iter(state.loader)
         while progress.step < state.end_step and not self._out_of_patience():
             enter("data", progress.step + 1)
-            with self.pace.waiting():
-                planned_step = next(steps, None)
+            planned_step = next(steps, None)
             if planned_step is None:
                 break
             plan, micro_batches = planned_step
