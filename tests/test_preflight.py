@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -118,12 +121,56 @@ def test_a_changed_file_changes_the_code(tmp_path):
     assert before["own.py"] != after["own.py"] and before["zerobook"] == after["zerobook"]
 
 
+def measured(*rates, core_wait=0.0):
+    return [links.Measurement(10**8, 1e8 / rate, core_wait) for rate in rates]
+
+
 def test_slow_links_are_compared_with_links_of_their_kind():
-    between, inside = links.links(["a", "a", "b", "b"], [1e9, 9e9, 1e8, 8e9])
-    assert between == [("b", "a", 1e9), ("a", "b", 1e8)] and inside == [("a", "a", 9e9), ("b", "b", 8e9)]
+    between, inside = links.links(["a", "a", "b", "b"], measured(1e9, 8e9, 1e8, 4e9))
+    assert [link[:3] for link in between] == [("b", "a", 1e9), ("a", "b", 1e8)]
+    assert [link[:3] for link in inside] == [("a", "a", 8e9), ("b", "b", 4e9)]
     (said,) = links.slow_links(between)
     assert said.startswith("slow link: a sends 800 Mbit/s to b; the fastest link has 8 Gbit/s") and not links.slow_links(inside)
-    assert links.summary(between, inside) == "links between hosts: 800 Mbit/s to 8 Gbit/s, inside hosts: 64 Gbit/s to 72 Gbit/s"
+    assert links.summary(between, inside) == "links between hosts: 800 Mbit/s to 8 Gbit/s, inside hosts: 32 Gbit/s to 64 Gbit/s"
+
+
+def test_a_link_of_a_busy_host_is_not_called_slow():
+    """The second message took a second, in which the sending process waited for a core nearly all the time."""
+    idle, busy = measured(1e9, 1e8), measured(1e9, core_wait=0.8) + measured(1e8)
+    assert links.slow_links(links.links(["a", "b"], idle)[0])
+    between, _ = links.links(["a", "b"], busy)
+    assert between[1].rate == 1e8 and not links.slow_links(between)
+
+
+MEASURE = """
+import json, sys, time
+import torch, torch.distributed as dist
+from zerobook.launch import links
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+send, messages = dist.batch_isend_irecv, []
+def delayed(operations):
+    # The first message, and one of the later ones.
+    if len(messages) in (0, 6):
+        time.sleep(1)
+    messages.append(operations[0].tensor.numel())
+    return send(operations)
+dist.batch_isend_irecv = delayed
+print(json.dumps([links.measure_ring(torch.device("cpu")), messages]))
+dist.barrier()
+"""
+
+
+def test_neither_the_first_message_nor_a_single_slow_one_makes_a_link_slow(tmp_path):
+    """NCCL connects ranks at their first message. Two processes over gloo, where the first and a later message wait."""
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path / "store"), str(rank)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    for rank in ranks:
+        measurement, messages = json.loads(rank.communicate(timeout=100)[0])
+        assert measurement[0] > links.PROBE_BYTES, "the payload follows the measured probe, not the first message"
+        assert measurement[1] < 0.5 and measurement[0] == messages[-1]
 
 
 @pytest.mark.parametrize("flags, said", [

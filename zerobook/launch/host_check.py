@@ -257,12 +257,13 @@ def _measure_links(store: Store, here: Place, report: HostReport) -> None:
             "pass all ports between them, and set GLOO_SOCKET_IFNAME to the interface that the others reach."
         )
         return
-    rate = torch.tensor([links.ring_rate(torch.device("cpu"))], dtype=torch.float64)
-    rates = [torch.empty_like(rate) for _ in range(here.hosts)]
-    dist.all_gather(rates, rate)
+    measured = torch.tensor(links.measure_ring(torch.device("cpu")), dtype=torch.float64)
+    of_hosts = [torch.empty_like(measured) for _ in range(here.hosts)]
+    dist.all_gather(of_hosts, measured)
     if here.number == 0:
         names = [host["host"] for host in report.hosts]
-        between, _ = links.links(names, [float(rate_of_host) for rate_of_host in rates])
+        measurements = [links.Measurement(*values.tolist()) for values in of_hosts]
+        between, _ = links.links(names, measurements)
         report.links = links.summary(between, [])
         report.warnings += links.slow_links(between)
     # No host ends the group while another one still uses it.

@@ -4,31 +4,64 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 PROBE_BYTES = 1 << 18
-"""Size of the first message."""
-MOST_BYTES = 1 << 26
-"""Size of the second message at most."""
-SECONDS = 0.5
-"""Seconds that the second message may take over the slowest link."""
+"""Size of the first messages."""
+MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Type of a device -> size of a message at most. NVLink sends 64 MiB in the time that some kernel launches take."""
+SECONDS = 0.2
+"""Seconds that a message may take over the slowest link."""
+REPEATS = 3
+"""Measurements of a link. It counts as slow only if all of them say so."""
 SLOW = 4.0
 """A link is slow if another one of its kind is so many times as fast."""
 
 
-def ring_rate(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
-    """Return the bytes a second that come from the rank before this one while all ranks send to the next one. Collective.
+class Measurement(NamedTuple):
+    """What a rank has received: bytes, and the fewest seconds in which they came.
+
+    ``core_wait`` is the most seconds in which this process was ready to run meanwhile, and the host's cores were busy.
+    """
+
+    payload: int
+    seconds: float
+    core_wait: float
+
+
+def measure_ring(device: torch.device, group: dist.ProcessGroup | None = None) -> Measurement:
+    """Measure what comes from the rank before this one while all ranks send to the next one. Collective.
 
     Bandwidth-bound collectives send along such a ring.
     """
+    # NCCL connects two ranks at their first message, which would be measured as a slow one.
+    _exchange(PROBE_BYTES, device, group)
     # All ranks send as many bytes as the slowest link takes in `SECONDS`.
     slowest = torch.tensor(_exchange(PROBE_BYTES, device, group), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    payload = int(min(max(PROBE_BYTES * SECONDS / slowest.item(), PROBE_BYTES), MOST_BYTES))
-    return payload / _exchange(payload, device, group)
+    payload = int(min(max(PROBE_BYTES * SECONDS / slowest.item(), PROBE_BYTES), MOST_BYTES[device.type]))
+    times = []
+    core_waits = []
+    for _ in range(REPEATS):
+        waited_before = _core_wait()
+        times.append(_exchange(payload, device, group))
+        core_waits.append(_core_wait() - waited_before)
+    return Measurement(payload, min(times), max(core_waits))
+
+
+def _core_wait() -> float:
+    """Return the seconds that the threads of this process have waited for a core; 0 where the system does not count them."""
+    nanoseconds = 0
+    # A thread may end meanwhile.
+    with suppress(OSError):
+        for file in Path("/proc/self/task").glob("*/schedstat"):
+            nanoseconds += int(file.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def _exchange(payload: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
@@ -68,25 +101,27 @@ def _turn(rank: int, size: int) -> int:
 
 
 class Link(NamedTuple):
-    """A link of the ring. ``rate``: bytes a second."""
+    """A link of the ring. ``rate``: bytes a second. ``free_rate``: without the time in which an end waited for a core."""
 
     sender: str
     receiver: str
     rate: float
+    free_rate: float
 
 
-def links(hosts: Sequence[str], rates: Sequence[float]) -> tuple[list[Link], list[Link]]:
+def links(hosts: Sequence[str], measurements: Sequence[Measurement]) -> tuple[list[Link], list[Link]]:
     """Return the links between hosts, and those inside of hosts.
 
     Args:
         hosts: the host of each rank.
-        rates: `ring_rate` of each rank.
+        measurements: `measure_ring` of each rank.
     """
     between: list[Link] = []
     inside: list[Link] = []
-    for rank, rate in enumerate(rates):
+    for rank, (payload, seconds, core_wait) in enumerate(measurements):
         # Rank 0 receives from the last rank.
-        link = Link(hosts[rank - 1], hosts[rank], rate)
+        free_seconds = max(seconds - core_wait - measurements[rank - 1][2], 1e-9)
+        link = Link(hosts[rank - 1], hosts[rank], payload / seconds, payload / free_seconds)
         if link.sender == link.receiver:
             inside.append(link)
         else:
@@ -95,11 +130,11 @@ def links(hosts: Sequence[str], rates: Sequence[float]) -> tuple[list[Link], lis
 
 
 def slow_links(links_of_kind: Sequence[Link]) -> list[str]:
-    """Return a warning for each link that is much slower than the fastest of its kind."""
+    """Return a warning for each link that is much slower than the fastest of its kind, and not because a host was busy."""
     best = max((link.rate for link in links_of_kind), default=0.0)
     warnings = []
     for link in links_of_kind:
-        if link.rate * SLOW < best:
+        if link.free_rate * SLOW < best:
             warnings.append(
                 f"slow link: {link.sender} sends {speed(link.rate)} to {link.receiver}; the fastest link has {speed(best)}. "
                 "Every step waits for the slowest link."
@@ -110,7 +145,7 @@ def slow_links(links_of_kind: Sequence[Link]) -> list[str]:
 def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
     """Return the slowest and the fastest link of each kind in one line.
 
-    >>> summary([Link("a", "b", 1e9), Link("b", "a", 2e9)], [])
+    >>> summary([Link("a", "b", 1e9, 1e9), Link("b", "a", 2e9, 2e9)], [])
     'links between hosts: 8 Gbit/s to 16 Gbit/s'
     """
     kinds: Mapping[str, Sequence[Link]] = {"between hosts": between, "inside hosts": inside}

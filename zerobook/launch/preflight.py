@@ -62,9 +62,10 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
     if problems:
         raise ConfigError(problems)
     # After the comparison: a link of a host that would not train is not measured. Collective.
-    rates = strategy.gather((socket.gethostname(), links.ring_rate(strategy.device)))
+    # As a plain tuple: a named one cannot be sent.
+    measurements = strategy.gather((socket.gethostname(), tuple(links.measure_ring(strategy.device))))
     if strategy.is_main:
-        between, inside = links.links(*zip(*rates, strict=True))
+        between, inside = links.links(*zip(*measurements, strict=True))
         say(links.summary(between, inside))
         for warning in (*links.slow_links(between), *links.slow_links(inside)):
             say(f"  warning: {warning}")
