@@ -3,7 +3,9 @@
 #
 #   docker build -t zerobook .
 #   docker run --gpus all --ipc=host -v "$PWD/data:/data" -v "$PWD/outputs:/zerobook/outputs" -it zerobook
-FROM nvidia/cuda:12.8.1-cudnn-devel-ubuntu24.04
+# The CUDA version of the image is that of PyPI's torch (requirements-gpu.txt): compilers of another major version are refused.
+# The driver of the host has to be 580 or newer (docs.nvidia.com/deploy/cuda-compatibility, CUDA 13.x).
+FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ git libaio-dev make ninja-build python3-dev python3-venv \

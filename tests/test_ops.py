@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils import cpp_extension
 
 from tests.harness import ROOT
 from zerobook.errors import ConfigError
@@ -77,6 +79,23 @@ def test_set_up_leaves_out_what_needs_a_toolkit(tmp_path, home):
 
 def test_those_ops_are_the_ones_that_fail(tmp_path):
     assert sorted(on_gpus(FAIL, tmp_path, None)) == sorted(ops.NEED_NVCC)
+
+
+@pytest.mark.parametrize("release, is_missing", [("12.8", True), ("13.2", False), (None, True)])
+def test_a_toolkit_of_another_major_version_is_none(tmp_path, monkeypatch, release, is_missing):
+    """torch is built for CUDA 13.0. A toolkit may differ from it in the minor version; one that prints none is broken."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {release}, V{release}.9\n" if release else "")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+
+    missing = ops.missing(on_gpus=True)
+
+    assert ("fused_adam" in missing) == is_missing
+    if is_missing:
+        assert "13.0" in missing["fused_adam"] and (release or str(tmp_path)) in missing["fused_adam"]
 
 
 def test_an_op_that_a_run_needs_is_compiled_before_it_or_named(tmp_path, monkeypatch):

@@ -404,7 +404,9 @@ def test_an_op_is_missing_where_the_compiler_finds_no_libaio(monkeypatch, tmp_pa
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
-    nvcc.touch()
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("CFLAGS", f"-nostdinc -I{tmp_path}")
     assert ops.missing(on_gpus=on_gpus) == {}
     header.unlink()

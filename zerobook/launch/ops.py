@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -138,17 +139,35 @@ def missing(*, on_gpus: bool) -> dict[str, str]:
 
 
 def _lacking_nvcc() -> dict[str, str]:
-    """Return {op: reason} of the ops that need a CUDA toolkit, where there is none."""
+    """Return {op: reason} of the ops that need a CUDA toolkit, where there is none of torch's major version."""
     import torch
     from torch.utils import cpp_extension
 
-    home = cpp_extension.CUDA_HOME
     # ROCm compiles with a compiler of its own.
-    if torch.version.hip or (home and (Path(home) / "bin" / "nvcc").is_file()):
+    if torch.version.hip:
         return {}
-    state = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
+    home = cpp_extension.CUDA_HOME
+    version = _nvcc_version(home) if home else None
+    # An op takes the headers and the runtime of nvcc's toolkit, and CUDA is compatible within a major version only. Neither
+    # torch nor DeepSpeed compares the versions of an op that is compiled at its first use.
+    if version and version.split(".")[0] == (torch.version.cuda or "").split(".")[0]:
+        return {}
+    if version:
+        state = f"the nvcc in {home} is of CUDA {version}; install the toolkit of torch's CUDA version and set CUDA_HOME to it"
+    else:
+        state = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
     reason = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {state}"
     return dict.fromkeys(NEED_NVCC, reason)
+
+
+def _nvcc_version(home: str) -> str | None:
+    """Return the CUDA version of the compiler in a toolkit's folder, such as 13.0; None where no compiler runs there."""
+    try:
+        printed = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    release = re.search(r"release (\d+\.\d+)", printed)
+    return release[1] if release else None
 
 
 def _has_libaio() -> bool:
