@@ -24,36 +24,39 @@ MORE = "Several GPUs together were not run. How to run it, and what each part sh
 def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
     """Return a summary of a part's rows; empty where there is nothing to add to the number of rows."""
     if part == "tests":
-        return "; ".join(row["said"] for row in rows.values() if "said" in row)
+        return "; ".join(row["summary"] for row in rows.values() if "summary" in row)
     if part == "parity":
         alike = [row["alike"] for row in rows.values() if "alike" in row]
-        return f"{sum(alike)} of {len(alike)} within 1e-5 of the CPU" if alike else ""
+        return f"{sum(alike)} of {len(alike)} train as the CPU does" if alike else ""
     if part == "planner":
         peaks = [row["figures"]["GPU memory, peak"] for row in rows.values() if "GPU memory, peak" in row.get("figures", {})]
         errors = [peak["planned"] / peak["measured"] - 1 for peak in peaks]
         if errors:
-            most = max(errors, key=abs)
-            return f"peaks planned {statistics.median(map(abs, errors)):.1%} off in the median, {most:+.1%} at most"
+            largest = max(errors, key=abs)
+            return f"peaks planned {statistics.median(map(abs, errors)):.1%} off in the median, {largest:+.1%} at most"
+    if part == "models":
+        speeds = [f"{name}: {row['tokens/s']:,.0f} tokens/s" for name, row in rows.items() if "tokens/s" in row]
+        return "; ".join(speeds)
     return ""
 
 
 def words(results: Path) -> str:
-    """Return Markdown: a table for each GPU, or a note that there are no results yet."""
+    """Return Markdown: a table for each file of results, or a note that there are none yet."""
     sections = []
-    for folder in sorted(path for path in results.glob("*") if path.is_dir()):
-        parts = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-        rows = [row for part in parts.values() for row in part.values()]
-        if not rows:
+    for file in sorted(results.glob("*.json")):
+        content = json.loads(file.read_text())
+        parts = {part: rows for part, rows in content["parts"].items() if rows}
+        if not parts:
             continue
-        dates = sorted({row["date"] for row in rows})
-        torches = sorted({row["versions"]["torch"] for row in rows})
+        dates = sorted({row["date"] for rows in parts.values() for row in rows.values()})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        lines = [f"One {folder.name.replace('_', ' ')}, {when}, torch {', '.join(torches)}:", ""]
+        link = f"[{file.name}](../../benchmarks/results/gpu/{file.name})"
+        lines = [f"One {content['device']}, {when}, torch {content['versions']['torch']}: {link}", ""]
         lines += ["| part | ran | failed | not run | what came out |", "|---|---|---|---|---|"]
-        for part, found in parts.items():
-            died, skipped = (sum(key in row for row in found.values()) for key in ("died", "not run"))
-            link = f"[{part}](../../benchmarks/results/gpu/{folder.name}/{part}.json)"
-            lines.append(f"| {link} | {len(found) - died - skipped} | {died} | {skipped} | {outcome(part, found)} |")
+        for part, rows in parts.items():
+            failed = sum("error" in row for row in rows.values())
+            skipped = sum("skipped" in row for row in rows.values())
+            lines.append(f"| {part} | {len(rows) - failed - skipped} | {failed} | {skipped} | {outcome(part, rows)} |")
         sections.append("\n".join(lines))
     if not sections:
         return NOTHING

@@ -1,85 +1,208 @@
-"""benchmarks/gpu.py writes down what failed and goes on, runs nothing twice, and docs/measured/gpu.md says what ran."""
+"""benchmarks/gpu.py records what failed and goes on, runs nothing twice, and docs/measured/gpu.md says what ran."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_parts, gpu_setting, gpu_waits
 from benchmarks.published import trial
 from scripts import gpu_status
 from tests.harness import ROOT
 from zerobook.utils import subprocess_launch
 
-STAMP = {"date": "2026-11-22", "versions": {"torch": "2.13.0"}}
+
+def record(folder, **versions):
+    return gpu.Record(folder / "one.json", {"device": "NVIDIA H100", "versions": {"torch": "2.13.0", **versions}})
 
 
-def test_a_case_that_fails_is_written_down_and_the_next_goes_on(tmp_path):
-    file, ran = tmp_path / "part.json", []
+def quiet(record, until=math.inf, at_once=1):
+    return gpu.Runner(record, until, at_once, show=lambda line: None)
 
-    def fails(left, rows):
+
+def test_a_case_that_fails_is_recorded_and_the_next_one_runs(tmp_path):
+    ran = []
+
+    def fails(limit, rows):
         ran.append("fails")
         raise AttributeError("it cannot be")
 
-    def works(left, rows):
+    def works(limit, rows):
         ran.append("works")
-        assert "it cannot be" in rows["fails"]["died"] and json.loads(file.read_text())["fails"], "written as it ended"
+        written = json.loads((tmp_path / "one.json").read_text())["parts"]["part"]
+        assert "it cannot be" in rows["fails"]["error"]
+        assert "Traceback" in written["fails"]["output"], "a result is written as its case ends"
         return {"losses": [1.0]}
 
-    cases = {"fails": fails, "works": works}
-    assert gpu.run(cases, file) and gpu.run(cases, file)
+    cases = {"fails": gpu.Case(fails, 1), "works": gpu.Case(works, 1)}
+    quiet(record(tmp_path)).run("part", cases)
+    quiet(record(tmp_path)).run("part", cases)
     assert ran == ["fails", "works"], "no case is run twice"
-    found = json.loads(file.read_text())
-    assert found["works"]["losses"] == [1.0] and found["works"]["date"] and found["works"]["versions"]["torch"]
+    content = json.loads((tmp_path / "one.json").read_text())
+    assert content["parts"]["part"]["works"]["losses"] == [1.0]
+    assert content["parts"]["part"]["works"]["seconds"] >= 0
+    assert content["device"] == "NVIDIA H100"
 
 
-def test_time_ends_between_cases_and_the_next_call_goes_on(tmp_path):
-    file, ran = tmp_path / "part.json", []
+def test_results_of_other_versions_are_not_mixed(tmp_path):
+    quiet(record(tmp_path)).run("part", {"works": gpu.Case(lambda limit, rows: {}, 1)})
+    with pytest.raises(SystemExit, match="--out"):
+        record(tmp_path, torch="2.11.0")
 
-    def slow(left, rows):
-        ran.append(left)
-        time.sleep(0.3)
+
+def test_a_case_starts_only_where_its_expected_seconds_are_left(tmp_path):
+    limits = []
+
+    def slow(limit, rows):
+        limits.append(limit)
         return {}
 
-    cases = {"one": slow, "two": slow}
-    assert not gpu.run(cases, file, time.monotonic() + 0.2)
-    assert list(json.loads(file.read_text())) == ["one"] and ran[0] <= 0.2
-    assert gpu.run(cases, file) and len(ran) == 2 and ran[1] == gpu.LIMIT_S
+    cases = {"long": gpu.Case(slow, 60), "short": gpu.Case(slow, 1)}
+    results = record(tmp_path)
+    quiet(results, time.monotonic() + 30).run("part", cases)
+    assert list(results.rows("part")) == ["short"]
+    assert limits[0] <= 30
+    assert list(results.unfinished) == ["part: long"]
+    quiet(results).run("part", cases)
+    assert set(results.rows("part")) == {"long", "short"}
+    assert limits[1] == gpu.LIMIT_S
+    assert not json.loads(results.path.read_text())["unfinished"]
 
 
 def test_a_case_that_was_cut_short_is_begun_again(tmp_path):
-    file = tmp_path / "part.json"
-
-    def cut(left, rows):
+    def cut(limit, rows):
         time.sleep(0.2)
-        return {"died": f"stopped after {left} s"}
+        return {"error": f"stopped after {limit} s"}
 
-    assert not gpu.run({"cut": cut}, file, time.monotonic() + 0.1) and not file.exists()
-    assert gpu.run({"cut": cut}, file) and "died" in json.loads(file.read_text())["cut"]
+    results = record(tmp_path)
+    quiet(results, time.monotonic() + 0.1).run("part", {"cut": gpu.Case(cut, 0)})
+    assert not results.rows("part")
+    assert "cut short" in results.unfinished["part: cut"]
+    quiet(results).run("part", {"cut": gpu.Case(cut, 0)})
+    assert "error" in results.rows("part")["cut"]
 
 
-@pytest.mark.parametrize(
-    "lacking, said", [(["hypothesis"], "hypothesis is"), (["pytest", "chatterbot_corpus"], "pytest, chatterbot-corpus are")]
-)
-def test_tests_whose_packages_are_missing_are_not_run(tmp_path, monkeypatch, lacking, said):
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name in lacking else name)
+def test_cases_beside_each_other_wait_for_their_reference(tmp_path):
+    both_run = threading.Barrier(2, timeout=30)
+
+    def reference(limit, rows):
+        time.sleep(0.2)
+        return {"losses": [1.0]}
+
+    def compared(limit, rows):
+        both_run.wait()
+        return {"reference": rows["reference"]["losses"]}
+
+    cases = {
+        "one": gpu.Case(compared, 1, "reference"),
+        "two": gpu.Case(compared, 1, "reference"),
+        "reference": gpu.Case(reference, 1),
+    }
+    results = record(tmp_path)
+    quiet(results, at_once=2).run("part", cases, at_once=True)
+    assert results.rows("part")["one"]["reference"] == [1.0]
+    assert results.rows("part")["two"]["reference"] == [1.0]
+
+
+def test_selected_cases_bring_what_they_are_compared_with():
+    def measure(limit, rows):
+        return {}
+
+    cases = {"eager": gpu.Case(measure, 1), "sdpa": gpu.Case(measure, 1, "eager"), "flex": gpu.Case(measure, 1, "eager")}
+    assert list(gpu.select(cases, "precision", "precision: s", None)) == ["eager", "sdpa"]
+    assert list(gpu.select(cases, "precision", "^probe", None)) == []
+    assert list(gpu.select(cases, "precision", "", 1)) == ["eager"]
+
+
+def test_what_a_function_had_when_its_process_failed_is_kept(tmp_path):
+    row = gpu_setting.call("tests.test_gpu_bench.rows_until_a_crash", 60.0, number=2)
+    assert row["measured"] == 2
+    assert "139" in row["error"] or "-11" in row["error"]
+
+
+def rows_until_a_crash(number):
+    yield {"measured": 1}
+    yield {"measured": number}
+    print("an unfinished line", end="")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
+    line = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "machine",
+        "parity",
+        "--device",
+        "cpu",
+        "--scale",
+        "tiny",
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
+    for output in process.stdout:
+        if output.startswith("parity: causal_lm, CPU begins"):
+            break
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(process.pid).children(recursive=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert "libraries" in json.loads((tmp_path / "CPU.json").read_text())["parts"]["machine"]
+
+
+def test_waits_of_the_host_are_counted_by_place(tmp_path, monkeypatch):
+    monkeypatch.setenv(gpu_waits.RESULT, str(tmp_path / "waits.json"))
+    trainer = SimpleNamespace(strategy=SimpleNamespace(device=torch.device("cpu")))
+    hook = gpu_waits.HostWaits()
+    shown = warnings.showwarning
+
+    def wait():
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    for step in range(1, gpu_waits.LAST_STEP + 2):
+        hook.before_step(trainer, step)
+        if gpu_waits.FIRST_STEP <= step <= gpu_waits.LAST_STEP:
+            wait()
+        hook.after_step(trainer, SimpleNamespace(step=step))
+    result = json.loads((tmp_path / "waits.json").read_text())
+    assert result["waits"] == result["steps"] == 3
+    (place,) = result["places"]
+    assert place.startswith("tests/test_gpu_bench.py:")
+    assert " wait < " in place
+    assert warnings.showwarning is shown
+
+
+@pytest.mark.parametrize("lacking", [["hypothesis"], ["pytest", "chatterbot_corpus"]])
+def test_tests_whose_packages_are_missing_are_not_run(tmp_path, monkeypatch, lacking):
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None if name in lacking else name)
     monkeypatch.setattr(subprocess_launch, "run", lambda *given, **named: (1, "ModuleNotFoundError: No module"))
     setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
-    found = [case(1.0, {}) for case in gpu.tests(setting).values()]
-    assert found and all(row == {"not run": f"{said} not installed"} for row in found)
+    rows = [case.measure(1.0, {}) for case in gpu_parts.tests(setting).values()]
+    assert rows
+    for row in rows:
+        assert all(name.replace("_", "-") in row["skipped"] for name in lacking)
 
 
 def test_no_speed_of_one_gpu_is_called_ddps(tmp_path):
     setting = gpu.Setting(tiny=True, cpu=False, folder=tmp_path)
     setting.__dict__["materials"] = SimpleNamespace(text=tmp_path)
-    assert set(gpu.speed(setting)) == {
+    assert set(gpu_parts.speed(setting)) == {
         name + words for name in ("single", "zero1", "zero2", "zero3", "fsdp") for words in ("", ", checkpointing")
     }
 
@@ -101,17 +224,9 @@ def test_only_a_budget_on_a_cpu_limits_stacks_and_the_allocator(monkeypatch, on_
     assert bool(environment) is not on_gpu
 
 
-def test_ops_that_no_case_needs_are_not_compiled(monkeypatch):
-    lines = []
-    ready = (0, '[["cpu_adam", "ready"]]')
-    monkeypatch.setattr(subprocess_launch, "run", lambda line, *given, **named: (lines.append(line), ready)[1])
-    assert gpu._ops(1.0, {}) == {"ops": {"cpu_adam": "ready"}}
-    assert "ops.compile_ops(('cpu_adam', 'pin_memory'))" in lines[0][-1]
-
-
 def test_curves_of_another_length_are_not_alike():
-    assert gpu._furthest([1.0, 2.0], [1.0, 4.0]) == 0.5
-    assert math.isinf(gpu._furthest([1.0], [1.0, 2.0])) and math.isinf(gpu._furthest([], []))
+    assert gpu_parts.largest_difference([1.0, 2.0], [1.0, 4.0]) == 0.5
+    assert math.isinf(gpu_parts.largest_difference([1.0], [1.0, 2.0])) and math.isinf(gpu_parts.largest_difference([], []))
 
 
 def test_a_table_that_came_through_has_not_died(tmp_path):
@@ -119,8 +234,10 @@ def test_a_table_that_came_through_has_not_died(tmp_path):
 
     setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
     for died in ("", "exit status 1"):
-        row = gpu._table(setting, lambda bench, died=died: Table("A", "a title", "a source", died=died), 1.0, {})
-        assert row.get("died", "") == died and ("died" in row) == bool(died) and row["letter"] == "A"
+        row = gpu_parts._table(setting, lambda bench, died=died: Table("A", "a title", "a source", died=died), 1.0, {})
+        assert row.get("error", "") == died
+        assert ("error" in row) == bool(died)
+        assert row["letter"] == "A"
 
 
 def test_the_error_of_a_dead_run_is_its_message():
@@ -139,17 +256,19 @@ def test_the_first_results_change_what_is_said(tmp_path):
     empty = gpu_status.written(text, tmp_path)
     assert "Nothing yet" in empty and "old" not in empty and empty.startswith("before\n") and empty.endswith("\nbehind")
     peak = {"planned": 9.0, "measured": 10.0}
-    for part, rows in {
-        "parity": {"a": {"alike": True}, "b": {"alike": False}, "c": {"died": "of it"}},
-        "planner": {"a": {"figures": {"GPU memory, peak": peak}}},
-        "precision": {"a": {"not run": "no such package"}},
-    }.items():
-        file = tmp_path / "NVIDIA_H200" / f"{part}.json"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({name: row | STAMP for name, row in rows.items()}))
+    date = {"date": "2026-11-22"}
+    parts = {
+        "parity": {"a": {"alike": True} | date, "b": {"alike": False} | date, "c": {"error": "of it"} | date},
+        "models": {"1B": {"tokens/s": 12345.6} | date},
+        "planner": {"a": {"figures": {"GPU memory, peak": peak}} | date},
+        "precision": {"a": {"skipped": "no such package"} | date},
+    }
+    content = {"device": "NVIDIA H200", "versions": {"torch": "2.13.0"}, "parts": parts}
+    (tmp_path / "NVIDIA_H200.json").write_text(json.dumps(content))
     said = gpu_status.written(empty, tmp_path)
     assert "Nothing yet" not in said and "One NVIDIA H200, 2026-11-22, torch 2.13.0" in said
-    assert "| 2 | 1 | 0 | 1 of 2 within 1e-5 of the CPU |" in said and "-10.0% at most" in said and "| 0 | 0 | 1 |" in said
+    assert "| 2 | 1 | 0 | 1 of 2 train as the CPU does |" in said and "-10.0% at most" in said and "| 0 | 0 | 1 |" in said
+    assert "1B: 12,346 tokens/s" in said
     assert gpu_status.written(said, tmp_path) == said
 
 
@@ -177,10 +296,12 @@ def test_a_case_of_every_part_goes_through_on_a_cpu(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "all cases have results" in result.stdout
-    found = {file.stem: json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
-    assert set(found) == set(gpu.PARTS) and all(len(rows) == 1 for rows in found.values())
+    content = json.loads((tmp_path / "CPU.json").read_text())
+    found = content["parts"]
+    assert content["versions"]["torch"] == torch.__version__
+    assert list(found) == list(gpu.PARTS) and all(len(rows) == 1 for rows in found.values())
     for part, rows in found.items():
-        assert not any("died" in row for row in rows.values()), (part, rows)
+        assert not any("error" in row for row in rows.values()), (part, rows)
     (trained,) = found["parity"].values()
     assert trained["rolled back"] and len(trained["resumed"]) == 6 and len(trained["losses"]) == 12
     assert trained["resumed"] == pytest.approx(trained["losses"][-6:], rel=1e-5)

@@ -27,7 +27,11 @@ ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC
 
 
 class TrialError(ZerobookError):
-    """Error for a run that failed for another reason than its budget."""
+    """Error for a run that failed for another reason than its budget. ``output`` is what the run printed."""
+
+    def __init__(self, message: str, output: str = ""):
+        super().__init__(message)
+        self.output = output
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
             if code == subprocess_launch.TIMED_OUT
             else f"exit status {code}: {subprocess_launch.last_error(text)}"
         )
-        raise TrialError(f"{arm.name}, {recipe}: {why}. The line was: {' '.join(line)}")
+        raise TrialError(f"{arm.name}, {recipe}: {why}. The line was: {' '.join(line)}", text)
     steps = [[after - before for before, after in zip(found["times"], found["times"][1:], strict=False)] for found in ranks]
     held = [sum(found["held"].values()) for found in ranks]
     return Outcome(
