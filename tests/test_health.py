@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from zerobook.health import position
 from zerobook.health.exchange import Exchange
 from zerobook.health.judge import Beat, Judge, Verdict, describe
 from zerobook.health.position import Window
+from zerobook.health.presence import Presence, listen
 from zerobook.health.watch import EXIT_CODE, Watch, is_connection_error
 from zerobook.launch.meet import meet
 from zerobook.utils import messages
@@ -278,6 +280,107 @@ def test_an_error_is_told_to_the_others_and_the_missing_one_is_named():
     watches[0].stop()
     position.reset()
     assert found[0] is not None and found[0].kind == "silent" and found[0].ranks == [1]
+
+
+def test_heartbeats_tell_where_the_device_is_and_the_rank_of_a_stuck_gpu_is_named():
+    """Both hosts wait in "reduce". GPU 1 is in its forward pass, and GPU 0 waits for it in the backward pass."""
+    position.reset()
+    store, found = dist.HashStore(), []
+    watches = [Watch(dist.PrefixStore("x", store), rank, 2, 0.6, local=[]) for rank in range(2)]
+    position.enter("data", 2)
+    position.enter("reduce", 3)
+    since = time.monotonic()
+    for watch, (phase, entered) in zip(watches, [("backward", 12), ("forward", 11)], strict=True):
+        watch.locate = partial(position.Position, phase, 3, entered, since, since)
+        watch._end = lambda verdict, **_: found.append(verdict) or time.sleep(60)
+    deadline = time.monotonic() + 10
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.05)
+    position.reset()
+    assert found and (found[0].kind, found[0].ranks, found[0].phase) == ("stuck", [1], "forward")
+    assert found[0].others == [("backward", 3, [(0, 0)])]
+
+
+def test_an_evaluation_is_told_at_its_begin_and_not_an_interval_later():
+    position.reset()
+    store = dist.HashStore()
+    watch = Watch(store, 0, 1, 300.0, local=[0])
+    time.sleep(0.3)
+    with position.during("evaluate", 4):
+        time.sleep(0.3)
+        beat = messages.read(store.get("beat/0"), Beat)
+    watch.stop()
+    position.reset()
+    assert (beat.phase, beat.step) == ("evaluate", 4)
+
+
+RANK = """
+import ctypes, signal, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from zerobook.health import position
+from zerobook.health.watch import Watch
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+# As in a run, the store belongs to a process of its own.
+store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+signal.signal(signal.SIGTERM, lambda *_: None)
+watch = Watch(store, rank, 2, 30.0, local=[rank])
+position.enter("{}")
+print("ready", flush=True)
+# A lock of C that is taken twice: no signal ends this wait, and Python's handlers do not run in it.
+mutex = ctypes.create_string_buffer(64)
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("phase", ["load", "backward"])
+def test_a_killed_process_is_named_within_seconds_in_every_phase(victim, phase):
+    """No connection of the others breaks, as under NCCL. They wait in C, and their launcher has sent them SIGTERM."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", RANK.replace("{}", phase), str(rank), str(store.port)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        for rank in ranks:
+            assert rank.stdout.readline() == "ready\n"
+        store.wait(["beat/0", "beat/1", "pulse"])
+        # The first interval has passed: each rank has reached the other one.
+        time.sleep(2)
+        ranks[victim].kill()
+        ranks[1 - victim].terminate()
+        _, said = ranks[1 - victim].communicate(timeout=15)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[1 - victim].returncode == EXIT_CODE
+    assert f"the process of rank {victim} on" in said and "ended" in said
+
+
+def test_a_process_counts_as_ended_where_its_port_refuses_after_it_has_answered():
+    listener = listen()
+    endpoint = listener.getsockname()[:2]
+    presence, late = Presence(patience=5.0), Presence(patience=5.0)
+    assert not presence.has_ended(endpoint, 0.0), "the first call only asks"
+    # Nothing accepts: a process that hangs is there all the same.
+    assert not presence.has_ended(endpoint, 6.0)
+    listener.close()
+    assert not presence.has_ended(endpoint, 4.0) and presence.has_ended(endpoint, 6.0)
+    assert not late.has_ended(endpoint, 6.0) and not late.has_ended(endpoint, 7.0), "it may be a firewall that refuses"
+    assert not presence.has_ended(("", 0), 6.0), "a process without a port"
+
+
+def test_a_store_that_closes_its_connection_ends_the_run_before_the_timeout():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    body = ALONE.replace("dist.HashStore(), 0, 1, 0.3", f'dist.TCPStore("localhost", {store.port}), 1, 2, 30.0')
+    body = body.replace("{}", "print('ready', flush=True)\nwaits_for_a_file_that_never_comes()")
+    rank = subprocess.Popen([sys.executable, "-c", body], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert rank.stdout.readline() == "ready\n"
+    del store
+    _, said = rank.communicate(timeout=20)
+    assert rank.returncode == EXIT_CODE and "closed its connection" in said
 
 
 # --- many ranks

@@ -67,15 +67,24 @@ def test_waiting_is_told_from_computing():
 
 
 class FakeEvent:
-    """Imitates torch.cuda.Event on a device whose clock is ``now``."""
+    """Imitates torch.cuda.Event on a device whose clock is ``now``. It is ``lag`` events behind the host."""
 
     now = 0.0
+    lag = 0
+    recorded = 0
 
     def __init__(self, enable_timing):
         assert enable_timing
 
     def record(self):
         self.at = FakeEvent.now
+        FakeEvent.recorded += 1
+        self.number = FakeEvent.recorded
+
+    def query(self):
+        if FakeEvent.lag < 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.number <= FakeEvent.recorded - FakeEvent.lag
 
     def elapsed_time(self, other):
         return 1000 * (other.at - self.at)
@@ -91,14 +100,54 @@ def test_phases_of_a_gpu_last_from_one_event_to_the_next(monkeypatch):
         position.enter(phase, 1)
         FakeEvent.now += seconds
     position.enter("reduce")
-    pace.measure(position.log_point(1))
+    pace.measure(1)
     assert pace.seconds == {"data": 33, "forward": 2, "backward": 4, "optimizer": 8, "reduce": 16} and pace.waited is None
     FakeEvent.now += 64
     position.enter("data")
-    pace.measure(position.log_point(2))
+    pace.measure(2)
     assert pace.seconds == {"reduce": 64}, "the newest event begins the next measurement"
     position.enter("failed")  # the device may raise now: nothing is recorded
-    assert pace._clock.read() == {}
+    assert pace.clock.read() == {}
+    position.reset()
+
+
+def test_a_gpu_is_compared_with_the_others_by_its_own_seconds(monkeypatch):
+    """The host gives work to the device in no time, and the device needs 4 s for a forward pass."""
+    from zerobook.training.pace import Pace
+
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    position.reset()
+    pace = Pace(SimpleNamespace(type="cuda"))
+    for phase, seconds in (("data", 1), ("forward", 4), ("backward", 2), ("reduce", 0)):
+        position.enter(phase, 1)
+        FakeEvent.now += seconds
+    pace.measure(1)
+    assert position.window()[3:] == (1, 4)
+    position.reset()
+
+
+def test_a_gpu_that_stops_is_where_it_stopped_although_its_host_went_on(monkeypatch):
+    from zerobook.training.pace import Pace
+
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    position.reset()
+    clock = Pace(SimpleNamespace(type="cuda")).clock
+    for phase in ("data", "forward", "backward", "optimizer", "reduce"):
+        position.enter(phase, 7)
+    assert clock.locate() == position.here(), "a device that has done its work is where its host is"
+    monkeypatch.setattr(FakeEvent, "lag", 3)
+    stopped = clock.locate()
+    assert stopped[:3] == ("forward", 7, 2) and stopped.since > position.here().since
+    time.sleep(0.01)
+    assert clock.locate() == stopped, "its time counts from when it was first seen there"
+    monkeypatch.setattr(FakeEvent, "lag", 2)
+    assert clock.locate().phase == "backward" and clock.locate().since > stopped.since
+    # A device that raises, and a host that has failed, are not asked.
+    monkeypatch.setattr(FakeEvent, "lag", -1)
+    assert clock.locate() == position.here()
+    monkeypatch.setattr(FakeEvent, "lag", 2)
+    position.enter("failed")
+    assert clock.locate().phase == "failed"
     position.reset()
 
 

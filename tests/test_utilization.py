@@ -60,7 +60,9 @@ def test_the_share_of_the_peak(monkeypatch):
     with pace.apart():  # an evaluation, say
         now[0] = 15.0
     now[0] = 16.0
-    pace.measure(Spent({"forward": 2.0, "data": 0.5}, 0.25))
+    spent = Spent({"forward": 2.0, "data": 0.5}, 0.25)
+    monkeypatch.setattr("zerobook.training.pace.position.log_point", lambda step, device_phases: spent)
+    pace.measure(1)
     assert pace.seconds == {"forward": 2.0, "data": 0.5} and pace.waited == 0.25
     assert (pace.tokens_per_second, pace.all_tokens_per_second) == (15.0, 100.0)
     assert pace.mfu == pytest.approx((1000 + 10 * 50) * 100 / 1e6)

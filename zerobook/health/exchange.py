@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zerobook.health.judge import Beat, Judge, Verdict
+from zerobook.health.presence import Endpoint, Presence
 from zerobook.health.stragglers import Slow, Stragglers
 from zerobook.utils import messages
 from zerobook.utils.messages import MessageError
@@ -27,6 +28,8 @@ GRACE_S = 10.0
 """Seconds that the other ranks have to end by themselves after one failed: their launcher may stop them."""
 GONE_INTERVALS = 2.5
 """Intervals without a heartbeat after which a rank counts as gone, if a connection to some rank is broken."""
+MISSED_INTERVALS = 1.5
+"""Intervals without a heartbeat after which the process of a rank is looked for."""
 CONNECTION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
 """Beginnings of a failed rank's ``error`` that can be those of a connection."""
 
@@ -49,7 +52,9 @@ class Exchange:
         self.verdict: Verdict | None = None
         self.pulse_time = now
         self.main_host = ""
-        self._pulse = ""
+        self.presence = Presence(MISSED_INTERVALS * self.interval)
+        self._main_endpoint: Endpoint = ("", 0)
+        self._pulse = 0
         self._newly_slow: list[Slow] = []
         self._stragglers = Stragglers()
         self._judge = Judge(world_size, hang_timeout, GRACE_S, now) if rank == 0 else None
@@ -68,7 +73,7 @@ class Exchange:
         if self._judge is not None:
             verdict = self._judge_all(self._judge, now)
             # After the judgement: a pulse tells the others that rank 0 still judges.
-            self.store.set("pulse", f"{beat.number} {beat.host}")
+            self.store.set("pulse", json.dumps((beat.number, beat.host, beat.endpoint)))
             if verdict is not None and self.verdict is None:
                 self.store.set("verdict", json.dumps(verdict))
                 self.verdict = verdict
@@ -92,12 +97,18 @@ class Exchange:
         return None
 
     def _read_pulse(self, now: float) -> None:
-        pulse = self.store.get("pulse").decode(errors="replace")
-        # The pulse holds the number of rank 0's heartbeat, so an equal one is no new sign.
-        if pulse and pulse != self._pulse:
-            self._pulse = pulse
-            self.pulse_time = now
-            self.main_host = pulse.partition(" ")[2]
+        with suppress(MessageError):
+            number, host, endpoint = messages.read(self.store.get("pulse"), tuple[int, str, Endpoint])
+            # The pulse holds the number of rank 0's heartbeat, so an equal one is no new sign.
+            if number != self._pulse:
+                self._pulse = number
+                self.pulse_time = now
+                self.main_host = host
+                self._main_endpoint = endpoint
+
+    def has_main_ended(self, now: float) -> bool:
+        """Return whether the process of rank 0, which judges the others, has ended."""
+        return self.rank != 0 and self.presence.has_ended(self._main_endpoint, now - self.pulse_time)
 
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:
         ranks = []
@@ -121,4 +132,4 @@ class Exchange:
         if verdict is None and any(beat.error.startswith(CONNECTION_ERRORS) for beat in failed_beats):
             # Some rank is gone, so a short silence shows which.
             verdict = judge.judge_silent(now, GONE_INTERVALS * self.interval)
-        return verdict
+        return verdict or judge.judge_ended(now, self.presence)

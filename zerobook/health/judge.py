@@ -7,7 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from zerobook.health.position import Window
+from zerobook.health.position import FINISHED_PHASES, Window
+from zerobook.health.presence import Endpoint, Presence
 from zerobook.utils.ranges import ranges
 
 MAX_RANK_RANGES = 16
@@ -16,9 +17,7 @@ MAX_PLACES = 8
 """Places where ranks wait that a verdict lists."""
 NEARLY_SILENT = 0.75
 """Share of the silence after which a rank is gone together with a silent rank of its host."""
-FINISHED_PHASES = ("ended", "failed")
-"""Phases of ranks that send no more heartbeats, and that nobody waits for."""
-Kind = Literal["silent", "stuck", "together", "failed", "lost"]
+Kind = Literal["silent", "ended", "stuck", "together", "failed", "lost"]
 RankRange = tuple[int, int]
 """A first and a last rank."""
 
@@ -28,7 +27,7 @@ class Beat(NamedTuple):
 
     ``number`` counts the heartbeats. ``seconds`` is the time that the process has spent in ``phase`` without progress, and
     ``limit`` the time that it may. ``error`` is the error that it failed with, ``window`` has its times between the last two
-    log points.
+    log points. ``endpoint`` is where the process listens, see `presence`.
     """
 
     number: int
@@ -41,12 +40,14 @@ class Beat(NamedTuple):
     limit: float
     error: str = ""
     window: Window | None = None
+    endpoint: Endpoint = ("", 0)
 
 
 class Verdict(NamedTuple):
     """The ranks that hold up the run.
 
-    ``kind``: ``silent`` ranks have sent no heartbeat for ``seconds``; ``stuck`` ranks are in a phase that exceeded its limit
+    ``kind``: ``silent`` ranks have sent no heartbeat for ``seconds``; processes of ``ended`` ranks
+    ended without a message; ``stuck`` ranks are in a phase that exceeded its limit
     while others wait for them; ``together``: all ranks are in the same phase, and none gets on; ``failed`` ranks ended with an
     error; ``lost``: the store of the run, on the first host, does not answer. ``others`` has the phase, step and ranks that
     wait, as ``(phase, step, ranges)`` with `rank_ranges`: every rank reads the verdict, so its size must not grow with them.
@@ -115,6 +116,17 @@ class Judge:
         silent_hosts = {self._host(rank) for rank, seconds in quiet_seconds.items() if seconds > silence}
         silent_ranks = [rank for rank in quiet_seconds if self._host(rank) in silent_hosts]
         return self._verdict("silent", silent_ranks, longest)
+
+    def judge_ended(self, now: float, presence: Presence) -> Verdict | None:
+        """Return the verdict for silent ranks whose process has ended. The connections of a hanging one stay as they are."""
+        ended = []
+        for rank, beat in self.beats.items():
+            silence = now - self.last_heard[rank]
+            if beat.phase not in FINISHED_PHASES and presence.has_ended(beat.endpoint, silence):
+                ended.append(rank)
+        if not ended:
+            return None
+        return self._verdict("ended", ended, now - self.last_heard[ended[0]])
 
     def _judge_failed(self, now: float) -> Verdict | None:
         failed_ranks = [rank for rank, beat in self.beats.items() if beat.phase == "failed"]
@@ -210,6 +222,10 @@ def describe(verdict: Verdict) -> str:
     position = f'in phase "{verdict.phase}" of step {verdict.step}'
     if verdict.kind == "silent":
         what = f"{ranks_on_hosts} sent no heartbeat for {verdict.seconds:.0f} s"
+        if verdict.phase != "unknown":
+            what += f"; last seen {position}"
+    elif verdict.kind == "ended":
+        what = f"the process of {ranks_on_hosts} ended without a message"
         if verdict.phase != "unknown":
             what += f"; last seen {position}"
     elif verdict.kind == "lost":

@@ -30,6 +30,8 @@ LIMIT_FACTORS = {
 """Phase -> how many times ``hang_timeout`` it may take; 0: without a limit. One process may tokenize or download for hours
 while the others wait for it."""
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "reduce")
+FINISHED_PHASES = ("ended", "failed")
+"""Phases of ranks that send no more heartbeats, and that nobody waits for."""
 FIRST_STEP_FACTOR = 4.0
 """Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
 COMPUTE_PHASES = ("forward", "backward", "optimizer")
@@ -60,7 +62,8 @@ class Position(NamedTuple):
 class Window(NamedTuple):
     """Seconds that this process spent between two log points: in all, waiting for data, and in forward passes.
 
-    A process enters ``backward`` after its own work and may wait there for the others, so these are its own seconds.
+    A process enters ``backward`` after its own work and may wait there for the others, so these are its own seconds. Where it
+    has a GPU they are the GPU's: the host only says when work was given to it.
     """
 
     step: int
@@ -83,11 +86,11 @@ class Window(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Seconds of this process between two log points: by phase, and those of `COMPUTE_PHASES` in which its main thread did not
-    run."""
+    """Seconds between two log points: by phase, and those of `COMPUTE_PHASES` in which the main thread did not run; None where
+    the phases are those of a GPU."""
 
     phases: dict[str, float]
-    waited: float
+    waited: float | None
 
 
 class _State:
@@ -143,7 +146,7 @@ def enter(phase: str, step: int | None = None) -> None:
     state.position = Position(phase, step, previous.entered + 1, now, now, is_first)
 
     # Listeners use the device, and a device that has failed raises for every call.
-    if phase not in ("ended", "failed"):
+    if phase not in FINISHED_PHASES:
         for listener in state.listeners:
             listener(phase)
 
@@ -153,11 +156,18 @@ def on_enter(listener: Callable[[str], None]) -> None:
     _state.listeners.append(listener)
 
 
-def log_point(step: int) -> Spent:
-    """Close the window of the steps since the last log point, and return the seconds in it."""
+def log_point(step: int, device_phases: dict[str, float] | None = None) -> Spent:
+    """Close the window of the steps since the last log point, and return the seconds in it.
+
+    Args:
+        device_phases: seconds of each phase on the device, which then take the place of the host's.
+    """
     state = _state
     now = time.monotonic()
-    spent = Spent(state.phase_seconds, state.waited_seconds)
+    if device_phases is None:
+        spent = Spent(state.phase_seconds, state.waited_seconds)
+    else:
+        spent = Spent(device_phases, None)
     state.window = Window(
         step=step,
         steps=max(1, step - state.log_step),

@@ -24,6 +24,7 @@ from zerobook.errors import ZerobookError
 from zerobook.health import position
 from zerobook.health.exchange import CONNECTION_ERRORS, GONE_INTERVALS, Exchange
 from zerobook.health.judge import Beat, Kind, Verdict, describe
+from zerobook.health.presence import listen
 from zerobook.health.stragglers import Slow
 from zerobook.utils.terminal import say
 
@@ -61,6 +62,7 @@ class Watch:
     Attributes:
         report: called with (verdict, text) before this process ends, on one rank of each host.
         record: called before this process ends, on every rank that can.
+        locate: returns the position that heartbeats tell; by default the host's, which a GPU may not have reached.
         verdict: the ranks that hold up the run, once it is known.
     """
 
@@ -80,8 +82,10 @@ class Watch:
         self.local = local
         self.report: Callable[[Verdict, str], None] = lambda verdict, text: None
         self.record: Callable[[], None] = lambda: None
+        self.locate: Callable[[], position.Position] = position.here
         self.host = socket.gethostname()
         self._error = ""
+        self._listener = listen()
         self._beat_number = 0
         self._last_exchange_time = time.monotonic()
         self._exchange = Exchange(store, rank, world_size, hang_timeout, self._last_exchange_time)
@@ -93,10 +97,16 @@ class Watch:
         self._ending = threading.Lock()
         self._exchange_thread = threading.Thread(target=self._exchange_beats, name="health exchange", daemon=True)
         self._guard_thread = threading.Thread(target=self._guard, name="health guard", daemon=True)
+        position.on_enter(self._announce)
         self._exchange_thread.start()
         self._guard_thread.start()
 
     # --- the main thread
+    def _announce(self, phase: str) -> None:
+        """Send a heartbeat now for a phase outside of steps, so that others know of an evaluation before the next interval."""
+        if phase not in position.STEP_PHASES:
+            self._wake.set()
+
     def failed(self, error: BaseException) -> Verdict | None:
         """Tell the other ranks of an error that ends this one. Return the verdict if another rank is gone.
 
@@ -129,31 +139,41 @@ class Watch:
         self._wake.set()
         faulthandler.cancel_dump_traceback_later()
         self._exchange_thread.join(2 * self.interval + 1)
+        if self._listener is not None:
+            self._listener.close()
 
     # --- the thread that uses the store
     def _exchange_beats(self) -> None:
+        failures = 0
         while True:
             try:
                 self._exchange.step(self._next_beat(), time.monotonic())
                 self._last_exchange_time = time.monotonic()
+                failures = 0
             except Exception as error:
-                # The store's host may be gone: `_guard` decides, unless this rank has failed and only waits for a verdict.
-                if self.verdict is None and position.here().phase == "failed":
+                failures += 1
+                # A store that has closed its connection is gone for good: a link that is cut for a while closes none. Where
+                # the reason is unclear, `_guard` decides, unless this rank has failed and only waits for a verdict.
+                is_closed = failures > 1 and is_connection_error(error)
+                if self.verdict is None and (is_closed or position.here().phase == "failed"):
                     self._exchange.verdict = self._store_lost(
                         f"the run's store has closed its connection ({type(error).__name__})"
                     )
+            now = time.monotonic()
+            if self.verdict is None and self._exchange.has_main_ended(now):
+                self._exchange.verdict = self._verdict_on_main("ended", now - self._exchange.pulse_time)
             if self.verdict is not None:
                 self._has_verdict.set()
             if self._done.is_set():
                 return
-            # A rank that failed ends by its own error, which says more than the verdict.
-            if self.verdict is not None and position.here().phase != "failed":
+            # A rank that failed ends by its own error, which says more than the verdict. One that has ended misses nobody.
+            if self.verdict is not None and position.here().phase not in position.FINISHED_PHASES:
                 self._end(self.verdict)
             self._wake.wait(self.interval)
             self._wake.clear()
 
     def _next_beat(self) -> Beat:
-        here = position.here()
+        here = self.locate()
         self._beat_number += 1
         return Beat(
             number=self._beat_number,
@@ -166,6 +186,7 @@ class Watch:
             limit=here.limit(self.hang_timeout),
             error=self._error,
             window=position.window(),
+            endpoint=self._listener.getsockname()[:2] if self._listener is not None else ("", 0),
         )
 
     # --- the thread that never touches the store
@@ -173,6 +194,10 @@ class Watch:
         while not self._done.wait(self.interval):
             # Written from C, to the standard error output, if no thread of this process can run Python code for so long.
             faulthandler.dump_traceback_later(self.hang_timeout, file=2)
+            # Whoever looks for this process only connects.
+            with suppress(OSError):
+                while self._listener is not None:
+                    self._listener.accept()[0].close()
             now = time.monotonic()
             # A call to the store may block for much longer, so its thread cannot tell that itself.
             store_silence = now - self._last_exchange_time
@@ -210,6 +235,8 @@ class Watch:
         text = describe(verdict)
         if with_stacks:
             text += self._exchange_stacks(verdict)
+        if verdict.kind == "silent" and verdict.hosts:
+            text += f"\nIf processes hang on {', '.join(verdict.hosts)}, end the launcher there: it waits for them."
         text += "\nAll ranks stop. Start the run again with --resume_from_checkpoint auto."
         # In a thread of its own, since the main thread may hold a lock that the report needs.
         writer = threading.Thread(target=self._write_reports, args=(verdict, text), daemon=True)

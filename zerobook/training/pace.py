@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import torch
@@ -30,6 +30,7 @@ class Pace:
         mfu: model FLOPs utilization, 0 to 1; None where ``flops`` or ``peak`` is.
         seconds: phase of `zerobook.health.position` -> seconds since the last log point. On a GPU they are the device's: a
             phase ends when the device has done its work. Writing the log counts as ``reduce``.
+        clock: measures phases on a GPU; None on a CPU.
         waited: of the seconds in forward passes, backward passes and optimizer, those in which this process waited for the
             others, or for a core; None on a GPU, where a trace of ``--profile`` shows it.
 
@@ -44,7 +45,7 @@ class Pace:
         self.tflops: float | None = None
         self.seconds: dict[str, float] = {}
         self.waited: float | None = None
-        self._clock = DeviceClock() if device.type == "cuda" else None
+        self.clock = DeviceClock() if device.type == "cuda" else None
         self.tokens_per_second = self.all_tokens_per_second = 0.0
         self.data_wait = 0.0
         self.mfu: float | None = None
@@ -75,19 +76,12 @@ class Pace:
         self._all_tokens += all_tokens
         self._rows += rows
 
-    def measure(self, spent: position.Spent) -> None:
-        """Update the attributes, and start a new measurement. The device has done all its work.
-
-        Args:
-            spent: seconds of the host since the last measurement.
-        """
+    def measure(self, step: int) -> None:
+        """Close the measurement at a log point, update the attributes, and start a new one. The device has done its work."""
         # On a GPU the host's times say when work was given to the device, not how long it took.
-        if self._clock is None:
-            self.seconds = spent.phases
-            self.waited = spent.waited
-        else:
-            self.seconds = self._clock.read()
-            self.waited = None
+        spent = position.log_point(step, self.clock.read() if self.clock else None)
+        self.seconds = spent.phases
+        self.waited = spent.waited
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds
@@ -104,19 +98,41 @@ class DeviceClock:
     """Measures phases on a GPU, by an event at each change of phase. The host does not wait for the events."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._events: list[tuple[position.Position, torch.cuda.Event]] = []
+        self._current = position.here()
         position.on_enter(self._record)
 
     def _record(self, phase: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._events.append((phase, event))
+        self._events.append((position.here(), event))
 
     def read(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call. The device has done its work up to the newest event."""
         seconds: dict[str, float] = defaultdict(float)
-        for (phase, begin), (_, end) in pairwise(self._events):
-            seconds[phase] += begin.elapsed_time(end) / 1000
+        for (begun, begin), (_, end) in pairwise(self._events):
+            seconds[begun.phase] += begin.elapsed_time(end) / 1000
         # The phase that the newest event has begun goes on.
         del self._events[:-1]
         return dict(seconds)
+
+    def locate(self) -> position.Position:
+        """Return the phase that the device has reached, or the host's where the device has done all its work.
+
+        The host runs ahead: if one GPU stops, all hosts soon wait in the same phase. ``since`` is when a call first saw the
+        device there. Any thread may call it.
+        """
+        host = position.here()
+        # A copy, since the main thread adds and removes events.
+        events = self._events.copy()
+        count = len(events)
+        # A device that has failed raises, and the host will say so.
+        with suppress(RuntimeError):
+            while events and not events[-1][1].query():
+                events.pop()
+        if not events or len(events) == count or host.phase in position.FINISHED_PHASES:
+            return host
+        reached, _ = events[-1]
+        if reached.entered != self._current.entered:
+            self._current = reached._replace(since=time.monotonic())
+        return self._current

@@ -31,6 +31,7 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume
 from zerobook.training.intervals import WRITE_SPEED, Timetable
+from zerobook.training.pace import DeviceClock
 from zerobook.training.recipe import Collator
 from zerobook.training.schedule import learning_rate_schedule
 from zerobook.training.state import RunState
@@ -163,9 +164,11 @@ def make_timetable(
     )
 
 
-def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int) -> None:
-    """Let the watch write into the runlog that a rank holds up the run."""
+def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int, clock: DeviceClock | None) -> None:
+    """Let the watch write into the runlog that a rank holds up the run, and follow the device where there is a clock of it."""
     watch.report = lambda verdict, text: hang(log, config.output_dir, rank, describe(verdict), text)
+    if clock is not None:
+        watch.locate = clock.locate
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from zerobook.data.batch_loader import BatchLayout, StepPlan
 from zerobook.data.collate import to_device
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError, ConfigError, DivergenceError
-from zerobook.health.position import during, enter, log_point
+from zerobook.health.position import during, enter
 from zerobook.health.watch import Watch
 from zerobook.launch.process import leave
 from zerobook.monitor import policy, preemption
@@ -161,7 +161,7 @@ class Trainer:
         strategy.on_main(self._open_log)
         self.runlog_hook = RunlogHook(self.log) if strategy.is_main else None
         if self.watch:
-            setup.report_hangs(self.watch, self.log, self.config, strategy.rank)
+            setup.report_hangs(self.watch, self.log, self.config, strategy.rank, self.pace.clock)
         layout = BatchLayout.from_plan(self.config, strategy.plan, strategy.mesh.data_parallel_rank)
         self.state, policy_state = setup.first_state(
             self.config, strategy, self.manager, self.log, model, self.data, self.collate, layout, self.console.say
@@ -443,7 +443,7 @@ class Trainer:
         enter("reduce")
         clock = self.timetable.read_clock(self.progress.step)
         self.timetable.set_measured(reduce_records(records, self.strategy.mesh, clock, type(self.objective).__name__))
-        self.pace.measure(log_point(self.progress.step))
+        self.pace.measure(self.progress.step)
         hook_actions = self.hooks("on_log", self, records)
         action = self.spikes.see(records)
         messages = self.spikes.take_messages()
@@ -559,4 +559,6 @@ class Trainer:
         self.hooks.close(self)
         # A rank that ended earlier would make the launcher kill the others. Collective.
         self.strategy.barrier()
+        # From here on a rank misses none that has left before it.
+        enter("ended")
         leave(code)
