@@ -85,7 +85,11 @@ test-full: setup checks ## the whole matrices and long runs but those of test-no
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
 	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/measured
 
-test-nodes: setup ## faults of processes, hosts and links, on simulated hosts; needs root and iproute2
+# Without root or apt-get nothing is installed, and tests that need a package say so.
+NODE_PACKAGES := iproute2 slurm-wlm munge
+test-nodes: setup ## faults of processes, hosts and links, and a Slurm cluster, on simulated hosts; needs root
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg --status $(NODE_PACKAGES) >/dev/null 2>&1; then \
+	  { apt-get update -qq && apt-get install -y -qq $(NODE_PACKAGES); } >/dev/null || echo "$(NODE_PACKAGES) could not be installed"; fi
 	@rm -f .cache/nodes.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/nodes.jsonl $(BIN)/python -m pytest -q -m nodes --durations=10
 	@$(BIN)/python scripts/parity_table.py .cache/nodes.jsonl docs/measured

@@ -21,6 +21,13 @@ fi
 hostfile=$1 recipe=$2 config=$3 strategy=$4
 shift 4
 read -r -a remote <<<"${SSH:-ssh}"
+if ! command -v zerobook >/dev/null; then
+  PATH=$PWD/.venv/bin:$PATH
+fi
+if ! command -v zerobook >/dev/null; then
+  echo "zerobook is not on PATH, and there is no $PWD/.venv/bin/zerobook. Run 'make setup', or activate your environment." >&2
+  exit 2
+fi
 
 hosts=() slots=""
 while read -r host rest; do
@@ -31,7 +38,7 @@ while read -r host rest; do
     exit 2
   fi
   if [[ -n $slots && $slots != "$count" ]]; then
-    echo "$hostfile: $host has $count processes and ${hosts[0]} has $slots. accelerate launch starts the same number on all." >&2
+    echo "$hostfile: $host has $count processes and ${hosts[0]} has $slots. A launch has the same number on all hosts." >&2
     exit 2
   fi
   hosts+=("$host") slots=$count
@@ -49,7 +56,7 @@ trap 'stop; exit 130' INT TERM
 
 for number in "${!hosts[@]}"; do
   words=(
-    accelerate launch --config_file "$strategy" --num_machines "${#hosts[@]}" --num_processes $((${#hosts[@]} * slots))
+    zerobook launch --config_file "$strategy" --num_machines "${#hosts[@]}" --num_processes $((${#hosts[@]} * slots))
     --machine_rank "$number" --main_process_ip "${hosts[0]}" --main_process_port "${PORT:-29500}"
     "$recipe" --config "$config" --resume_from_checkpoint auto "$@"
   )

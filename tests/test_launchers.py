@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from zerobook.errors import ConfigError
+from zerobook.health import watch
+from zerobook.monitor import policy, preemption
+
 ROOT = Path(__file__).resolve().parents[1]
 SLURM, SSH = ROOT / "scripts" / "slurm" / "train.sbatch", ROOT / "scripts" / "launch.sh"
 RECIPE, CONFIG, STRATEGY = "recipes/causal_lm.py", "recipes/configs/causal_lm_gpt2_xl.yaml", "accelerate_configs/zero3.yaml"
@@ -20,7 +25,8 @@ JOB = [RECIPE, CONFIG, STRATEGY, "--max_train_steps", "5"]
 STUBS = {
     # starts node.sh once for every node, and sends signals on, as srun does
     "srun": """#!/bin/bash
-shift  # --kill-on-bad-exit=0
+shift 2  # --export=ALL --kill-on-bad-exit=0
+echo "$SRUN_CPUS_PER_TASK" >> "$RECORD/srun"
 nodes=()
 for ((id = 0; id < SLURM_NNODES; id++)); do SLURM_NODEID=$id "$@" & nodes+=($!); done
 trap 'kill -USR1 "${nodes[@]}"' USR1
@@ -33,23 +39,21 @@ exit $code
     "scontrol": """#!/bin/bash
 if [[ $1 == show ]]; then printf 'node-a\\nnode-b\\n'; else echo "$@" >> "$RECORD/scontrol"; fi
 """,
-    # two ranks that save at SIGUSR1 and end with 75, under a launcher that would start them again
-    "accelerate": f"""#!{sys.executable}
-import os, signal, subprocess, sys, time
+    # two ranks that save at SIGUSR1 and end with 75, as their launcher then does
+    "zerobook": f"""#!{sys.executable}
+import os, signal, subprocess, sys
 rank = "import os,signal,sys,time\\nfile=sys.argv[1]\\ndef save(*_):\\n  open(file,'a').write('saved ');sys.exit(75)\\n"
 rank += "signal.signal(signal.SIGUSR1,save)\\nopen(file,'a').write('ready ')\\ntime.sleep(float(os.environ['LASTS']))\\n"
 record = os.environ["RECORD"]
 machine = sys.argv[sys.argv.index("--machine_rank") + 1]
+with open(f"{{record}}/launches-{{machine}}", "a") as file:
+    file.write("launch\\n")
 with open(f"{{record}}/launch-{{machine}}", "w") as file:
     file.write("\\n".join(sys.argv[1:]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-for attempt in range(4):
-    ranks = [subprocess.Popen([sys.executable, "-c", rank, f"{{record}}/rank-{{machine}}-{{i}}-{{attempt}}"]) for i in range(2)]
-    codes = [r.wait() for r in ranks]
-    if not any(codes):
-        sys.exit(int(os.environ.get("CODE", 0)))
-    time.sleep(1)
-sys.exit(1)
+ranks = [subprocess.Popen([sys.executable, "-c", rank, f"{{record}}/rank-{{machine}}-{{i}}"]) for i in range(2)]
+codes = [r.wait() for r in ranks]
+sys.exit(max(*codes, int(os.environ.get("CODE", 0))))
 """,
     "ssh": """#!/bin/bash
 [[ $1 == -tt ]] && shift
@@ -69,6 +73,7 @@ def stubs(tmp_path) -> dict[str, str]:
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2"}
     return os.environ | slurm | {
         "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(tmp_path), "LASTS": "0.2", "PROCESSES_PER_NODE": "2",
+        "SLURM_CPUS_PER_TASK": "64",
     }  # fmt: skip
 
 
@@ -79,26 +84,72 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path, stubs):
     for machine, line in enumerate(lines):
         said = " ".join(line)
         assert said.startswith("launch --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 4 ")
-        assert f"--machine_rank {machine} --main_process_ip node-a --main_process_port 24711 --rdzv_backend c10d" in said
+        assert f"--machine_rank {machine} --main_process_ip node-a --main_process_port 24711 {RECIPE}" in said
         assert said.endswith(f"{RECIPE} --config {CONFIG} --resume_from_checkpoint auto --max_train_steps 5")
+    assert (tmp_path / "srun").read_text() == "64\n", "srun does not take the job's cores by itself"
     assert not (tmp_path / "scontrol").exists(), "a run that is done is not queued again"
 
 
-def test_slurm_passes_a_failure_on(tmp_path, stubs):
-    done = subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"CODE": "3"}, timeout=60)
-    assert done.returncode == 3 and not (tmp_path / "scontrol").exists()
+@pytest.mark.parametrize("code, launches", [(3, 4), (77, 4), (2, 1), (76, 1)])
+def test_slurm_starts_a_failed_run_again_unless_a_person_is_needed(tmp_path, stubs, code, launches):
+    done = subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"CODE": str(code)}, timeout=60)
+    assert done.returncode == code
+    for machine in (0, 1):
+        assert (tmp_path / f"launches-{machine}").read_text() == "launch\n" * launches
+    assert not (tmp_path / "scontrol").exists()
+
+
+def test_slurm_queues_a_run_again_that_somebody_else_has_warned(tmp_path, stubs):
+    done = subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"CODE": "75"}, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
+
+
+def test_slurm_gives_each_task_of_an_array_its_number(tmp_path, stubs):
+    line = ["bash", SLURM, *JOB, "--seed", "%a", "--output_dir", "outputs/seed-%a"]
+    done = subprocess.run(line, cwd=ROOT, env=stubs | {"SLURM_ARRAY_TASK_ID": "3"}, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "launch-0").read_text().endswith("--seed\n3\n--output_dir\noutputs/seed-3")
+
+
+@pytest.mark.parametrize("script", ["slurm", "ssh"])
+@pytest.mark.parametrize("has_venv", [True, False])
+def test_the_environment_of_the_clone_is_used_where_no_other_is_active(tmp_path, stubs, script, has_venv):
+    """The clone here is a folder with the files that the scripts look for."""
+    clone = tmp_path / "clone"
+    for name in (RECIPE, CONFIG, STRATEGY, "scripts/slurm/node.sh", "scripts/slurm/train.sbatch", "scripts/launch.sh"):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    stub = Path(stubs["PATH"].split(":")[0]) / "zerobook"
+    if has_venv:
+        (clone / ".venv" / "bin").mkdir(parents=True)
+        stub.rename(clone / ".venv" / "bin" / "zerobook")
+    else:
+        stub.unlink()
+    (clone / "hosts").write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
+    line = {"slurm": ["bash", "scripts/slurm/train.sbatch", *JOB], "ssh": ["bash", "scripts/launch.sh", "hosts", *JOB]}[script]
+    environment = stubs | {"PATH": f"{stub.parent}:/usr/bin:/bin", "PWD": str(clone)}
+    done = subprocess.run(line, cwd=clone, env=environment, capture_output=True, text=True, timeout=60)
+    if has_venv:
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "launch-1").exists()
+    else:
+        assert done.returncode == 2
+        assert "zerobook is not on PATH" in done.stderr
+        assert f"{clone}/.venv" in done.stderr
 
 
 def test_slurms_warning_reaches_all_ranks_and_the_job_is_queued_again(tmp_path, stubs):
     with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60"}) as job:
-        ranks = [tmp_path / f"rank-{machine}-{rank}-0" for machine in (0, 1) for rank in (0, 1)]
+        ranks = [tmp_path / f"rank-{machine}-{rank}" for machine in (0, 1) for rank in (0, 1)]
         until = time.monotonic() + 30
         while not all(file.exists() for file in ranks) and time.monotonic() < until:
             time.sleep(0.05)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == 0
     assert [file.read_text() for file in ranks] == ["ready saved "] * 4
-    assert not list(tmp_path.glob("rank-*-1")), "the launcher did not start them again"
+    for machine in (0, 1):
+        assert (tmp_path / f"launches-{machine}").read_text() == "launch\n", "the run was not started again"
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
 
 
@@ -145,7 +196,7 @@ def test_a_hostfile_that_cannot_be_used_is_refused(tmp_path, stubs, content, why
 
 # --- manifests
 def launched(command: list[str], stubs: dict[str, str], tmp_path: Path, **environment: str) -> str:
-    """Run a manifest's command with a stub of accelerate; return what it launched on machine 1."""
+    """Run a manifest's command with a stub of zerobook; return what it launched on machine 1."""
     done = subprocess.run(command, cwd=ROOT, env=stubs | environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return " ".join((tmp_path / "launch-1").read_text().split("\n"))
@@ -176,6 +227,48 @@ def test_the_jobset_is_valid_and_starts_a_launcher_in_every_pod(stubs, tmp_path)
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(given["GPUS"])
 
 
+def test_the_jobset_leaves_ranks_the_time_to_save():
+    """torchrun kills its ranks 30 s after SIGTERM, or after the seconds of this variable."""
+    content = manifest("kubernetes/jobset.yaml")
+    pod = content["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert 60 <= int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(
+    "code, action",
+    [
+        (preemption.EXIT_CODE, "RestartJobSetAndIgnoreMaxRestarts"),
+        (128 + signal.SIGTERM, "RestartJobSetAndIgnoreMaxRestarts"),
+        (ConfigError.exit_code, "FailJobSet"),
+        (policy.EXIT_CODE, "FailJobSet"),
+        (1, "RestartJobSet"),
+        (watch.EXIT_CODE, "RestartJobSet"),
+    ],
+)
+def test_what_the_jobset_does_when_a_pod_ends(code, action):
+    """As Kubernetes and JobSet apply their rules: the first that matches counts."""
+    spec = manifest("kubernetes/jobset.yaml")["spec"]
+    (pod_rule, evicted) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
+    if code in pod_rule["onExitCodes"]["values"]:
+        reason = "PodFailurePolicy"
+    else:
+        reason = "BackoffLimitExceeded"
+    # The form of the message is that of Kubernetes' controller of jobs.
+    message = (
+        f"Container ranks for pod default/zerobook-node-0-0-x failed with exit code {code} matching FailJob rule at index 0"
+    )
+    matching = []
+    for rule in spec["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+            matching.append(rule["action"])
+    # Without a rule, JobSet restarts and counts.
+    assert [*matching, "RestartJobSet"][0] == action
+
+
 def test_the_skypilot_task_starts_a_launcher_on_every_machine(stubs, tmp_path):
     content = manifest("skypilot.yaml")
     machine = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
@@ -183,6 +276,8 @@ def test_the_skypilot_task_starts_a_launcher_on_every_machine(stubs, tmp_path):
     run = content["run"].replace("$PWD/.venv/bin", str(folder))
     said = launched(["bash", "-c", run], stubs, tmp_path, SKYPILOT_NUM_GPUS_PER_NODE="8", **machine, **content["envs"])
     check_manifest(said, "10.0.0.1", content["envs"]["OUTPUT"], content["envs"])
+    recovery = content["resources"]["job_recovery"]
+    assert recovery["recover_on_exit_codes"] == [preemption.EXIT_CODE, 128 + signal.SIGTERM]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -1,37 +1,44 @@
 #!/bin/bash
-# Start the ranks of this node. scripts/slurm/train.sbatch starts it once on every node.
+# Start the ranks of this node, and end with their exit code. scripts/slurm/train.sbatch starts it once on every node.
 #
-# A warning (SIGUSR1) is sent on to the ranks until they end: they save a checkpoint. Then the launcher is ended, so that it
-# does not start them again. Slurm may signal all processes of a task, so the launcher ignores SIGUSR1, and so do ranks that
-# have not begun to train.
+# A warning (SIGUSR1) is sent on to the ranks until they end: they save a checkpoint. Slurm may signal all processes of a task,
+# so the launcher ignores SIGUSR1, and so do ranks that have not begun to train.
 set -euo pipefail
 
 recipe=$1 config=$2 strategy=$3
 shift 3
+
+# A node may not have the environment of the shell that submitted the job.
+if ! command -v zerobook >/dev/null; then
+  PATH=$PWD/.venv/bin:$PATH
+fi
+if ! command -v zerobook >/dev/null; then
+  echo "$HOSTNAME: zerobook is not on PATH, and there is no $PWD/.venv/bin/zerobook." \
+    "Run 'make setup' in the clone, or activate your environment before sbatch." >&2
+  exit 2
+fi
+
 gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 processes=${PROCESSES_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 
-# a node that comes back would wait without end for a store that agents and ranks share (torch 2.13)
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 trap '' USR1 # inherited by the launcher
-accelerate launch --config_file "$strategy" \
+zerobook launch --config_file "$strategy" \
   --num_machines "$SLURM_NNODES" --num_processes $((SLURM_NNODES * processes)) --machine_rank "$SLURM_NODEID" \
-  --main_process_ip "$MAIN_HOST" --main_process_port "$MAIN_PORT" --rdzv_backend c10d --max_restarts 3 \
+  --main_process_ip "$MAIN_HOST" --main_process_port "$MAIN_PORT" \
   "$recipe" --config "$config" --resume_from_checkpoint auto "$@" &
 launcher=$!
 
 # shellcheck disable=SC2317 # called by the trap
 warn() {
   trap '' USR1
-  mapfile -t ranks < <(pgrep --parent "$launcher")
-  {
-    for rank in "${ranks[@]}"; do
-      while kill -USR1 "$rank" 2>/dev/null; do sleep 1; done
-    done
-    kill -TERM "$launcher" 2>/dev/null || true
-  } &
+  while kill -0 "$launcher" 2>/dev/null; do
+    pkill -USR1 --parent "$launcher" || true
+    sleep 1
+  done &
 }
 trap warn USR1
+# Slurm sends SIGTERM to the launcher and the ranks too. A task that ends before them would take them along, before they have saved.
+trap : TERM
 
 code=0
 wait "$launcher" || code=$?

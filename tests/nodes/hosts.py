@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -19,6 +22,8 @@ from typing import IO
 import psutil
 
 NETWORK = "10.213.7"
+PREFIX = "zb"
+"""Of the names of namespaces; the id of the process that made them follows."""
 CLOCK = """
 import time
 real = time.time
@@ -35,7 +40,8 @@ time.time = shifted
 
 def missing() -> str | None:
     """Return why hosts cannot be simulated here; None if they can."""
-    absent = [tool for tool in ("ip", "tc", "unshare", "mount") if shutil.which(tool, path=_path()) is None]
+    tools = ("ip", "tc", "nsenter", "unshare", "mount")
+    absent = [tool for tool in tools if shutil.which(tool, path=_path()) is None]
     if absent:
         return f"simulated hosts need {', '.join(absent)}: install iproute2 and util-linux"
     if os.geteuid() != 0:
@@ -88,8 +94,9 @@ class Host:
         """Return the command that runs ``line`` on this host."""
         mounts = [f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(disk))}" for disk, size in self.disks.items()]
         inside = " && ".join(['hostname "$1"', 'mount --bind "$2" /etc/hosts', *mounts, self.prepare, "shift 2", 'exec "$@"'])
-        words = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", inside, "sh", self.name]
-        return [*words, str(self.hosts_file), *line]
+        # `ip netns exec` would mount another /sys, without the cgroups that a daemon of Slurm looks for.
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace}", "unshare", "--uts", "--mount"]
+        return [*enter, "sh", "-c", inside, "sh", self.name, str(self.hosts_file), *line]
 
     def set_clock(self, ahead: float) -> None:
         """Set the clock so many seconds ahead, also of programs that run."""
@@ -118,11 +125,7 @@ class Host:
 
     def kill(self) -> None:
         """Kill every process on this host, as a loss of power would."""
-        for pid in self.pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        _kill_all(self.namespace)
         for process in self.processes:
             process.wait()
 
@@ -169,7 +172,7 @@ class Network:
     """Hosts ``a``, ``b``, ... joined by a switch. Use it as a context manager."""
 
     def __init__(self, folder: Path, count: int = 2):
-        self._prefix = f"zb{os.getpid()}"
+        self._prefix = f"{PREFIX}{os.getpid()}"
         names = [f"host{chr(ord('a') + number)}" for number in range(count)]
         addresses = [f"{NETWORK}.{number + 1}" for number in range(count)]
         self.hosts = []
@@ -180,6 +183,7 @@ class Network:
             self.hosts.append(Host(name, f"{self._prefix}-{name}", address, file))
 
     def __enter__(self) -> list[Host]:
+        _remove_leftovers()
         switch = f"{self._prefix}-sw"
         _ip("netns", "add", switch)
         _ip("link", "add", "br0", "type", "bridge", inside=switch)
@@ -198,6 +202,28 @@ class Network:
             host.kill()
         for namespace in (*(host.namespace for host in self.hosts), f"{self._prefix}-sw"):
             _ip("netns", "del", namespace)
+
+
+def _kill_all(namespace: str) -> None:
+    """Kill the processes of a network namespace, also those that they start meanwhile."""
+    deadline = time.monotonic() + 20
+    while True:
+        pids = [int(pid) for pid in _ip("netns", "pids", namespace).split()]
+        if not pids or time.monotonic() > deadline:
+            break
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _remove_leftovers() -> None:
+    """Remove the hosts of test processes that were killed before they could do it."""
+    for line in _ip("netns", "list").splitlines():
+        namespace = re.match(rf"{PREFIX}(\d+)-\w+", line)
+        if namespace and not psutil.pid_exists(int(namespace[1])):
+            _kill_all(namespace[0])
+            _ip("netns", "del", namespace[0])
 
 
 def _ip(*words: str, inside: str | None = None) -> str:
