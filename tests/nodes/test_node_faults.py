@@ -103,6 +103,26 @@ def test_all_hosts_stop_and_name_the_culprit(tmp_path, tiny, name, strategy, per
            named=said[others[0].name][0].partition(" Waiting:")[0], ends="stops on all hosts, exit code 77")  # fmt: skip
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_host_that_is_killed_while_models_load_is_named_within_seconds(tmp_path, tiny, killed):
+    """Nobody waits in a collective, so no connection of gloo says that it is gone."""
+    with Network(tmp_path) as hosts:
+        loads = "tests.nodes.stalls:LoadsForLong"
+        run = NodeRun.begin(hosts, tmp_path, tiny, "ddp", 1, hang_timeout=60, hooks=loads)
+        run.faulted = time.monotonic()
+        run.until(lambda: all("LOADING" in run.said(host) for host in hosts), 120)
+        # An interval of heartbeats, in which each host reaches the other one.
+        time.sleep(5)
+        run.fault(hosts[killed].kill)
+        other = hosts[1 - killed]
+        run.until(lambda: other.name in run.ended, 30)
+        seconds, _ = run.ended[other.name]
+        (said,) = [line for line in run.said(other).splitlines() if line.startswith("HANG: ")]
+    assert hosts[killed].name in said and seconds < 20
+    record("nodes", fault=f"{('first', 'second')[killed]} host killed while models load, hang_timeout 60", strategy="ddp",
+           ranks="1 + 1", seconds=round(seconds, 1), named=said, ends="stops on all hosts, exit code 77")  # fmt: skip
+
+
 @pytest.mark.parametrize("strategy, per_host", [
     pytest.param("ddp", 1, id="ddp"), pytest.param("zero3", 1, id="zero3"), pytest.param("fsdp_hybrid", 2, id="fsdp_hybrid"),
 ])  # fmt: skip
