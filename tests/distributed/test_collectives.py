@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.distributed.test_parity import TOLERANCE, largest_difference
-from tests.harness import ROOT, calls, kinds, threads, timeouts
+from tests.harness import ROOT, calls, kinds, launch, threads, timeouts
 from zerobook.launch.build import COLLECTIVE_TIMEOUT
 
 
@@ -57,6 +57,32 @@ def test_gradients_are_reduced_in_fp32_under_bf16(watched):
     counted = calls(watched("fsdp", 2, mixed_precision="bf16").output)
     assert counted.get("reduce_scatter_tensor float32", 0) > 0
     assert "reduce_scatter_tensor bfloat16" not in counted
+
+
+STORAGES = """
+import json
+from pathlib import Path
+
+from zerobook.training.hooks import Hook
+
+
+class Storages(Hook):
+    def on_gradients_ready(self, trainer):
+        tensors = trainer.strategy.live_tensors()["gradients"]
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        Path(trainer.config.output_dir, "storages.json").write_text(json.dumps([len(tensors), len(addresses)]))
+"""
+
+
+@pytest.mark.launch
+def test_ddp_keeps_no_gradient_beside_its_buckets(tiny, tmp_path):
+    (tmp_path / "storages.py").write_text(STORAGES)
+    run = launch(
+        "ddp", 2, "causal_lm", tmp_path / "run", model_name_or_path=tiny / "llama", train_file=tiny / "text.txt",
+        block_size=64, max_train_steps=3, gradient_accumulation_steps=2, hooks=f"{tmp_path / 'storages.py'}:Storages",
+    )  # fmt: skip
+    gradients, storages = json.loads((run.output / "storages.json").read_text())
+    assert storages < gradients / 2
 
 
 @pytest.mark.launch

@@ -99,7 +99,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         os.environ["WANDB_MODE"] = "offline"
         os.environ.setdefault("WANDB_DIR", config.output_dir)
     from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
     from zerobook.strategy import ReplicatedStrategy
 
@@ -118,6 +118,8 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         return _build_zero(plan, options)
     if plan.kind == "fsdp":
         return _build_fully_sharded(plan, options)
+    # Otherwise DDP keeps each gradient twice.
+    options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
     return ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
 
 

@@ -121,7 +121,10 @@ def _gradient_bytes(
 ) -> int:
     """Return the bytes of gradients on the device when ``gradient_elements`` of the trained elements have one."""
     final_bytes = states.device.gradients
-    if accumulation > 1 and sharding.kind in ("single", "ddp"):
+    if sharding.kind == "ddp":
+        # Gradients are views of buckets that are not freed, except those of earlier micro-batches.
+        return 2 * final_bytes if accumulation > 1 else final_bytes
+    if sharding.kind == "single" and accumulation > 1:
         # the gradients of the previous micro-batch
         return final_bytes
     if sharding.is_zero3:
@@ -136,9 +139,6 @@ def _gradient_bytes(
 
 def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements: int, *, is_backward: bool) -> int:
     """Return the bytes of buffers during the passes. ``gathered_elements`` are what ZeRO-3 has gathered at once."""
-    if sharding.kind == "ddp":
-        # The buckets that gradients are copied into are not freed.
-        return FP32_BYTES * model.trained_elements
     if sharding.kind == "fsdp":
         return _fsdp_pass_buffers(model, sharding, is_backward=is_backward)
     if sharding.kind != "deepspeed":
@@ -186,9 +186,6 @@ def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backwa
 
 def _step_buffers(model: ModelWeights, sharding: ShardingSpec) -> int:
     """Return the bytes of buffers of the optimizer's step."""
-    # DDP's buckets are still there.
-    if sharding.kind == "ddp":
-        return FP32_BYTES * model.trained_elements
     # An optimizer on the host needs no buffers of the GPU.
     if sharding.kind != "deepspeed" or sharding.offload_optimizer != "none":
         return 0
