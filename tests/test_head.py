@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, linear
 
 from recipes.lora_finetune import LoraFinetune
@@ -104,6 +105,58 @@ def test_small_probabilities_have_a_gradient_in_fp16():
     with torch.autocast("cpu", dtype=torch.float16):
         loss = head.linear_cross_entropy(hidden, weight, bias, torch.tensor([0]))
     assert torch.autograd.grad(loss, hidden)[0][0, 0].item() == pytest.approx(100 * 0.5e-8, rel=0.2)
+
+
+def multiply(multiplied, a, b, out_dtype, alpha, out):
+    """What CUDA's addmm does: sums of half-precision products in fp32."""
+    assert out is multiplied and a.dtype == b.dtype != out_dtype == multiplied.dtype
+    return out.addmm_(a.float(), b.float(), alpha=alpha)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_products_of_a_gpu_have_the_gradients_of_all_logits(monkeypatch, half):
+    """On CUDA, tensor cores multiply in half precision and sum in fp32."""
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=random).requires_grad_()
+    weight = torch.randn(23, 16, generator=random).requires_grad_()
+    bias = torch.randn(23, generator=random).requires_grad_()
+    targets = torch.randint(0, 23, (300,), generator=random)
+    targets[::3] = IGNORE
+    expected = cross_entropy(linear(hidden, weight, bias), targets, ignore_index=IGNORE, reduction="sum")
+    wanted = torch.autograd.grad(expected, (hidden, weight, bias))
+    plain_mm = torch.mm
+    monkeypatch.setattr(head, "sums_in_fp32", lambda tensor: True)
+    monkeypatch.setattr("torch.mm", lambda a, b, out_dtype: plain_mm(a.to(out_dtype), b.to(out_dtype)))
+    monkeypatch.setattr("torch.addmm", multiply)
+    monkeypatch.setitem(head.CHUNK, "cpu", 23 * 200)
+    with torch.autocast("cpu", dtype=half):
+        loss = head.linear_cross_entropy(hidden, weight, bias, targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=0.01)
+    for got, gradient in zip(torch.autograd.grad(loss, (hidden, weight, bias)), wanted, strict=True):
+        assert (got - gradient).norm() < 0.01 * gradient.norm()
+
+
+def test_products_are_summed_in_fp32_where_torch_can():
+    with FakeTensorMode():
+        assert head.sums_in_fp32(torch.empty(1, device="cuda", dtype=torch.float16))
+        assert head.sums_in_fp32(torch.empty(1, device="cuda", dtype=torch.bfloat16))
+        assert not head.sums_in_fp32(torch.empty(1, device="cuda"))
+        assert not head.sums_in_fp32(torch.empty(1, dtype=torch.float16))
+
+
+def test_chunks_are_whole_tiles_where_one_fits(monkeypatch):
+    lengths = []
+    plain = head.linear
+
+    def noting(inputs, weight, bias):
+        lengths.append(len(inputs))
+        return plain(inputs, weight, bias)
+
+    monkeypatch.setattr(head, "linear", noting)
+    for positions in (300, 100):
+        monkeypatch.setitem(head.CHUNK, "cpu", 5 * positions)
+        head.linear_cross_entropy(torch.ones(400, 3), torch.ones(5, 3), None, torch.zeros(400, dtype=torch.int64))
+    assert lengths == [256, 144, 100, 100, 100, 100]
 
 
 def test_the_gradient_is_computed_once():

@@ -9,6 +9,7 @@ which ones have a target.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -22,9 +23,11 @@ from zerobook.constants import IGNORE
 CHUNK = {"cpu": 2**23, "cuda": 2**26}
 """Device type -> logits that are computed at once. They need 8 to 12 bytes each: up to 100 MB on a CPU; on a GPU 800 MB, which
 are 512 positions at a vocabulary of 128,000."""
+TILE = 128
+"""Positions of a chunk are a multiple of this number, where that many fit: the kernels of matrix products compute tiles."""
 HALF_SCALE = 1024.0
-"""Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0. It is divided by the largest
-weight above 1, so that products stay in fp16's range."""
+"""Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0. It is a power of 2, so it
+rounds nothing itself."""
 
 
 SUPERVISED = "supervised"
@@ -195,18 +198,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradients.bias = torch.zeros_like(cast("torch.Tensor", bias), dtype=torch.float32)
 
             chunk_length = max(1, CHUNK.get(device, CHUNK["cuda"]) // len(weight))
+            if chunk_length > TILE:
+                chunk_length -= chunk_length % TILE
             for start in range(0, len(targets), chunk_length):
                 chunk = slice(start, start + chunk_length)
-                inputs = hidden[chunk].to(dtype)
-                log_probabilities = log_softmax(linear(inputs, cast_weight, cast_bias).float(), dim=-1)
                 ignored = targets[chunk, None] == IGNORE
                 chunk_targets = targets[chunk, None].clamp(min=0)
-                total -= log_probabilities.gather(1, chunk_targets).masked_fill_(ignored, 0.0).sum()
+                # What is not finite would spread to the gradients of other positions.
+                inputs = hidden[chunk].to(dtype).masked_fill(ignored, 0.0)
+                # One kernel converts to fp32 and normalises.
+                log_probabilities = log_softmax(linear(inputs, cast_weight, cast_bias), dim=-1, dtype=torch.float32)
+                target_log_probabilities = log_probabilities.gather(1, chunk_targets)
+                total -= target_log_probabilities.masked_fill(ignored, 0.0).sum()
                 if needs_hidden or needs_weight or needs_bias:
-                    # The gradient of the logits is the softmax, less 1 at the target.
-                    minus_one = torch.full_like(chunk_targets, -1, dtype=log_probabilities.dtype)
-                    logits_gradient = log_probabilities.exp_().scatter_add_(1, chunk_targets, minus_one)
-                    gradients.add(chunk, logits_gradient.masked_fill_(ignored, 0.0), inputs, cast_weight)
+                    # The gradient of the logits is the softmax, less 1 at the target. The difference is made in fp32.
+                    at_targets = target_log_probabilities.exp() - 1
+                    if dtype == torch.float16:
+                        log_probabilities += math.log(HALF_SCALE)
+                        at_targets *= HALF_SCALE
+                    logits_gradient = log_probabilities
+                    if dtype != torch.float32:
+                        logits_gradient = torch.empty_like(log_probabilities, dtype=dtype)
+                    torch.exp(log_probabilities, out=logits_gradient)
+                    logits_gradient.scatter_(1, chunk_targets, at_targets.to(dtype))
+                    gradients.add(chunk, logits_gradient, inputs, cast_weight, ignored)
                     del logits_gradient
                 # Freed before the next chunk is made.
                 del log_probabilities
@@ -230,36 +245,49 @@ class _Gradients:
     hidden: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    _half_scale: torch.Tensor | None = None
-    """on the device, so that nothing waits for it"""
 
-    def add(self, chunk: slice, logits_gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> None:
+    def add(
+        self, chunk: slice, logits_gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, ignored: torch.Tensor
+    ) -> None:
         """Add a chunk of positions.
 
         Args:
-            logits_gradient: float32 [positions, vocabulary].
-            inputs: [positions, width], in the dtype of ``weight``.
+            logits_gradient: [positions, vocabulary], in the dtype of ``weight``; times `HALF_SCALE` in fp16.
+            inputs: [positions, width], in the dtype of ``weight``; 0 where ``ignored``.
             weight: the layer's.
+            ignored: bool [positions, 1], where there is no target.
         """
         is_fp16 = weight.dtype == torch.float16
-        if self.hidden is not None and is_fp16:
-            if self._half_scale is None:
-                self._half_scale = HALF_SCALE / weight.abs().amax().float().clamp(min=1.0)
-            scaled_gradient = (logits_gradient * self._half_scale).to(weight.dtype)
-            self.hidden[chunk] = (scaled_gradient @ weight).float() / self._half_scale
-        elif self.hidden is not None:
-            self.hidden[chunk] = logits_gradient.to(weight.dtype) @ weight
-        if self.weight is not None and (is_fp16 or weight.dtype == torch.float32):
-            # In fp16, a scaled sum could exceed the range.
-            self.weight.addmm_(logits_gradient.T, inputs.float())
+        scale = HALF_SCALE if is_fp16 else 1.0
+        on_tensor_cores = sums_in_fp32(weight)
+        if self.hidden is not None:
+            # A sum of scaled fp16 gradients could exceed the range.
+            if is_fp16 and on_tensor_cores:
+                product = torch.mm(logits_gradient, weight, out_dtype=torch.float32).div_(scale)
+            elif is_fp16:
+                product = (logits_gradient.float() @ weight.float()).div_(scale)
+            else:
+                product = logits_gradient @ weight
+            self.hidden[chunk] = product.masked_fill_(ignored, 0.0)
+        # Sums over chunks are in fp32.
+        if self.weight is not None and on_tensor_cores:
+            options: dict[str, Any] = {"out_dtype": torch.float32, "alpha": 1 / scale, "out": self.weight}
+            torch.addmm(self.weight, logits_gradient.T, inputs, **options)
+        elif self.weight is not None and weight.dtype == torch.bfloat16:
+            self.weight += logits_gradient.T @ inputs
         elif self.weight is not None:
-            # Sums over chunks are in fp32.
-            self.weight += logits_gradient.to(weight.dtype).T @ inputs
+            self.weight.addmm_(logits_gradient.T.float(), inputs.float(), alpha=1 / scale)
         if self.bias is not None:
-            self.bias += logits_gradient.sum(0)
+            # In place of a mask over all logits.
+            self.bias.addmv_(logits_gradient.T.float(), (~ignored).float().squeeze(1), alpha=1 / scale)
 
     def multiply_(self, factor: torch.Tensor) -> None:
         """Multiply the gradients by ``factor``, a scalar, in place."""
         for gradient in (self.hidden, self.weight, self.bias):
             if gradient is not None:
                 gradient.mul_(factor)
+
+
+def sums_in_fp32(tensor: torch.Tensor) -> bool:
+    """Return whether a product of matrices in the dtype of ``tensor`` can have an fp32 result, which torch 2.8 can on CUDA."""
+    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(torch.ops.aten.addmm, "dtype_out")

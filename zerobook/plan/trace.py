@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from zerobook import head
 from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
 from zerobook.utils.dtypes import HALF
@@ -69,7 +70,7 @@ def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any)
     return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _addmm_flops(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
+def _addmm_flops(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
     return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
@@ -86,13 +87,15 @@ def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: An
 
 _FLOPS: dict[str, Callable[..., float]] = {
     "aten::_grouped_mm": _grouped_product_flops,
+    "aten::addmm": _addmm_flops,
     "aten::addmm_": _addmm_flops,
     # operations of transformers for where torch has no kernel: a loop over the groups
     "transformers::grouped_mm_fallback": _grouped_product_flops,
     "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
     "zerobook::attention": _attention_flops,
 }
-"""Operations that torch 2.13's flop counter does not know -> their number of floating-point operations."""
+"""Operations that torch 2.13's flop counter does not know, or not with an ``out_dtype`` -> their number of floating-point
+operations."""
 _MATRIX_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
 
 
@@ -149,10 +152,10 @@ class StorageCounter(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         torch_flops = flop_registry.get(func._overloadpacket)
-        if torch_flops is not None:
-            self.flops += torch_flops(*args, **kwargs, out_val=result)
-        elif name in _FLOPS:
+        if name in _FLOPS:
             self.flops += _FLOPS[name](*args, **kwargs)
+        elif torch_flops is not None:
+            self.flops += torch_flops(*args, **kwargs, out_val=result)
         elif _MATRIX_PRODUCT.search(name):
             self.uncounted.add(name)
         for tensor in tree_iter(result):
@@ -509,8 +512,12 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
     def save_on_cpu(pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(move_to_host, move_back)
 
+    def sums_in_fp32(tensor: torch.Tensor) -> bool:
+        return tensor.dtype in (torch.float16, torch.bfloat16)
+
     with ExitStack() as stack:
         stack.enter_context(_replaced(F, "dropout", dropout))
+        stack.enter_context(_replaced(head, "sums_in_fp32", sums_in_fp32))
         stack.enter_context(_replaced(recompute, "save_on_cpu", save_on_cpu))
         if autocasts:
             for owner, names in _OPERATIONS_IN_FP32.items():
