@@ -107,8 +107,8 @@ def test_small_files_of_others_are_refused_by_name_or_passed_over(tmp_path, monk
         with pytest.raises(kind, match=r"evil\.json"):
             read()
     assert trackers._read_identities(file) == {} and "evil.json" in capsys.readouterr().out
-    shutil.copyfile(file, tmp_path / load.MADE_OF) if file.is_file() else os.mkfifo(tmp_path / load.MADE_OF)
-    assert load._made_of(tmp_path) == {}
+    shutil.copyfile(file, tmp_path / load.ORIGIN_FILE) if file.is_file() else os.mkfifo(tmp_path / load.ORIGIN_FILE)
+    assert load._read_origin(tmp_path) == {}
 
 
 def test_a_config_is_bounded_also_where_it_is_a_pipe(tmp_path, monkeypatch):

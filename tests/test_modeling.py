@@ -22,7 +22,7 @@ from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, PreparedRows
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch.resolve import Hardware
-from zerobook.models.load import MADE_OF, absolute_positions, check_fit, choose_attention, load_model
+from zerobook.models.load import ORIGIN_FILE, absolute_positions, check_fit, choose_attention, load_model
 from zerobook.models.save import save_model
 from zerobook.strategy import Strategy
 
@@ -274,7 +274,7 @@ def test_an_edited_config_is_another_start_and_a_moved_one_is_not(tiny, tmp_path
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
     shutil.copytree(tiny / "llama", tmp_path / "mine")
-    weights, note = (tmp_path / "run" / "initial_model" / name for name in ("model.safetensors", MADE_OF))
+    weights, note = (tmp_path / "run" / "initial_model" / name for name in ("model.safetensors", ORIGIN_FILE))
     assert start("mine") == 2
     edit("mine", num_hidden_layers=1)
     assert start("mine") == 1
@@ -315,7 +315,7 @@ def test_the_start_of_a_runs_checkpoints_is_not_replaced(tiny, tmp_path, left):
             start(name, seed=seed)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     start("llama", seed=1)
-    (folder / MADE_OF).write_text("{")
+    (folder / ORIGIN_FILE).write_text("{")
     with pytest.raises(ConfigError, match=r"made with config_name unknown.*this run asks for config_name .*/llama"):
         start("llama", seed=1)
 
@@ -337,19 +337,21 @@ def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder
     words += "store.lock_until_exit(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     folder = store.folder_of(tmp_path / "other")
     (tmp_path / "other" / "initial_model").mkdir(parents=True)
-    (tmp_path / "other" / "initial_model" / MADE_OF).write_text("{}")
+    (tmp_path / "other" / "initial_model" / ORIGIN_FILE).write_text("{}")
     line = [sys.executable, "-c", words, str(folder)]
     other = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"process {other.pid}"):
             start(tmp_path / "other", 1)
-        assert (tmp_path / "other" / "initial_model" / MADE_OF).read_text() == "{}"
+        assert (tmp_path / "other" / "initial_model" / ORIGIN_FILE).read_text() == "{}"
     finally:
         other.communicate("", timeout=60)
-    (tmp_path / "other" / "initial_model" / MADE_OF).write_text("{")  # a note that cannot be read was still written by a run
+    (tmp_path / "other" / "initial_model" / ORIGIN_FILE).write_text(
+        "{"
+    )  # a note that cannot be read was still written by a run
     start(tmp_path / "other", 1)
-    assert json.loads((tmp_path / "other" / "initial_model" / MADE_OF).read_text())["seed"] == 1
+    assert json.loads((tmp_path / "other" / "initial_model" / ORIGIN_FILE).read_text())["seed"] == 1
     with pytest.raises(CheckpointError, match="uses this folder"), store.locked(folder):
         pass  # the lock is held until the process ends, not only while the model is made
 

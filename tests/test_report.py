@@ -351,7 +351,7 @@ def test_an_event_that_is_declared_once_is_in_the_terminal_the_report_and_the_pa
         "eclipse",
         when="The sun went dark.",
         fields={"step": "step at which it was seen", "darkness": "0 to 1"},
-        mood="warn",
+        style="warn",
         mark=Mark(colour="rebeccapurple", symbol="☾"),
         ending="Darkened",
     )

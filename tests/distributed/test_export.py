@@ -88,7 +88,7 @@ def test_a_model_that_also_takes_images_exports(tiny, tmp_path, recipe):
     base, mine = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny / "gemma3_composite", tmp_path / "out"))
     assert not torch.equal(logits(mine), logits(base))
     tower, before = mine.model.vision_tower.state_dict(), base.model.vision_tower.state_dict()
-    assert all(torch.equal(tower[name], before[name]) for name in before), "what text does not reach is as it was"
+    assert all(torch.equal(tower[name], before[name]) for name in before), "weights that text does not use are unchanged"
     if recipe == "causal_lm":
         theirs = AutoModelForCausalLM.from_pretrained(run.output / "model")
         assert torch.equal(logits(mine), logits(theirs))

@@ -1,7 +1,7 @@
 """The training state by parameter name: fp32 weights, the optimizer's state and step count, buffers, and `Progress`.
 
-Only trained weights are kept: frozen ones come from the model that the config names. Each tensor is cut as the
-strategy that wrote it sharded it. Any range of a tensor can be read, so any other strategy can resume from it.
+Only trained weights are kept: frozen ones come from the model that the config names. A checkpoint holds each tensor in the
+shards of the strategy that wrote it. Any range of a tensor can be read, so every other strategy can resume from it.
 """
 
 from __future__ import annotations
@@ -290,12 +290,12 @@ def _check_weights(
             problem = f"the model trains {name}, which the checkpoint does not hold"
             break
         if shapes[name] != shape:
-            problem = f"{name} is {shapes[name]} there and {shape} in this model"
+            problem = f"{name} has the shape {shapes[name]} in the checkpoint and {shape} in this model"
             break
     # A weight that is in the checkpoint alone would be lost with the next save.
     extra = set(shapes) - {name for name, _ in parameters}
     if problem is None and extra:
-        problem = f"it holds {min(extra)} (and {len(extra) - 1} more), which this model does not train"
+        problem = f"it holds weights that this model does not train, such as {min(extra)} ({len(extra)} in all)"
     if problem is not None:
         raise CheckpointError(
             f"{checkpoint}: made by another model: {problem}. Resume with the model and LoRA settings in its config.json."

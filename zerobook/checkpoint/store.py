@@ -1,9 +1,12 @@
-"""Checkpoint folders on disk: staged, made durable, renamed when complete. Only then are old ones pruned.
+"""Checkpoint folders on disk.
+
+A checkpoint is written into a staging folder, flushed to disk, and renamed when it is complete. Only after that are old
+checkpoints pruned. A checkpoint is *set aside* by a new name, under which no run resumes from it unless it is told to.
 
 checkpoints/step-000012             complete: every file is in its manifest, with size and digest
 checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
 checkpoints/step-000018.abandoned   complete, but of a branch that was abandoned; may be pinned too
-checkpoints/step-000024.unreadable  could not be read, and another one took its name; never removed
+checkpoints/step-000024.unreadable  could not be read, and was renamed when the run saved step 24 again; never removed
 checkpoints/.step-...               being written, replaced or deleted; `sweep` deletes it
 
 If a name is taken, a number is added: ``step-000018.abandoned-2``.
@@ -371,7 +374,10 @@ def bytes_of(checkpoint: Path) -> int:
 
 
 def list_unreadable(checkpoints: Path) -> dict[Path, str]:
-    """Return the checkpoints that cannot be read, also those set aside, each with the reason. No tensors are read."""
+    """Return the checkpoints that cannot be read, with those that were set aside for it, and the reason of each.
+
+    No tensors are read.
+    """
     reasons: dict[Path, str] = {}
     for checkpoint in list_candidates(checkpoints):
         problem = find_damage(checkpoint)

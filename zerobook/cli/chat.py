@@ -114,8 +114,8 @@ class _Answer(TextStreamer):
 class Conversation:
     """A model and the turns so far.
 
-    A causal model with a chat template gets the turns in its template, and one without continues their text. A seq2seq
-    model gets the turns, joined by newlines, after ``source_prefix``.
+    A causal model with a chat template gets the turns in its template. A causal model without one continues the turns' text,
+    joined by newlines. A seq2seq model gets this text after ``source_prefix``.
 
     Raises:
         ConfigError: the template refuses the system message, or it names a special token.
@@ -206,9 +206,9 @@ class Conversation:
         else:
             texts = [turn["content"] for turn in turns]
             if self.system:
-                texts.insert(0, self.source_prefix + self.system)
+                texts.insert(0, self.system)
             text = "\n".join(texts)
-            if self.is_seq2seq and not self.system:
+            if self.is_seq2seq:
                 text = self.source_prefix + text
         encoded = self.tokenizer(text, add_special_tokens=not self.has_template, return_tensors="pt")
         return encoded["input_ids"].to(self.model.device)

@@ -1,4 +1,4 @@
-"""``zerobook checkpoint``: what a run has saved, whether it is whole, and what is kept.
+"""``zerobook checkpoint``: list, verify, inspect, pin and prune the checkpoints of a run.
 
 zerobook checkpoint list outputs/run
 zerobook checkpoint verify outputs/run
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code, 1 where `verify` found damage."""
+    """Run ``zerobook checkpoint ARGUMENTS``. Return the exit code: 1 where `verify` found damage, otherwise 0."""
     parser = Parser("zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune"])
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
@@ -36,7 +36,8 @@ def checkpoint(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
     flags = parser.parse_args(arguments)
-    path = Path(os.path.abspath(Path(flags.path).expanduser()))  # ``.`` has no name to find the pin by
+    # A pin is a file beside the checkpoint, called after it, and the path ``.`` has no name.
+    path = Path(os.path.abspath(Path(flags.path).expanduser()))
     if flags.json and flags.action not in ("list", "verify", "inspect"):
         raise CheckpointError(f"zerobook checkpoint {flags.action}: it prints no JSON. list, verify and inspect do.")
     if flags.action == "list":
@@ -55,10 +56,10 @@ def checkpoint(arguments: list[str]) -> int:
         _inspect(path)
     elif flags.action == "pin":
         _pin(path, True)
-        say(f"{path} is kept whatever is pruned")
+        say(f"{path} is pinned: it is never pruned")
     else:
         _pin(path, False)
-        say(f"{path} is pruned like any other")
+        say(f"{path} is no longer pinned: it can be pruned")
     return 0
 
 
@@ -104,6 +105,7 @@ def _table(title: str, *columns: str) -> Table:
     numbers = ("step", "samples", "held-out loss", "size")
     table = Table(title=title, title_justify="left")
     for column in columns:
+        # Long paths and reasons are wrapped, not cut.
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
 

@@ -1,11 +1,11 @@
-"""``zerobook data``: look at a data file, or prepare a recipe's data ahead and look at it.
+"""``zerobook data``: inspect a data file, or prepare the data of a recipe before a run, and inspect it.
 
     zerobook data inspect chats.jsonl --max_seq_length 1024
     zerobook data prepare recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml
     zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3
 
-All other flags than those below belong to the recipe, so a launch of the recipe finds the prepared data. All cores tokenize, or
-those of the recipe's --preprocessing_num_workers.
+All flags that are not listed below are passed to the recipe. A later launch of the recipe with the same flags uses the prepared
+data. The data is tokenized on all cores, or on as many as the recipe's --preprocessing_num_workers says.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ if TYPE_CHECKING:
 
 
 def data(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
-    # `inspect` takes a recipe, whose prepared data it shows, or a data file.
-    inspected = arguments[1] if arguments[:1] == ["inspect"] and len(arguments) > 1 else "-"
-    if not inspected.startswith("-") and not inspected.endswith(".py"):
+    """Run ``zerobook data ARGUMENTS`` and return the exit code."""
+    # `inspect` takes either a recipe (a Python file) or a data file, and each has flags of its own.
+    inspects_path = len(arguments) > 1 and arguments[0] == "inspect" and not arguments[1].startswith("-")
+    if inspects_path and not arguments[1].endswith(".py"):
         from zerobook.cli.inspect_data import inspect
 
         return inspect(arguments[1:])
     parser = Parser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "inspect"])
-    parser.add_argument("recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, up to its data")
+    parser.add_argument(
+        "recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, until its data is prepared"
+    )
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
     flags, recipe_flags = parser.parse_known_args(arguments)
     prepared, tokenizer = _prepare(flags.recipe, recipe_flags)

@@ -90,23 +90,25 @@ def doctor(argv: list[str]) -> int:
 def _examine_launch(
     out: Console, argv: list[str], hardware: Hardware, *, all_ranks: bool
 ) -> tuple[LaunchPlan | None, list[str]]:
-    """Print how a launch is resolved; with ``all_ranks``, meet its other machines. Return (plan, problems)."""
+    """Print how a launch is resolved. With ``all_ranks``, compare the machines of the launch. Return (plan, problems)."""
     plan, problems, config, sources = inspect_launch(argv, hardware)
     if plan is not None:
         problems = problems + plan.problems
         _print_strategy(out, plan, config, sources)
-        # What becomes of each key is known only of a launch that starts.
+        # A launch with problems does not start, so its keys have no effects that could be listed.
         if not problems:
             launch_flags, _, _ = split_at_recipe(argv)
-            out.print(account.table(account.entries(plan, config, sources, flags=[*launch_flags, "script.py"])))
-    has_recipe = type(config) is not RecipeConfig
-    if has_recipe:
+            # The parser of accelerate requires a script, and the effects do not depend on it.
+            entries = account.entries(plan, config, sources, flags=[*launch_flags, "script.py"])
+            out.print(account.table(entries))
+    # A launch without a recipe has the base class of all configs, and no output_dir of its own.
+    if type(config) is not RecipeConfig:
         earlier = earlier_run(config) or earlier_result(config)
         if earlier:
             problems.append(earlier)
-    # Without a correct address or rank, the machines cannot meet.
-    can_meet = not any(problem.startswith(("--main_process_ip", "--machine_rank")) for problem in problems)
-    if all_ranks and can_meet:
+    # Without a correct address or rank, the machines cannot connect.
+    can_connect = not any(problem.startswith(("--main_process_ip", "--machine_rank")) for problem in problems)
+    if all_ranks and can_connect:
         problems += _host_problems(out, argv, plan, config)
     return plan, problems
 
@@ -196,7 +198,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
 
 def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
-    """Meet the other machines, print them, and return the problems found."""
+    """Connect to the other machines of the launch, print what they are, and return the problems found."""
     from rich.table import Table
 
     launch_flags, recipe, _ = split_at_recipe(argv)

@@ -283,11 +283,12 @@ def _recommend(request: _Request, cluster: Cluster, strategies: str | None, rows
     from zerobook.training.recipe_file import recipe_class
 
     def replan(changes: dict[str, Any], other_recipe: str | None) -> tuple[TracedJob, list[Row]]:
-        kind = type(request.recipe)
+        # `recommend` plans the run again with changed values, and perhaps with another recipe of the same folder.
+        recipe_type = type(request.recipe)
         if other_recipe is not None:
-            kind = recipe_class(str(request.file.with_name(f"{other_recipe}.py")))
-        config, sources = changed(request.recipe.config, request.sources, kind.config_class, changes)
-        return _plan_files(kind(config), sources, cluster, strategies)
+            recipe_type = recipe_class(str(request.file.with_name(f"{other_recipe}.py")))
+        config, sources = changed(request.recipe.config, request.sources, recipe_type.config_class, changes)
+        return _plan_files(recipe_type(config), sources, cluster, strategies)
 
     return recommend(traced, rows, cluster, replan)
 

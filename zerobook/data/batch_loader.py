@@ -1,4 +1,4 @@
-"""Micro-batches of this process, cut from the order of the samples, one optimizer step at a time."""
+"""The micro-batches of this process, in the sample order, for one optimizer step after another."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class BatchLoader:
     Args:
         rows: the tokenized rows.
         order: the rows' order.
-        layout: division of each global batch.
+        layout: how a global batch is divided into micro-batches and among ranks.
         collate: list of rows -> dict of tensors.
         cursor: position to start from.
         end: position to stop at; the last step is filled up with rows of weight 0.
@@ -144,15 +144,16 @@ class BatchLoader:
         return -(-self.order.remaining(self.cursor, self.end) // self.layout.global_batch)
 
     def padding(self, rows: int = 2_000) -> float:
-        """Return the share of padding among the tokens of the next ``rows`` rows' micro-batches; 0 if no rows are left."""
+        """Return the share of padding in the micro-batches of the next ``rows`` rows; 0 if no rows are left."""
         ids = self.order.preview(self.cursor, min(rows, self.end - self.cursor))
         if not len(ids):
             return 0.0
         micro = min(self.layout.micro, len(ids))
-        # Whole micro-batches only: each is padded to its longest row.
+        # Rows that fill no micro-batch are left out. Each micro-batch is padded to its longest row.
         ids = ids[: len(ids) // micro * micro]
         lengths = self.rows.lengths_of(ids).reshape(-1, micro)
-        return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
+        padded_tokens = lengths.max(axis=1).sum() * micro
+        return 1 - float(lengths.sum() / padded_tokens)
 
     def __iter__(self) -> Iterator[tuple[StepPlan, Iterator[dict[str, torch.Tensor]]]]:
         loader = DataLoader(

@@ -183,16 +183,16 @@ _NO_TEXT = {
 """First bytes of files that are not text -> the error message."""
 
 
-def _costs(raw: BinaryIO, position: int = 0) -> Callable[[], int]:
+def _byte_counter(raw: BinaryIO, position: int = 0) -> Callable[[], int]:
     """Return a function that returns the bytes of ``raw`` read since its last call, and first since ``position``."""
 
-    def cost() -> int:
+    def bytes_read() -> int:
         nonlocal position
         previous = position
         position = raw.tell()
         return position - previous
 
-    return cost
+    return bytes_read
 
 
 def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
@@ -200,7 +200,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
     content, raw = _open(file)
     with content, _readable(file):
         position = _to_a_line(content, start)
-        cost = _costs(raw)
+        bytes_read = _byte_counter(raw)
         number = 0
         while stop is None or position < stop:
             # One byte more than the limit tells a line of that length from a longer one.
@@ -217,7 +217,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
                 line = line.removeprefix(codecs.BOM_UTF8)
             # Blank lines are no samples, and still count as lines in messages.
             if line.strip():
-                yield where, line, cost()
+                yield where, line, bytes_read()
 
 
 def _to_a_line(content: BinaryIO, start: int) -> int:
@@ -241,12 +241,12 @@ def _json_kind(file: Path) -> str:
 
 
 def _read_array(file: Path) -> Iterator[Item]:
-    """Yield the samples of a JSON array. Memory holds one sample and `JSON_BLOCK` characters."""
+    """Yield (place, sample, bytes read for it) of a JSON array. Memory holds one sample and `JSON_BLOCK` characters."""
     content, raw = _open(file)
-    cost = _costs(raw)
+    bytes_read = _byte_counter(raw)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         for index, row in enumerate(_array_values(text, file)):
-            yield f"sample {index}", row, cost()
+            yield f"sample {index}", row, bytes_read()
 
 
 def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
@@ -299,7 +299,7 @@ _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])")
 
 def _read_table(file: Path) -> Iterator[Item]:
     content, raw = _open(file)
-    cost = _costs(raw)
+    bytes_read = _byte_counter(raw)
     # The default of the csv module is 128 KiB, which long documents exceed.
     csv.field_size_limit(LINE_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
@@ -315,9 +315,9 @@ def _read_table(file: Path) -> Iterator[Item]:
                 field_count = len(row.get(None) or [])
                 field_count += sum(value is not None for name, value in row.items() if name is not None)
                 reason = f"{field_count} fields where the header has {len(reader.fieldnames or [])}"
-                yield f"line {reader.line_num}", Malformed(reason), cost()
+                yield f"line {reader.line_num}", Malformed(reason), bytes_read()
             else:
-                yield f"line {reader.line_num}", row, cost()
+                yield f"line {reader.line_num}", row, bytes_read()
 
 
 class _BoundedLines:
@@ -379,7 +379,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
     content, raw = _open(file)
     with content, _readable(file):
         position = _to_a_line(content, start)
-        cost = _costs(raw, start)
+        bytes_read = _byte_counter(raw, start)
         # Only a file's first bytes can be a byte order mark.
         encoding = "utf-8" if start else "utf-8-sig"
         decoder = codecs.getincrementaldecoder(encoding)()
@@ -398,7 +398,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
                 # The decoder keeps bytes of the block before, if a character is split between both.
                 error_position = position - len(error.object) + error.start
                 raise DataError(f"{file}: {not_utf8(error_position)}") from None
-            yield "the text", Segment(text, begins, ends), cost()
+            yield "the text", Segment(text, begins, ends), bytes_read()
             begins = False
             block = next_block
 

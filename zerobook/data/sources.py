@@ -97,12 +97,14 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
         if streaming:
             builder = datasets.load_dataset_builder(name, config_name, revision=revision)
             loaded = builder.as_streaming_dataset()
-            # A stream has no fingerprint of its content, so the builder's config and hash stand for it.
+            # A stream has no fingerprint of its content, so its version is the builder's config and hash.
             version = f"{builder.config_id} {builder.hash}"
         else:
             loaded = datasets.load_dataset(name, config_name, revision=revision)
-    except Exception as error:  # the hub client raises many kinds
-        if "onfig name is missing" in str(error):
+    # The hub client has many types of errors without a common base class.
+    except Exception as error:
+        # A dataset with several configs has none by default. Its error lists their names.
+        if "Config name is missing" in str(error):
             raise DataError(f"{name}: {' '.join(str(error).split())} Choose one with {CONFIG_FLAG}.") from error
         reason = str(error).partition("\n")[0] or "no message"
         raise DataError(

@@ -3,8 +3,8 @@
 ``input_ids.bin``, ``labels.bin``        int32, all documents joined; no labels file where labels equal the ids
 ``*.offsets.npy``                        int64 [documents + 1], where each begins; one file for ids and labels of equal lengths
 ``NAME.bin``, ``NAME.offsets.npy``       further arrays of every document, int32, as an encoder names them
-``supervised.npy``                       int32 [documents], the objective's weights: labels that the loss counts
-``samples.npy``                          int64 [documents], the sample of each; no file where each is a sample of its own
+``supervised.npy``                       int32 [documents], the loss weight of each; usually the number of labels in the loss
+``samples.npy``                          int64 [documents], the sample that each is part of; no file if none is divided
 ``meta.json``                            counts and settings, sizes and digests of all files, written last
 
 `zerobook.data.verification` compares the files with ``meta.json``, and leaves ``verified-HOST.json`` beside them.

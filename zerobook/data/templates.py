@@ -2,7 +2,7 @@
 
 The loss of a chat is on the assistant's turns: on the text that the model would generate there, and on the one token
 that ends the turn. `zerobook.data.rendering` finds them.
-Labels are made by position, never by comparing ids, so a pad token that equals the end of turn does no harm.
+Labels are made by position, never by comparing ids. So it is no problem if the pad token is also the token that ends a turn.
 """
 
 from __future__ import annotations
@@ -256,8 +256,8 @@ class Seq2SeqEncoder:
 
     Args:
         tokenizer: a transformers tokenizer; it adds its own special tokens.
-        max_source_length, max_target_length: tokens, special ones included; longer ones lose their end.
-        prefix: text before every source, as T5's "summarize: ".
+        max_source_length, max_target_length: maximum number of tokens, with special tokens; longer texts are cut at the end.
+        prefix: text before every source, such as "summarize: " for T5.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_source_length: int, max_target_length: int, prefix: str = ""):
@@ -302,9 +302,10 @@ class Seq2SeqEncoder:
         eos = self.tokenizer.eos_token_id
         results = []
         for (ids, source_cut), (labels, target_cut) in zip(sources, targets, strict=True):
-            # Not every tokenizer ends a target; in some a language's code follows the end.
-            if eos is not None and eos not in labels[-2:]:
-                # The end takes the place of the last token where the target is as long as allowed.
+            # Some tokenizers add no end-of-sequence token, and those of translation models may add a language code after it.
+            has_end = eos in labels[-2:]
+            if eos is not None and not has_end:
+                # In a target of the maximum length, the token replaces the last one.
                 target_cut |= len(labels) == self.max_target_length
                 labels = np.array([*labels[: self.max_target_length - 1], eos], np.int32)
             results.append(Encoded(ids, labels, source_cut or target_cut))

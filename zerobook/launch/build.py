@@ -1,6 +1,6 @@
 """Build the Accelerator that ``accelerate launch`` asked for, wrapped as a `Strategy`.
 
-`zerobook.launch.resolve` works out the launch plan; `zerobook.strategy` holds what each strategy does differently.
+`zerobook.launch.resolve` makes the launch plan. `zerobook.strategy` has a class for each kind of strategy.
 """
 
 from __future__ import annotations
@@ -88,10 +88,12 @@ def resolve_this_process(
 def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     """Create the Accelerator that ``plan`` describes, wrapped as a `zerobook.strategy.Strategy`.
 
-    On a CPU three things differ from a GPU, and all three are handled here: the process group is gloo
-    by name (otherwise accelerate sees one process while DeepSpeed runs many, and every rank reads
-    all the data), DeepSpeed is set to use a CPU, and FSDP2, which accelerate offers to
-    accelerators only, gets the small shim below.
+    Three things are different on a CPU:
+
+    - The process group is created with the backend gloo. Without a named backend, accelerate assumes one process where
+      DeepSpeed runs several, and every rank would read all the data.
+    - DeepSpeed is told to use the CPU.
+    - accelerate offers FSDP2 for GPUs only, so `_build_fully_sharded` sets the distributed type itself.
     """
     _prepare_process(plan)
     if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _has_wandb_key():

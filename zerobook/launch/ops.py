@@ -1,9 +1,9 @@
-"""DeepSpeed's C++ ops: compile them ahead, and remove the locks that a killed compile leaves.
+"""DeepSpeed's C++ ops: compile them before a run, and remove the stale locks of compiles that were killed.
 
-torch creates a file named ``lock`` while it compiles an extension. A compile that is killed leaves the file, and
-every later process waits for it for ever without a message. The compiling process keeps the file
-open, so a lock that no process has open is stale, if it is too old for a compile on another machine: the
-cache may be on a network disk, and processes of other machines cannot be seen from here.
+torch creates a file named ``lock`` while it compiles an extension. If the compile is killed, the file remains, and
+every later process waits for it for ever without a message. The compiling process keeps the file open. So a lock is stale if
+no process has it open. It must also be older than any compile takes: the cache may be on a network disk, and the processes
+of other machines are not visible here.
 """
 
 from __future__ import annotations
@@ -231,12 +231,13 @@ def compile_needed(plan: LaunchPlan) -> None:
 
 
 def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]:
-    """Compile those of the ``requested`` ops that this machine can use. Returns (op, outcome); prints a line before each.
+    """Compile those of the ``requested`` ops that this machine can use. Returns (op, outcome) for each.
 
-    On a machine without a GPU the CPU variants are built. Already compiled ones load in a second.
+    Each compile is announced on the terminal. On a machine without a GPU the CPU variants are built. An op that is compiled
+    already is only loaded, which takes a second.
 
     Args:
-        requested: keys of `OPS`; None takes those that shipped strategy files use, which do not include fused_adam on a CPU.
+        requested: keys of `OPS`; None means all that the project's strategy files use on this device.
     """
     import torch
 
@@ -250,10 +251,11 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
     on_cpu = accelerator.device_name() == "cpu"
     lacking = missing(on_gpus=not on_cpu)
     results = []
-    # FusedAdam steps on GPUs only.
-    shipped = [op for op in OPS if not (on_cpu and op == "fused_adam")]
-    for op in requested or shipped:
+    # FusedAdam has no CPU variant.
+    usable_ops = [op for op in OPS if not (on_cpu and op == "fused_adam")]
+    for op in requested or usable_ops:
         builder = accelerator.create_op_builder(OPS[op])
+        # shm_comm is a transport between processes that compute on CPUs.
         if builder is None or (op == "shm_comm" and not on_cpu):
             continue
         if op in lacking:
@@ -270,7 +272,7 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
             builder.load(verbose=False)
             results.append((op, f"ready in {time.monotonic() - start:.0f} s"))
         except Exception as error:
-            # ninja, the compiler and the linker each raise errors of their own.
+            # Errors of ninja, the compiler and the linker have no common base class.
             results.append((op, f"FAILED: {str(error).splitlines()[0]}"))
         say(f"  {op}: {results[-1][1]}")
     return results

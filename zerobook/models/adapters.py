@@ -14,7 +14,7 @@ from torch import nn
 
 from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.models.reach import unreached_modules
+from zerobook.models.unused_modules import unused_modules
 from zerobook.models.vocabulary import are_tied, embedding_names, grow_embeddings
 from zerobook.utils.reading import read_json
 
@@ -109,11 +109,12 @@ class AdapterConfig(RecipeConfig):
         return problems
 
     def _conflicting_settings(self) -> list[str]:
-        """Return a problem for each setting of LoRA that this run would not read."""
+        """Return a problem for each setting that was given and has no effect on the kind of adapter that this run trains."""
         keys = [key for key in LORA_KEYS if key in self.model_fields_set]
-        # A run that trains all weights can learn new tokens too.
+        # new_tokens is also a setting of runs that train all weights, and has an effect there.
         if self.trains_adapters and "new_tokens" in self.model_fields_set:
             keys.append("new_tokens")
+        # A continued adapter has all its settings in its own config.
         if self.adapter_path is not None:
             if "adapter" in self.model_fields_set:
                 keys.append("adapter")
@@ -193,7 +194,7 @@ def add_adapter(
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
-            output head. Modules that no text reaches, and routers of experts, get none.
+            output head. Modules that text input does not use, and routers of experts, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         modules_to_save: names of modules that are trained whole.
         vocabulary: also train the input and output embeddings whole.
@@ -372,7 +373,7 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
     """Return a regular expression for the paths of the modules that get no adapters; None where all may get them."""
-    paths = unreached_modules(model)
+    paths = unused_modules(model)
     paths += [path for path, module in model.named_modules() if _is_router(module)]
     if not paths:
         return None

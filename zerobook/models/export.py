@@ -16,7 +16,7 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter
 from zerobook.models.card import Training, card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
-from zerobook.models.reach import freeze_unreached
+from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.runlog.facts import trains_adapters
 from zerobook.strategy.weights import persistent_buffers
@@ -143,7 +143,7 @@ def _base_model(
             f"{checkpoint}: the model that it was trained from, {name or source}, does not load: "
             f"{str(error).splitlines()[0]}{advice}"
         ) from error
-    freeze_unreached(model)
+    freeze_unused(model)
     # A digest reads every weight, so it is made only where there is one to compare with.
     has_digest = (recorded.get("base") or {}).get("weights") is not None
     current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)

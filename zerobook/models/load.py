@@ -23,7 +23,7 @@ from zerobook.launch.model_facts import unfit_for_text, unfit_for_zero3
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
-from zerobook.models.reach import freeze_unreached
+from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import add_tokens
 from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         inv_freq: torch.Tensor
 
 
-MADE_OF = "made_of.json"
+ORIGIN_FILE = "made_of.json"
 """File beside an initial model that names its config and seed: others give another initial model."""
 # Errors that mean that the files of a model cannot be read. Others (memory, a kernel, a collective) need their traceback.
 FILE_ERRORS = (OSError, ValueError, ImportError, SafetensorError)
@@ -334,7 +334,7 @@ def _warn_of_copies(folder: Path | None, config: RecipeConfig, strategy: Strateg
 
 
 def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:
-    """Turn off what harms training, turn on recomputation, and freeze the weights that no text reaches."""
+    """Turn off what harms training, turn on recomputation, and freeze the weights that text input does not use."""
     keep_4bit_layout(model)
     use_cache(model, False)
     if model.config._attn_implementation == "flex_attention":
@@ -349,7 +349,7 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
     # It builds the model's class without weights, which ZeRO-3 would shard.
     with strategy.initialising_whole():
-        note = freeze_unreached(model)
+        note = freeze_unused(model)
     if strategy.is_main and note:
         say(f"  note: {note}")
 
@@ -493,24 +493,24 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
     folder = Path(config.output_dir) / "initial_model"
     state.check_shared(strategy, config.output_dir)
     source = locate(config_name, strategy, config.model_revision)
-    made_of = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
+    record = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
     def make() -> None:
         resume.lock_run_folder(config)
-        before = _made_of(folder)
-        made_of["config_digest"] = _config_digest(source, config.model_revision)
-        # It is there, from an earlier attempt.
-        if before is not None and _same_start(before, made_of):
+        recorded = _read_origin(folder)
+        record["config_digest"] = _config_digest(source, config.model_revision)
+        # An earlier attempt made the same model.
+        if recorded is not None and _same_start(recorded, record):
             return
-        if before is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        if recorded is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
             raise ConfigError(
-                f"output_dir: {folder} was not made by a run: it has no {MADE_OF}, and this run would replace it with "
+                f"output_dir: {folder} was not made by a run: it has no {ORIGIN_FILE}, and this run would replace it with "
                 "its own initial model. Move that folder away, or give another --output_dir."
             )
-        # Without the model that they began with, checkpoints cannot be exported.
+        # The export of a checkpoint needs the model that the run began with.
         checkpoints = store.list_all(store.folder_of(config.output_dir))
-        if before is not None and checkpoints:
-            raise ConfigError(_another_start(folder, before, made_of, len(checkpoints)))
+        if recorded is not None and checkpoints:
+            raise ConfigError(_another_start(folder, recorded, record, len(checkpoints)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         drop_foreign_attention(model_config)
@@ -518,11 +518,11 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
         with strategy.initialising_whole():
             kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
             model = kind.from_config(model_config, dtype=torch.float32)
-        # The folder appears at once and complete: a killed run leaves no half of it.
+        # The folder is renamed when it is complete, so that a killed run leaves no incomplete model.
         staging = staging_of(folder)
         model.save_pretrained(staging)
         modes_by_umask(staging)
-        (staging / MADE_OF).write_text(json.dumps(made_of))
+        (staging / ORIGIN_FILE).write_text(json.dumps(record))
         put_in_place(staging, folder)
 
     strategy.on_main(make)
@@ -538,25 +538,29 @@ def _load_weights(kind: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_complete(model: Any, name: str) -> None:
-    """Raise `ConfigError` where weights that text reaches were drawn at random: each strategy would draw others."""
-    reached = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
-    missing = [path for path in reached if path in model.missing_weights]
+    """Raise `ConfigError` if the file lacks trainable weights: their random values would depend on the strategy."""
+    trainable = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
+    missing = [path for path in trainable if path in model.missing_weights]
     if missing:
         raise ConfigError(
-            f"model_name_or_path: {name} lacks {len(missing)} of the {len(reached)} weights of a {type(model).__name__}, such "
-            f"as {missing[0]}, which would begin at random. Name a model that has them."
+            f"model_name_or_path: {name} lacks {len(missing)} of the {len(trainable)} weights of a {type(model).__name__}, "
+            f"such as {missing[0]}, which would be initialised at random. Name a model that has them."
         )
 
 
-def _made_of(folder: Path) -> dict[str, Any] | None:
-    """Return the record of an initial model; None where there is none, ``{}`` where it cannot be read."""
+def _read_origin(folder: Path) -> dict[str, Any] | None:
+    """Return the settings that an initial model was made with, as its folder records them.
+
+    Returns:
+        None if there is no record, and an empty dict if it cannot be read.
+    """
     try:
-        made_of = read_json(folder / MADE_OF)
+        record = read_json(folder / ORIGIN_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError):
         return {}
-    return made_of if isinstance(made_of, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _config_digest(source: str, revision: str) -> str | None:
@@ -594,9 +598,9 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
     old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
     new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)
     return (
-        f"config_name: {folder} is what the {counted(checkpoints, 'checkpoint')} beside it began with. It was made with "
-        f"{old_values}, and this run asks for {new_values}; with that model in its place, they could not be exported. Bring "
-        "the old values (and the config's old content) back, or give another --output_dir."
+        f"config_name: {folder} is the initial model of {counted(checkpoints, 'checkpoint')} in this folder. It was made with "
+        f"{old_values}, and this run has {new_values}. With another initial model the checkpoints could not be exported. Use "
+        "the old values (and the old content of the config), or give another --output_dir."
     )
 
 

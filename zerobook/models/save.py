@@ -27,10 +27,10 @@ def save_model(
 ) -> Path:
     """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
 
-    Weights are gathered whole, one at a time, to rank 0: trained ones from their fp32 masters, and of a whole model also its
-    frozen ones. A whole model is written in ``config.dtype``, whatever precision it was trained in; an adapter in fp32. Weights
-    that transformers loads in fp32 whatever the dtype stay in fp32, and buffers keep the dtypes they were loaded in. The folder
-    is complete and on the disk when it appears: until then, the result of an earlier attempt stays.
+    Rank 0 gathers one weight after another. Trained weights are read from their fp32 master copies. A full model is written
+    with its frozen weights and in ``config.dtype``, whatever precision it was trained in. An adapter is written in fp32.
+    Weights that transformers always loads in fp32 are written in fp32, and buffers in the dtypes in which they were loaded. The
+    folder is written under another name, flushed to disk and renamed. Until then, the result of an earlier attempt stays.
 
     Args:
         make_card: makes the folder's README.md; called on rank 0.
@@ -45,10 +45,10 @@ def save_model(
     for key, parameter in strategy.saved():
         tensor = strategy.get_tensor(parameter)
         if strategy.is_main:
-            # transformers loads some weights in fp32 whatever the dtype, and these stay so.
+            # transformers loads some weights in fp32, whatever dtype the model has.
             saved_dtype = torch.float32 if strategy.loaded_dtypes.get(key) == torch.float32 else dtype
             weights[key] = tensor.to("cpu", saved_dtype, copy=True)
-        # The whole weight is freed before the next one is gathered.
+        # The gathered weight is freed before the next one is gathered.
         del tensor
 
     def write() -> None:
@@ -62,7 +62,7 @@ def save_model(
                 modes_by_umask(staging)
                 put_in_place(staging, folder)
             except BaseException:
-                # What is half written takes the space that a checkpoint may need.
+                # The incomplete folder would take disk space that the next checkpoint may need.
                 shutil.rmtree(staging, ignore_errors=True)
                 raise
         say(f"saved {folder} ({str(dtype).removeprefix('torch.')})")

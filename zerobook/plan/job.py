@@ -21,7 +21,7 @@ from zerobook.launch.model_facts import unfit_for_text
 from zerobook.models import recompute
 from zerobook.models.load import DTYPES, attention_dropout, check_length, drop_foreign_attention, keep_all_layers, use_cache
 from zerobook.models.quantise import base_of, check_layers
-from zerobook.models.reach import freeze_unreached
+from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.objective import Objective
 from zerobook.plan.state_bytes import ModelWeights, Weight, ceil_div
@@ -131,7 +131,7 @@ class Job:
             raise UnplannableModelError(self.name, self.model_config.to_dict(), error) from error
         use_cache(model, False)
         keep_all_layers(model)
-        freeze_unreached(model)
+        freeze_unused(model)
         dropout = attention_dropout(self.model_config.to_dict())
         recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
         # A checkpoint may be quantised already, without a flag.

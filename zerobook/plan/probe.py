@@ -1,14 +1,18 @@
-"""Run a recipe for a few steps and record what its ranks really hold and send in one of them.
+"""Run a recipe for a few steps, and measure the memory and the traffic of each rank in one of them.
 
     accelerate launch ... zerobook/plan/probe.py RESULT.json recipes/NAME.py [flags]
 
 The recipe runs unchanged, but nothing is saved. Collectives are counted by wrapping torch.distributed before other modules
-import it; a hook records the rest. Step `STEP` is measured: by then allocations have settled, and so has the order of
-modules, which ZeRO-3 records anew after every forward pass without a backward pass. The next step is timed, because
-inspecting every saved tensor takes longer than a GPU's forward pass. Every rank's figures are written to
-``RESULT.RANK.json``: bytes of live tensors by kind between the backward pass and the step, bytes of activations that
-autograd saves in the first micro-batch's forward pass, bytes sent by each collective, seconds, and on CUDA the allocator's
-peaks.
+import it. A hook records everything else. Step `STEP` is measured, since the first steps are different: memory is still being
+allocated, and ZeRO-3 has not yet recorded the order of the modules. (It records the order again after every forward pass
+without a backward pass.) The step after it is timed, because inspecting every saved tensor takes longer than a GPU's forward
+pass. Each rank writes its figures to ``RESULT.RANK.json``:
+
+- bytes of live tensors by kind, between the backward pass and the optimizer step
+- bytes of activations that autograd saves in the forward pass of the first micro-batch
+- bytes sent by each collective
+- seconds of a step
+- on CUDA, the peaks of the allocator
 """
 
 from __future__ import annotations
@@ -103,7 +107,7 @@ def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]  # torch refu
 
 
 class Probe(Hook):
-    """Hook that measures step `STEP`, times the next one, writes both down, and turns off saving."""
+    """Hook that measures step `STEP`, times the step after it, writes the figures, and turns off saving."""
 
     def __init__(self) -> None:
         self.result = Path(os.environ[RESULT])
@@ -111,7 +115,7 @@ class Probe(Hook):
         self.began = 0.0
 
     def on_start(self, trainer: TrainerView) -> None:
-        # The result of a few steps is of no use.
+        # The trained weights are not wanted.
         trainer.save_results = False
         if hasattr(trainer.strategy.model, "register_comm_hook"):
             cast("DistributedDataParallel", trainer.strategy.model).register_comm_hook(None, _reduce_bucket)
@@ -125,6 +129,7 @@ class Probe(Hook):
 
     @contextmanager
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> Iterator[None]:
+        # Only the first micro-batch of step `STEP` is measured.
         if trainer.progress.step + 1 != STEP or "saved" in self.measured:
             yield
             return
@@ -135,6 +140,7 @@ class Probe(Hook):
         mask = tensors.get("attention_mask")
         self.measured["padded"] = mask is not None and not bool(mask.all())
         model = trainer.strategy.model
+        # Weights, buffers and inputs are no activations, although autograd saves some of them.
         with SavedTensors(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
             yield
         self.measured["saved"] = saved.bytes

@@ -1,9 +1,9 @@
 """Activation memory of one micro-batch: the model itself runs on tensors without contents.
 
 The model is built and run under `FakeTensorMode`: every operation reports the shapes of its results, and nothing is
-computed, so a new architecture needs no formula. Storages are followed from the operation that makes them until Python or
-autograd frees them. The figures therefore show what a step really keeps: they contain what autograd saves and the copies
-that autocast and the loss make, and not what checkpointing drops.
+computed, so a new architecture needs no formula. A storage is counted from the operation that creates it until Python or
+autograd frees it. So the figures include what autograd saves and the copies that autocast and the loss make, and leave out
+what activation checkpointing drops.
 """
 
 from __future__ import annotations
@@ -440,9 +440,9 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
-    """Replace attention by that of ``device``. On fake tensors, torch takes the plain implementation, which devices use only
-    for unusual shapes.
+    """Replace attention by an operation that allocates what the fused kernels of ``device`` allocate.
 
+    On fake tensors, torch always takes its plain implementation. A device takes that one only for unusual shapes and options.
     The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and cuda/sdp_utils.cpp.
     """
     plain_attention = F.scaled_dot_product_attention
@@ -456,13 +456,14 @@ def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        is_regular = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        if not is_regular and not options.get("enable_gqa"):
+        # The kernels take [batch, heads, tokens, width]. With enable_gqa, keys and values may have fewer heads.
+        has_equal_heads = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
+        if not has_equal_heads and not options.get("enable_gqa"):
             return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         mask_has_gradient = attn_mask is not None and attn_mask.requires_grad
         if device == "cpu" and (dropout_p > 0 or mask_has_gradient):
             return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        # The tensors are on a CPU, whatever device is simulated.
+        # The fake tensors are on the CPU, whatever device is simulated, so autocast is looked up for their device.
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
@@ -470,7 +471,7 @@ def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
             value = value.to(dtype)
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
-        # Kernels accept only a mask that is added to the scores.
+        # torch turns a boolean mask into one that is added to the scores, in the dtype of the query.
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         return _Attention.apply(query, key, value, attn_mask, counter, is_causal)

@@ -1,6 +1,7 @@
 """Samples of the machine in the log, during the training: host memory, and GPUs if there are any.
 
-A process that is killed for memory writes no last event. The last sample tells the next attempt how full the memory was.
+A process that the kernel kills because the memory is full cannot write a last event. The last sample tells the next attempt how
+full the memory was.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def sample() -> dict[str, Any]:
     """Return the state of the machine now, in bytes, shares and degrees Celsius.
 
     ``memory_used`` and ``memory_total`` are the host's, or the container's where its limit is lower; ``own`` is the resident
-    memory of this process and its children. ``allocator`` is what `allocator` says.
+    memory of this process and its children. ``allocator`` has the figures of the function `allocator`.
     """
     memory = psutil.virtual_memory()
     used = memory.total - memory.available
     total = memory.total
     limit = _cgroup("memory.max")
     if limit is not None and limit < total:
-        # The cache of files is given back before a process is killed for memory.
+        # The kernel frees cached files before it kills a process, so they do not count as used.
         used = (_cgroup("memory.current") or 0) - (_cgroup_cache() or 0)
         total = limit
     resident = 0

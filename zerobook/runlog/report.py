@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.runlog import figures
-from zerobook.runlog.events import Event, mood, sentence
+from zerobook.runlog.events import Event, sentence, style
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import duration, figure
 from zerobook.runlog.history import History, TimeSpent, folder_of, naming_the_log, time_spent, when
@@ -133,7 +133,7 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
     days: dict[str, list[dict[str, Any]]] = {}
     for event in notable_events(history):
         time = when(event)
-        entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "mood": mood(event)}
+        entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "style": style(event)}
         days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
     return list(days.items())
 

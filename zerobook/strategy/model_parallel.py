@@ -20,12 +20,12 @@ _TENSOR = "tp"
 
 
 class ModelParallelStrategy(FullyShardedStrategy):
-    """Weights whose parts stay with their processes while they compute.
+    """Each process keeps and computes with its own part of the weights, which is never gathered.
 
     Under tensor parallelism, the processes of a group hold parts of every weight matrix, and exchange activations. They compute
     the same samples. Under expert parallelism, they hold whole experts, and exchange tokens. They compute different samples.
     transformers reads each process's parts from the files, and shards them with FSDP2 over the processes that compute
-    different samples. accelerate takes no part in it: its own way does not work with transformers 5.23.
+    different samples. accelerate is not used for this, since its own tensor parallelism does not work with transformers 5.23.
     """
 
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
@@ -86,11 +86,13 @@ class ModelParallelStrategy(FullyShardedStrategy):
         return super()._is_copy(tensor) or (not is_divided and self.mesh.rank % self.plan.tensor > 0)
 
     def _live_groups(self) -> list[str]:
+        """Return the forms of parallelism that the distributed weights really have, with the sizes of their groups."""
         sizes: dict[str, int] = {}
         for _, parameter in self.trainable():
             mesh = cast("DTensor", parameter).device_mesh
-            if mesh.ndim > 1:
-                sizes |= zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+            # A mesh with one dimension is that of FSDP alone.
+            if mesh.ndim > 1 and mesh.mesh_dim_names:
+                sizes |= zip(mesh.mesh_dim_names, mesh.shape, strict=True)
         groups = []
         if sizes.get(_TENSOR, 1) > 1:
             groups.append(f"tensor {sizes[_TENSOR]}")

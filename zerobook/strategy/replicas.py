@@ -81,14 +81,18 @@ def _find_far_off(values: list[float], before: float) -> list[int]:
 
 
 def compare_replicas(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
-    """Return how the ranks' weights differ; None if all are the same. Reads every weight once, and the first that differs
-    again. Collective."""
-    # A sum of 8 bytes for each weight is sent, not the weight.
+    """Return how the ranks' copies of the weights differ; None if they are equal. Collective.
+
+    The ranks first compare a checksum of each weight. Then they compare the elements of the first weight that differs.
+    """
+    # A checksum has 8 bytes, so little is sent.
     sums = torch.stack([_sum_of_bits(parameter) for _, parameter in named])
     sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(sums_of_ranks, sums)
     table = torch.stack(sums_of_ranks)
-    differing = (table != table[0]).any(dim=0).nonzero().flatten().tolist()
+    # One row for each rank, one column for each weight.
+    differs = (table != table[0]).any(dim=0)
+    differing = differs.nonzero().flatten().tolist()
     if not differing:
         return None
     # All ranks see the same table, so all of them compare the same weight here.

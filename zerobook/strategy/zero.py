@@ -33,9 +33,11 @@ class ZeroStrategy(ZeroState, Strategy):
 
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
         super().__init__(accelerator, plan)
+        # Only ZeRO-3 shards the weights, so that `generate` has to gather them on all ranks together.
         self.shards_parameters = plan.zero_stage == 3
         self.generation_in_step = plan.zero_stage == 3
         self.owns_schedule = bool((plan.deepspeed_config or {}).get("scheduler"))
+        # DeepSpeed makes it in `prepare`.
         self.deepspeed_optimizer = None
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:

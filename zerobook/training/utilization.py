@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerobook.models.reach import unreached_modules
+from zerobook.models.unused_modules import unused_modules
 from zerobook.strategy import Strategy
 from zerobook.utils.devices import find_device
 from zerobook.utils.model_config import text_config
@@ -56,7 +56,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     is_tied = output is not None and output.weight is embedding
     skipped = set() if is_tied else {id(embedding)}
     base = getattr(model, "get_base_model", lambda: model)()
-    for path in unreached_modules(base):
+    for path in unused_modules(base):
         skipped |= {id(weight) for weight in base.get_submodule(path).parameters()}
 
     # Sizes of whole weights, of which a rank may hold a part.

@@ -19,8 +19,8 @@ __all__ = [
     "ending_in_words",
     "ending_types",
     "is_quiet",
-    "mood",
     "sentence",
+    "style",
 ]
 
 # Importing these modules declares their events.
@@ -53,9 +53,9 @@ def sentence(event: Event) -> str:
     return plain(words, lines=False)
 
 
-def mood(event: Event) -> str:
-    """Return the style of the event's entry on the page; an empty string for none."""
-    return _setting(event, "mood", "")
+def style(event: Event) -> str:
+    """Return the CSS class of the event's entry on the report page; an empty string if it has none."""
+    return _setting(event, "style", "")
 
 
 def is_quiet(event: Event) -> bool:

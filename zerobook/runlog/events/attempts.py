@@ -12,7 +12,7 @@ def _differences(what: str, event: Event) -> str:
     return f"{what}: {'; '.join(changes)}."
 
 
-def _mood_of_end(event: Event) -> str:
+def _style_of_end(event: Event) -> str:
     return "bad" if event.get("far_above_best") else "good"
 
 
@@ -125,7 +125,7 @@ def _ending_of_preempted(event: Event) -> str:
         "saved": "true where the step was saved",
     },
     ending=_ending_of_preempted,
-    mood="warn",
+    style="warn",
 )
 def _preempted(event: Event) -> str:
     signal = "Ctrl-C" if event["signal"] == "SIGINT" else event["signal"]
@@ -146,7 +146,7 @@ def _preempted(event: Event) -> str:
         "set_aside": "checkpoints saved since the spike began, at their new paths",
     },
     ending="STOPPED, and handed over",
-    mood="bad",
+    style="bad",
 )
 def _stop(event: Event) -> str:
     return f"STOPPED: {event.get('why') or event.get('reason')}."
@@ -165,7 +165,7 @@ def _stop(event: Event) -> str:
         "machine": "seq of its last machine event",
     },
     ending="CRASHED",
-    mood="bad",
+    style="bad",
 )
 def _crash(event: Event) -> str:
     subject = f"Attempt {event['of_attempt']}" if event.get("of_attempt") else "CRASH"
@@ -200,7 +200,7 @@ def _early_stop(event: Event) -> str:
         "far_above_best": "loss: [last value, best], for each loss that ended far above its best",
     },
     ending="Finished",
-    mood=_mood_of_end,
+    style=_style_of_end,
 )
 def _run_end(event: Event) -> str:
     ended = f"The run ended at step {event['progress']['step']}."

@@ -39,7 +39,7 @@ def _checkpoint(event: Event) -> str:
     "save_failed",
     when="A save failed.",
     fields={"step": "step of the save", "reason": "error in words", "last_complete": "newest complete checkpoint"},
-    mood="bad",
+    style="bad",
 )
 def _save_failed(event: Event) -> str:
     return f"Checkpoint of step {event['step']} FAILED: {event['reason']}."

@@ -8,6 +8,7 @@ from typing import Any
 
 Event = dict[str, Any]
 """A line of ``events.jsonl``."""
+# A function that describes an event in words.
 Words = Callable[[Event], str]
 
 EVENT_TYPES: dict[str, EventType] = {}
@@ -29,17 +30,17 @@ class Mark:
     step: Callable[[Event], int | None] = step_of
     """returns the step at which the event is drawn; None where it is not drawn"""
     height: Callable[[Event], float | None] | None = None
-    """returns the loss at which the event is drawn; the loss of the step where there is no such function or it returns None"""
+    """returns the loss at which the event is drawn. Without it, and where it returns None, the loss of the step is taken"""
 
 
 @dataclass(kw_only=True)
 class EventType:
-    """Everything that is known about a type of event. `declare` describes the attributes."""
+    """A type of event. `declare` describes the attributes."""
 
     when: str
     fields: dict[str, str]
     sentence: Words | None
-    mood: str | Words
+    style: str | Words
     mark: Mark | None
     is_quiet: bool | Callable[[Event], bool]
     ending: str | Words
@@ -50,25 +51,27 @@ def declare(
     *,
     when: str,
     fields: dict[str, str],
-    mood: str | Words = "",
+    style: str | Words = "",
     mark: Mark | None = None,
     is_quiet: bool | Callable[[Event], bool] = False,
     ending: str | Words = "",
 ) -> Callable[[Words], Words]:
-    """Declare a type of event.
+    """Declare a type of event, as a decorator of the function that describes such an event in words.
+
+    Without such a function, readers of the log see the event's type and fields.
 
     Args:
-        when: when the event is written, as a sentence of the reference.
-        fields: name -> meaning of the event's own fields. A field without a value is left out of the event, or null.
-        mood: style of the entry on the page: bad, warn, good or none.
+        when: a sentence on when the event is written, for docs/reference/runlog.md.
+        fields: name -> meaning of the fields of this type alone. A field without a value is left out of the event, or null.
+        style: CSS class of the event's entry on the report page: ``bad``, ``warn``, ``good``, or empty.
+        mark: how the event is drawn on the loss curve; None if it is not drawn.
         is_quiet: leave the event out of the list of events on the page and in the terminal.
-        ending: for the last event of an attempt that ended by itself, how a run that ended so is called.
+        ending: only for events that end an attempt: the status of the run after such an event, such as "finished".
 
     Returns:
-        a decorator for the function that returns the event in words, which may hold text from data or people. Without that
-        function, the event's type and fields are listed.
+        The decorator. Its function may return text from data or users: `sentence` makes it safe for a terminal, not for HTML.
     """
-    event_type = EventType(when=when, fields=fields, sentence=None, mood=mood, mark=mark, is_quiet=is_quiet, ending=ending)
+    event_type = EventType(when=when, fields=fields, sentence=None, style=style, mark=mark, is_quiet=is_quiet, ending=ending)
     EVENT_TYPES[name] = event_type
 
     def add_sentence(sentence: Words) -> Words:

@@ -39,7 +39,7 @@ _HIGHEST_DRAWN_PEAK = 1e4
 """Nats per token. A higher peak would flatten the rest of the curve."""
 
 
-def _mood_of_spike(event: Event) -> str:
+def _style_of_spike(event: Event) -> str:
     return "bad" if event["kind"] in ("damage", "divergence") else "warn"
 
 
@@ -85,7 +85,7 @@ def _step_of_cut(event: Event) -> int:
     "spike",
     when="The detector found a spike, damage, a divergence or another change.",
     fields=_FINDING_FIELDS,
-    mood=_mood_of_spike,
+    style=_style_of_spike,
     mark=Mark(colour="orange", symbol="▲", step=_onset, height=_peak),
 )
 @declare(
@@ -134,7 +134,7 @@ def _decision(event: Event) -> str:
         "verified": "names of what the next step uses as the checkpoint recorded it",
         "differing": "name: [recorded, found] of what differs",
     },
-    mood="bad",
+    style="bad",
     mark=Mark(colour="red", symbol="←", step=_step_of_intent),
 )
 def _rollback(event: Event) -> str:
@@ -193,7 +193,7 @@ def _lr_change(event: Event) -> str:
         "loss": "loss now",
         "loss_before": "loss of the step when it was done first",
     },
-    mood="good",
+    style="good",
 )
 def _verify(event: Event) -> str:
     if event["after"] == "replay":

@@ -83,7 +83,7 @@ declare(
     "memory_warning",
     when="Host memory is 92 % full.",
     fields={"reason": "how full it is, in words"},
-    mood="bad",
+    style="bad",
 )
 def _memory_warning(event: Event) -> str:
     return f"WARNING: {event['reason']} in use."
@@ -100,7 +100,7 @@ def _memory_warning(event: Event) -> str:
         "seconds": "seconds of a step that it waits for data or takes for forward passes",
         "typical": "the same of a typical rank",
     },
-    mood="warn",
+    style="warn",
 )
 def _straggler(event: Event) -> str:
     slow = Slow(**{field: event[field] for field in Slow._fields})

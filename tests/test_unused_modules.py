@@ -1,4 +1,4 @@
-"""Weights that text does not reach: frozen, without adapters, and written with the model."""
+"""Weights that text input does not use: frozen, without adapters, and written with the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerobook.models.adapters import adapted
-from zerobook.models.reach import freeze_unreached
+from zerobook.models.unused_modules import freeze_unused
 from zerobook.objective import NextToken
 from zerobook.utils.model_config import auto_class
 
@@ -85,7 +85,7 @@ def test_the_weights_without_a_gradient_are_the_frozen_ones(tiny, name):
     model = made[name]() if name in made else load(tiny / name, f"AutoModelFor{'Seq2SeqLM' if seq2seq else 'CausalLM'}")
     expected = without_gradient(model)
 
-    freeze_unreached(model)
+    freeze_unused(model)
 
     assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == expected
     assert bool(expected) == (name not in ("llama", "gemma3", "mbart"))

@@ -1,7 +1,8 @@
-"""The weights that training on text cannot change, which are frozen under every strategy.
+"""The weights that text input does not use, such as a vision tower. They are frozen under every strategy.
 
-Such a weight gets no gradient. DDP would wait for one, ZeRO would let the weight decay, and one process would leave it alone.
-Everything that follows (optimizer, checkpoints, the planner) goes by ``requires_grad``.
+Such a weight gets no gradient from text. If it stayed trainable, DDP would wait for its gradient, ZeRO would apply weight decay
+to it, and a single process would leave it unchanged. The optimizer, the checkpoints and the planner take only weights with
+``requires_grad``.
 """
 
 from __future__ import annotations
@@ -22,46 +23,46 @@ if TYPE_CHECKING:
 _FOR_OTHER_INPUTS = ("multi_modal_projector", "visual_projection", "embed_tokens_extend")
 """Names of modules that bring images or sound into the text model's embedding."""
 _UNUSED = ("query_global", "key_global", "value_global", "pooler")
-"""Names of modules that no text passes: LED's projections of tokens with global attention, which the recipes give to none, and
-summaries of a whole text."""
+"""Names of modules that text input does not use: LED's projections for tokens with global attention, which no recipe asks for,
+and poolers, which summarise a text in one vector."""
 _CROSS_ATTENTION = ("encoder_attn", "encoder_attn_layer_norm", "cross_attn", "cross_attn_layer_norm")
-"""Names of modules of an encoder-decoder's decoder that nothing passes where it is loaded without the encoder."""
+"""Names of modules of an encoder-decoder's decoder that are unused where it is loaded without the encoder."""
 
 
-def freeze_unreached(model: PreTrainedModel) -> str | None:
-    """Freeze the weights that no text reaches and those that the model's class keeps fixed. Call it on a loaded model.
+def freeze_unused(model: PreTrainedModel) -> str | None:
+    """Freeze the weights that text input does not use, and those that the model's class keeps fixed. Call it on a loaded model.
 
     transformers 5.23 makes every weight that it loads trainable, also fixed ones such as sinusoidal positions.
 
     Returns:
-        A note for people; None where there is no module that is left out.
+        A note for the user that names the unused modules; None if text input uses all modules.
     """
     fixed = _fixed_by_class(model)
-    modules = unreached_modules(model)
+    modules = unused_modules(model)
     prefixes = tuple(f"{module}." for module in modules)
     for name, parameter in model.named_parameters():
         if name in fixed or name.startswith(prefixes):
             parameter.requires_grad = False
     if not modules:
         return None
-    # A module that every layer has is named once.
-    names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", module) for module in modules))
-    return f"text does not reach {', '.join(names)} of this {type(model).__name__}: frozen, and without adapters"
+    # layers.0.pooler, layers.1.pooler, ... are named once, as layers.*.pooler. A dict keeps their order.
+    patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
+    return f"text input does not use {', '.join(patterns)} of this {type(model).__name__}: frozen, and without adapters"
 
 
-def unreached_modules(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the modules that no text reaches, none inside of another."""
-    unreached: list[str] = []
+def unused_modules(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the modules that text input does not use. Modules inside of these are not listed again."""
+    unused: list[str] = []
     for path, module in model.named_modules():
-        # Modules come after those that hold them.
-        inside = path.startswith(tuple(f"{outer}." for outer in unreached))
-        if path and not inside and _is_unreached(model, path, module):
-            unreached.append(path)
+        # `named_modules` yields a module before the modules inside of it.
+        inside = path.startswith(tuple(f"{outer}." for outer in unused))
+        if path and not inside and _is_unused(model, path, module):
+            unused.append(path)
     # A module without weights, such as an activation, has nothing to freeze.
-    return [path for path in unreached if list(model.get_submodule(path).parameters())]
+    return [path for path in unused if list(model.get_submodule(path).parameters())]
 
 
-def _is_unreached(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
+def _is_unused(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
     leaf = path.rpartition(".")[2]
@@ -93,7 +94,7 @@ def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module is not model and module.config is text:
             inner.append(module)
-    # Without a text model that can be told from the others, all modules count as reached.
+    # Without a text model that can be told from the others, all modules count as used.
     yield from inner or [model]
     output = model.get_output_embeddings()
     if output is not None:
