@@ -39,9 +39,9 @@ EXPERTS = {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 JOBS = {
-    "all weights of SmolLM2-135M's sizes": ("causal_lm", SMOLLM2),
-    "LoRA adapters of rank 16 on them": ("lora_finetune", SMOLLM2),
-    "a Mixtral of 4 such layers with 8 experts, 2 a token": ("causal_lm", EXPERTS),
+    "all weights of a model of SmolLM2-135M's sizes": ("causal_lm", SMOLLM2),
+    "LoRA adapters of rank 16 on a base of SmolLM2-135M's sizes": ("lora_finetune", SMOLLM2),
+    "a Mixtral with 4 layers of these sizes, 8 experts, 2 for each token": ("causal_lm", EXPERTS),
 }
 TEXT = """# Activation checkpointing: measured
 
@@ -49,12 +49,12 @@ TEXT = """# Activation checkpointing: measured
 
 One micro-batch of {rows} row of {tokens} tokens in fp32, forward and backward, in one process on the CPU; random weights.
 
-- *kept*: bytes that autograd, and `selective` itself, hold between the forward and the backward pass. The logits' part, which
-  no layer can save, is in every row.
-- *planned*: the error of what `zerobook plan` says of it.
-- *in host memory*: what `offload` moves there on a GPU; planned. On a CPU it moves nothing, and its
-  row leaves the inputs out of *kept* all the same.
-- *operations*: floating-point operations of the pass, planned, as a share of those without checkpointing.
+- *kept*: bytes that autograd and `selective` keep between the forward and the backward pass. Every row includes the logits,
+  which checkpointing of layers cannot save.
+- *planned*: the error of the figure of `zerobook plan` for *kept*.
+- *in host memory*: bytes that `offload` would move to host memory on a GPU, from the planner. On a CPU it moves nothing. Its
+  row leaves these bytes out of *kept*, as they would be on a GPU.
+- *operations*: floating-point operations of both passes, from the planner, divided by those without checkpointing.
 
 Gradients are the same in every row: `tests/test_recompute.py` and `tests/distributed/test_activation_checkpointing.py`, which
 launches one process, DDP, ZeRO-3 and FSDP2, compare them to 10^-6.

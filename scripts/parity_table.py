@@ -54,10 +54,11 @@ zero3_hpz was launched as on two machines of two processes each.
 QUANTISED = """# Frozen bases and strategies: measured
 
 `lora_finetune` on a tiny Llama, with fp32 adapters of rank 32, compared with one process: the rows `lora_finetune`, `qlora` and
-`int8` of [parity.md](parity.md). A cell has the largest relative difference of a loss, and the bytes of parameters of the
-fullest rank, with the scales of quantised layers, which every rank holds whole. A cell `refused` is a ConfigError before
-anything starts, with the reasons below. In a model this small, embeddings and adapters in fp32 are most of the bytes, and the
-tables of a layer, 1 KB, weigh as much as a small weight. Written by `make test-full`.
+`int8` of [parity.md](parity.md). A cell has two figures: the largest relative difference of a loss, and the bytes of parameters
+on the rank that has most. These bytes include the scales of quantised layers, which every rank holds completely. In a cell with
+`refused`, the run ends with a ConfigError before any process starts. The reasons are below the table. In a model this small,
+embeddings and adapters in fp32 are most of the bytes, and the scales of a layer (1 KB) are as large as a small weight matrix.
+Written by `make test-full`.
 """
 RESUME = """# Any checkpoint, any strategy: measured
 

@@ -38,17 +38,17 @@ TEXT = """\
 
 <!-- written by scripts/recipes_table.py -->
 
-Each row is a file in [recipes/configs/](../../recipes/configs). The header has the launch line, the batch arithmetic, and the
-source of the learning rate. Models and data come from the hub.
+Each row is a file in [recipes/configs/](../../recipes/configs). Its header has the launch line, the computation of the global
+batch, and the source of the learning rate. Models and data come from the hub.
 
-All figures of these rows are planned with [`zerobook plan`](../guides/plan.md); none was measured. Memory is the peak on one
-GPU. Time is of the optimizer steps, with every row as long as it may be: loading, evaluations and checkpoints come on top. The
+All figures are planned with [`zerobook plan`](../guides/plan.md). None was measured. Memory is the peak on one GPU. Time is the
+time of the optimizer steps, if every row has the maximum length. It does not include loading, evaluations and checkpoints. The
 number of steps is computed with about 3.25 million tokens in dolly-15k and 286 million in UltraChat (Llama's tokenizer). The
 data of encoder-decoders is counted in samples.
 
-Prices are assumptions, in US dollars a GPU hour: {prices}. The first is the price on demand of RunPod's
-Secure Cloud, in [a list of November 2026](https://github.com/datareceipts/data-receipts/tree/main/109-gpu-pricing). The others
-are of [RunComfy's list](https://docs.runcomfy.com/about-billing), read in November 2026.
+Prices are assumptions, in US dollars a GPU hour: {prices}. The first is the on-demand price of RunPod's
+Secure Cloud, from [a list of November 2026](https://github.com/datareceipts/data-receipts/tree/main/109-gpu-pricing). The
+others are from [RunComfy's list](https://docs.runcomfy.com/about-billing), read in November 2026.
 
 | config | model | method | strategy | hardware | global batch | GPU memory | time | price | status |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -308,10 +308,10 @@ def test_the_start_of_a_runs_checkpoints_is_not_replaced(tiny, tmp_path, left):
     folder = tmp_path / "initial_model"
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     for name, seed, words in (
-        ("gpt2", 1, r"config_name .*/llama.* asks for config_name .*/gpt2"),
-        ("llama", 3, "made with seed 1, and this run asks for seed 3"),
+        ("gpt2", 1, r"config_name .*/llama.* this run has config_name .*/gpt2"),
+        ("llama", 3, "made with seed 1, and this run has seed 3"),
     ):
-        with pytest.raises(ConfigError, match=rf"1 checkpoint beside it.*{words}.*another --output_dir"):
+        with pytest.raises(ConfigError, match=rf"1 checkpoint of this run.*{words}.*another --output_dir"):
             start(name, seed=seed)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     start("llama", seed=1)

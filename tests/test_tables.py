@@ -203,7 +203,7 @@ def test_a_table_keeps_published_and_measured_apart():
     assert "| one | 1,234.56 | 2 | 12,346 | `abc` |" in text, "published figures keep their digits"
     assert "| by formula | 23.9 |" in text and "| two | - | - | - | `` |" not in text
     assert "| two | - | - | - | - |" in text
-    assert "- It is faster: **not so here**. 2 s against 1.5 s" in text and "A note." in text
+    assert "- It is faster: **not reproduced**. 2 s against 1.5 s" in text and "A note." in text
     assert "**Not run here:** no GPU" in Table("B", "b", "-", not_run="no GPU").markdown()
 
 

@@ -8,8 +8,9 @@ from benchmarks.published.trial import Arm
 
 SOURCE = (
     "Accelerate's guide on gradient synchronization "
-    "(https://huggingface.co/docs/accelerate/concept_guides/gradient_synchronization): DDP on two T4 "
-    "in one node, 16 samples a GPU, 4 micro-batches; seconds a micro-batch where each is reduced, and where the last one is."
+    "(https://huggingface.co/docs/accelerate/concept_guides/gradient_synchronization): DDP on two "
+    "T4 GPUs in one node, 16 samples a GPU, 4 micro-batches; seconds a micro-batch if gradients are reduced after each, and if "
+    "after the last one only."
 )
 MICRO, STEPS = 2, 4
 FILES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp": "FSDP2"}
@@ -54,7 +55,7 @@ def run(bench: Bench) -> Table:
         )
         holds = abs(saved / STEPS - 1) < 0.02 if whole else saved > 1.02
         cause = f"{saved:.2f} times less" + (
-            "" if holds else ": it reduces gradients in every micro-batch, to keep no more than its part"
+            "" if holds else ": it reduces gradients after every micro-batch, so that a rank keeps its part only"
         )
         table.findings.append(Finding(claim, holds, cause))
     return table

@@ -14,11 +14,11 @@ SOURCE = (
     "training and 1,000 validation pairs."
 )
 NOTES = [
-    "The printed arms are different jobs. With twice the batch ZeRO-2 takes 25 optimizer steps where DDP takes 50; it runs "
-    "AdamW where DDP runs Adam; the warm-up of 100 steps is longer than either run, so neither reaches its learning rate, and "
-    "the two follow different schedules; and the printed timer does not wait for the devices. Here both run AdamW under one "
-    "schedule, each step ends by waiting for the device, and the third row gives ZeRO-2 the batch of DDP, with which the two "
-    "are the same job.",
+    "The published runs differ in more than the strategy. ZeRO-2 has twice the batch, so it takes 25 optimizer steps and "
+    "DDP 50. ZeRO-2 uses AdamW and DDP Adam. The warm-up of 100 steps is longer than both runs, so their learning rates are "
+    "different and never reach the maximum. The published timer does not wait for the devices. Here, both use AdamW with "
+    "the same schedule, and the time of a step includes waiting for the device. In the third row ZeRO-2 has the batch of "
+    "DDP, so that only the strategy is different.",
 ]
 BUDGET = 680_000_000
 """Bytes of a process at the tiny scale. DDP's states take 522 10^6 of them during the forward pass, ZeRO-2's 326 10^6."""
@@ -167,7 +167,7 @@ def _batches(bench: Bench, arm: str, fits: tuple[Search, Search]) -> tuple[int, 
 
 def _settings(bench: Bench, ranks: int, budget: int, lengths: tuple[int, ...], train: int, held_out: int) -> str:
     small = (
-        f"BlenderBot of 33M parameters, fp32, ZeRO-2's buckets {BUCKET // 10**6}M elements"
+        f"BlenderBot of 33M parameters, fp32, with buckets of {BUCKET // 10**6}M elements for ZeRO-2"
         if bench.tiny
         else "BlenderBot-400M, random weights, fp16"
     )
@@ -177,8 +177,8 @@ def _settings(bench: Bench, ranks: int, budget: int, lengths: tuple[int, ...], t
         f"{small}; {ranks} processes of {size(budget)} each for the model, its states and activations; {train:,} training and "
         f"{held_out:,} validation pairs, {lengths[0]} + {lengths[1]} tokens, padded; evaluation of "
         f"{'5 batches' if bench.tiny else 'all pairs'} with 10 beams. "
-        "The largest batch is found by bisection, to an eighth or to 2, in fresh processes."
-        + (" An epoch, which has training and evaluation in one process, gets a tenth more." if bench.tiny else "")
+        "The largest batch is found by bisection in new processes, with an error of at most an eighth or 2 samples."
+        + (" An epoch has 10% more memory, since it has training and evaluation in one process." if bench.tiny else "")
     )
 
 
@@ -191,7 +191,7 @@ def _findings(fits: dict[str, tuple[Search, Search]], found: dict[str, Outcome])
                 f"{zero2[1].largest} against {ddp[1].largest} (published: 100 against 50)"),
     ]  # fmt: skip
     for named, words in (
-        ("ZeRO-2", "as printed, each with its own batch"),
+        ("ZeRO-2", "if each has its own batch, as published"),
         ("ZeRO-2, with DDP's batch", "with the same batch"),
     ):
         if "DDP" in found and named in found and found["DDP"].fits and found[named].fits:
@@ -199,7 +199,7 @@ def _findings(fits: dict[str, tuple[Search, Search]], found: dict[str, Outcome])
             printed = " (published: 19.06 against 27.36)" if named == "ZeRO-2" else ""
             cause = (
                 f"{b.training:.1f} s against {a.training:.1f} s{printed}. A step takes {b.step:.2f} s against {a.step:.2f} s, "
-                f"and there are {len(b.steps)} against {len(a.steps)}"
+                f"and the epochs have {len(b.steps)} and {len(a.steps)} steps"
             )
             claims.append(Finding(f"ZeRO-2's epoch is shorter {words}", b.training < a.training, cause))
     return claims

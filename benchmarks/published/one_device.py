@@ -88,16 +88,20 @@ def _offloaded(bench: Bench, arm: Arm, flags: dict[str, object]) -> int:
 
 
 def _settings(bench: Bench, budget: int, block: int, steps: int) -> str:
-    model = "GPT-2 of 26M parameters, fp32, ZeRO-3's buckets 1M elements" if bench.tiny else "GPT-2 XL, random weights, fp16"
+    model = (
+        "GPT-2 of 26M parameters, fp32, with buckets of 1M elements for ZeRO-3"
+        if bench.tiny
+        else "GPT-2 XL, random weights, fp16"
+    )
     counted = (
-        " A CPU process has no device memory: what an arm offloads (fp32 masters, moments, and the gradients beside them) is "
-        "counted in a run of its own, and the process may hold these bytes in addition to the budget."
+        " A CPU process has no device memory. So the bytes that are offloaded (fp32 masters, moments, and gradients) are "
+        "measured in a separate run, and are added to the limit."
         if bench.where.cpu
         else ""
     )
     return (
         f"{model}, the published DeepSpeed file; one device of {size(budget)} for what is not offloaded; blocks of {block} "
-        f"tokens; tokens a second from the median of {steps - 1} steps behind the first.{counted}"
+        f"tokens; tokens a second from the median of the {steps - 1} steps after the first.{counted}"
     )
 
 

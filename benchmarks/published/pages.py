@@ -17,14 +17,15 @@ from zerobook.utils.units import duration
 
 HEADER = """# Published tables, run again
 
-`python scripts/reproduce_tables.py --scale tiny` makes this page: comparisons that the literature prints, with *published*
-figures as they stand there and **here** what was measured on the machine below. They are different machines: figures are to
-be read down a column, not across. `-` is nothing printed, or nothing measured; nothing from the literature stands under *here*.
+`python scripts/reproduce_tables.py --scale tiny` writes this page. It repeats comparisons from the literature. Columns marked
+*published* have the figures of the publication, and columns marked **here** have those that were measured on the machine below.
+The machines are different, so compare the rows of one column, and not a published with a measured figure. `-` means that a
+figure was not published or not measured.
 
-At the tiny scale the models are of the same classes and small, and a budget of bytes stands for the GPU's memory. It is
-enforced by the kernel, and really exceeded: tables name the allocation that was refused. What such a scale can show is the
-direction of a result and its cause, where memory and traffic decide it. Times are those of processes that share two cores;
-they say little of GPUs.
+At the tiny scale, the models have the same classes and are small. A limit of bytes takes the place of the GPU's memory. The
+kernel enforces this limit, and the tables quote the error of the first allocation that exceeds it. Such small runs can show
+which variant is better, and why, if memory or traffic is the reason. The processes share two cores, so the times say little
+about GPUs.
 """
 TINY = "On GPUs, `python scripts/reproduce_tables.py --scale full --device_memory 24GB` writes a page with the published sizes."
 

@@ -15,8 +15,7 @@ from zerobook.utils import subprocess_launch
 SOURCE = (
     "Accelerate's guide, Moving between FSDP and DeepSpeed "
     "(https://huggingface.co/docs/accelerate/concept_guides/fsdp_and_deepspeed), its last "
-    "table. FSDP is "
-    "FSDP1 there."
+    "table. In this guide, FSDP means FSDP1."
 )
 SCRIPT = Path(__file__).with_name("dtypes.py")
 
@@ -55,7 +54,7 @@ def run(bench: Bench) -> Table:
         "E",
         "Precision under FSDP and DeepSpeed",
         SOURCE,
-        f"a Llama on {ranks} process(es), two steps; types of live tensors on rank 0.",
+        f"a Llama on {ranks} process(es), two steps; dtypes of the tensors on rank 0.",
     )
     for mode in MODES:
         bench.say(f"E: {mode.name}")
@@ -82,9 +81,9 @@ def run(bench: Bench) -> Table:
             seen = (found["prepared"], found["compute"], found["moments"])
             table.findings.append(Finding(f"{mode.name}: {', '.join(mode.published)}", seen == mode.published, ", ".join(seen)))
     table.notes.append(
-        "DeepSpeed keeps fp32 masters and fp32 moments whatever the model was loaded in. FSDP follows the user, down to an "
-        "optimizer in "
-        "bf16, where small updates round to nothing: recipes here train fp32 masters under every strategy."
+        "DeepSpeed keeps master copies and moments in fp32, whatever the dtype of the loaded model. FSDP keeps the dtype of "
+        "the loaded model. If this is bf16, the optimizer is in bf16 too, and small updates are lost by rounding. So the "
+        "recipes here train fp32 master copies under every strategy."
     )
     return table
 

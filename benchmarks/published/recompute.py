@@ -31,8 +31,8 @@ def run(bench: Bench) -> Table:
     table = Table(
         "F", "Activation checkpointing", SOURCE,
         f"GPT-2, {config.n_layer} layers of {config.n_embd}, {'fp32' if element == 4 else 'bf16'}, one process, "
-        f"{rows} x {block} tokens; the median of {STEPS - 1} steps; saved activations are counted at their operations, logits "
-        "and loss among them.",
+        f"{rows} x {block} tokens; the median of {STEPS - 1} steps; saved activations are counted when they are saved, with "
+        "logits and loss.",
     )  # fmt: skip
     seconds, saved = [], []
     for words, checkpointing in (("kept", False), ("recomputed", True)):
@@ -62,9 +62,9 @@ def run(bench: Bench) -> Table:
         )
     table.findings = findings(seconds, saved)
     table.notes.append(
-        "A recomputed forward pass is a third of forward and backward: 33 % more operations, and less where the optimizer's "
-        "step takes a share of the time. The formula has what the recomputed layer holds in the backward pass, the count what "
-        "the forward pass saves."
+        "A forward pass has half as many operations as a backward pass, so a second forward pass is 33 % more operations. It "
+        "is less of the time of a step, which includes the optimizer. The published formula includes the activations of the "
+        "layer that is recomputed during the backward pass. The measured figure has those that the forward pass saves."
     )
     return table
 

@@ -17,14 +17,15 @@ def run(bench: Bench) -> list[Table]:
     """Run a few steps of every stage on every number of processes."""
     worlds = " and ".join(map(str, bench.worlds))
     settings = (
-        f"a Llama in fp32, {worlds} process(es), counted between backward pass and step on the fullest rank; MB are 10^6 bytes."
+        f"a Llama in fp32, {worlds} process(es), measured between backward pass and step, on the rank with most bytes; an MB "
+        "is 10^6 bytes."
     )
     held = Table("C", "Memory of the states", SOURCE.format("section 5, with fp32 Adam: 16 bytes a parameter in all"), settings)
     traffic = "the same runs; bytes that a process sends in a step of one micro-batch, counted in its collectives."
     moved = Table(
         "D",
         "Traffic of a step",
-        SOURCE.format("section 7; each of N processes sends (N - 1)/N of the law's bytes around a ring"),
+        SOURCE.format("section 7; each of N processes sends (N - 1)/N of the formula's bytes around a ring"),
         traffic,
     )
     totals: dict[tuple[str, int], float] = {}
@@ -58,24 +59,24 @@ def run(bench: Bench) -> list[Table]:
         said = ", ".join(f"{total / MB:.2f}" for total in order) + " MB"
         if not less and order[1] == order[2]:
             said += (
-                ": in a step of one micro-batch ZeRO-1, too, frees what is another rank's of the gradients once it is reduced"
+                ": in a step of one micro-batch, ZeRO-1 also frees the gradients of other ranks' parts after they are reduced"
             )
         held.findings.append(Finding(f"On {most} processes every stage holds less than the one before", less, said))
         sent = {line.name.split(",")[0]: line.here["times the parameters"] for line in moved.lines}
         moved.findings.append(
             Finding("ZeRO-1 and 2 send what DDP sends", abs(sent["ZeRO-2"] / sent["DDP"] - 1) < 0.02,
                     f"ZeRO-2 sends {sent['ZeRO-2']:.2f} times the parameters, DDP {sent['DDP']:.2f}: DeepSpeed all-reduces "
-                    "gradients where the paper reduce-scatters them, and gathers weights behind the step")
+                    "gradients where the paper reduce-scatters them, and gathers weights after the step")
         )  # fmt: skip
         moved.findings.append(
-            Finding("ZeRO-3 sends half as much again as DDP", abs(sent["ZeRO-3"] / sent["DDP"] - 1.5) < 0.03,
-                    f"{sent['ZeRO-3']:.2f} against {sent['DDP']:.2f} times the parameters: DeepSpeed keeps what the forward "
-                    "pass gathered, below `stage3_max_reuse_distance`, and does not gather it again")
+            Finding("ZeRO-3 sends 1.5 times as much as DDP", abs(sent["ZeRO-3"] / sent["DDP"] - 1.5) < 0.03,
+                    f"{sent['ZeRO-3']:.2f} against {sent['DDP']:.2f} times the parameters: DeepSpeed keeps gathered weights "
+                    "within `stage3_max_reuse_distance` until the backward pass, and does not gather them again")
         )  # fmt: skip
     else:
         moved.not_run = "there is one process, which sends nothing."
     held.notes.append(
-        "DeepSpeed keeps fp32 masters even of fp32 weights, which are 4 bytes a parameter more, spread as the optimizer is; "
-        "torch's DDP holds buckets besides, 4 bytes a parameter, which are not counted here as gradients."
+        "DeepSpeed keeps fp32 master copies also if the weights are in fp32. They are 4 more bytes a parameter, sharded like "
+        "the optimizer state. torch's DDP also has buckets of 4 bytes a parameter, which are not counted as gradients here."
     )
     return [held, moved]

@@ -63,7 +63,7 @@ class Table:
         if self.not_run:
             parts.append(f"**Not run here:** {self.not_run}")
         if self.died:
-            parts.append(f"**It died here:** {self.died}")
+            parts.append(f"**A run failed here:** {self.died}")
         if self.settings:
             parts.append(f"Here: {self.settings}")
         if self.lines:
@@ -109,4 +109,6 @@ def _cell(value: Any) -> str:
 
 
 def _finding(found: Finding) -> str:
-    return f"- {found.claim}: **{'so here' if found.holds else 'not so here'}**" + (f". {found.cause}" if found.cause else "")
+    return f"- {found.claim}: **{'reproduced' if found.holds else 'not reproduced'}**" + (
+        f". {found.cause}" if found.cause else ""
+    )

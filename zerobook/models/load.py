@@ -598,7 +598,7 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
     old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
     new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)
     return (
-        f"config_name: {folder} is the initial model of {counted(checkpoints, 'checkpoint')} in this folder. It was made with "
+        f"config_name: {folder} is the initial model of {counted(checkpoints, 'checkpoint')} of this run. It was made with "
         f"{old_values}, and this run has {new_values}. With another initial model the checkpoints could not be exported. Use "
         "the old values (and the old content of the config), or give another --output_dir."
     )
