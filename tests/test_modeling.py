@@ -316,7 +316,7 @@ def test_the_start_of_a_runs_checkpoints_is_not_replaced(tiny, tmp_path, left):
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     start("llama", seed=1)
     (folder / ORIGIN_FILE).write_text("{")
-    with pytest.raises(ConfigError, match=r"made with config_name unknown.*this run asks for config_name .*/llama"):
+    with pytest.raises(ConfigError, match=r"made with config_name unknown.*this run has config_name .*/llama"):
         start("llama", seed=1)
 
 
