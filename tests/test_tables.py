@@ -110,7 +110,7 @@ def test_where_the_time_is_over_no_run_is_begun_and_what_ran_stays(bench):
     with table.keeping_what_ran():
         table.lines.append(Line("before"))
         raise TrialError("exit status 1")
-    assert table.lines[-1].name == "before" and "**It died here:** exit status 1" in table.markdown()
+    assert table.lines[-1].name == "before" and "**A run failed here:** exit status 1" in table.markdown()
 
 
 @pytest.mark.launch
