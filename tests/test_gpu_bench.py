@@ -154,7 +154,7 @@ def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
     ]
     process = subprocess.Popen(line, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
     for output in process.stdout:
-        if output.startswith("parity: causal_lm, CPU begins"):
+        if output.startswith("machine: rates begins"):
             break
     deadline = time.monotonic() + 60
     while not (children := psutil.Process(process.pid).children(recursive=True)):
