@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
-from zerobook.health.position import Spent
 from zerobook.training.pace import Pace
 from zerobook.training.utilization import ModelFlops, model_flops, peak_flops
 
@@ -60,10 +59,10 @@ def test_the_share_of_the_peak(monkeypatch):
     with pace.apart():  # an evaluation, say
         now[0] = 15.0
     now[0] = 16.0
-    spent = Spent({"forward": 2.0, "data": 0.5}, 0.25)
-    monkeypatch.setattr("zerobook.training.pace.position.log_point", lambda step, device_phases: spent)
+    phases = {"forward": 2.0, "data": 0.5}
+    monkeypatch.setattr("zerobook.training.pace.position.log_point", lambda step, device_phases: phases)
     pace.measure(1)
-    assert pace.seconds == {"forward": 2.0, "data": 0.5} and pace.waited == 0.25
+    assert pace.seconds == phases and pace.data_wait == 0.25
     assert (pace.tokens_per_second, pace.all_tokens_per_second) == (15.0, 100.0)
     assert pace.mfu == pytest.approx((1000 + 10 * 50) * 100 / 1e6)
     assert pace.tflops == pytest.approx((1000 + 10 * 50) * 100 / 8 / 1e12)

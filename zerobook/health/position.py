@@ -34,8 +34,6 @@ FINISHED_PHASES = ("ended", "failed")
 """Phases of ranks that send no more heartbeats, and that nobody waits for."""
 FIRST_STEP_FACTOR = 4.0
 """Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
-COMPUTE_PHASES = ("forward", "backward", "optimizer")
-"""Phases in which a CPU process computes, or waits for the other processes."""
 
 
 class Position(NamedTuple):
@@ -85,14 +83,6 @@ class Window(NamedTuple):
         )
 
 
-class Spent(NamedTuple):
-    """Seconds between two log points: by phase, and those of `COMPUTE_PHASES` in which the main thread did not run; None where
-    the phases are those of a GPU."""
-
-    phases: dict[str, float]
-    waited: float | None
-
-
 class _State:
     """Phase, step and time window of this process. The main thread writes it, and the thread of the heartbeats reads it."""
 
@@ -102,10 +92,8 @@ class _State:
         self.first_step: int | None = None
         self.window: Window | None = None
         self.listeners: list[Callable[[str], None]] = []
-        # Since the last log point: seconds by phase, and seconds in which the main thread did not run.
+        # Since the last log point.
         self.phase_seconds: dict[str, float] = {}
-        self.waited_seconds = 0.0
-        self.thread_seconds = time.thread_time()
         self.log_step = 0
         self.log_time = now
 
@@ -126,16 +114,11 @@ def enter(phase: str, step: int | None = None) -> None:
     """
     state = _state
     now = time.monotonic()
-    thread_seconds = time.thread_time()
     previous = state.position
 
     # Account for the phase that ends.
     seconds = now - previous.began
     state.phase_seconds[previous.phase] = state.phase_seconds.get(previous.phase, 0.0) + seconds
-    # Seconds in which the thread used no CPU time are those in which it waited.
-    if previous.phase in COMPUTE_PHASES:
-        state.waited_seconds += max(0.0, seconds - (thread_seconds - state.thread_seconds))
-    state.thread_seconds = thread_seconds
 
     if step is None:
         step = previous.step
@@ -156,30 +139,26 @@ def on_enter(listener: Callable[[str], None]) -> None:
     _state.listeners.append(listener)
 
 
-def log_point(step: int, device_phases: dict[str, float] | None = None) -> Spent:
-    """Close the window of the steps since the last log point, and return the seconds in it.
+def log_point(step: int, device_phases: dict[str, float] | None = None) -> dict[str, float]:
+    """Close the window of the steps since the last log point, and return its seconds by phase.
 
     Args:
         device_phases: seconds of each phase on the device, which then take the place of the host's.
     """
     state = _state
     now = time.monotonic()
-    if device_phases is None:
-        spent = Spent(state.phase_seconds, state.waited_seconds)
-    else:
-        spent = Spent(device_phases, None)
+    phases = state.phase_seconds if device_phases is None else device_phases
     state.window = Window(
         step=step,
         steps=max(1, step - state.log_step),
         total=now - state.log_time,
-        data=spent.phases.get("data", 0.0),
-        forward=spent.phases.get("forward", 0.0),
+        data=phases.get("data", 0.0),
+        forward=phases.get("forward", 0.0),
     )
     state.phase_seconds = {}
-    state.waited_seconds = 0.0
     state.log_step = step
     state.log_time = now
-    return spent
+    return phases
 
 
 def window() -> Window | None:

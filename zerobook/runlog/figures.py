@@ -374,21 +374,15 @@ PHASES = {
     "forward": ("forward", "blue"),
     "backward": ("backward", "teal"),
     "optimizer": ("optimizer", "violet"),
-    "waited": ("waiting for ranks or a core", "orange"),
     "reduce": ("log points", "slate"),
     "evaluate": ("evaluation", "magenta"),
     "save": ("saving", "green"),
 }
 """Phase of a step -> (its name in the figure, colour)."""
-WORK = ("forward", "backward", "optimizer")
-"""Phases that contain the time in which a process waits for others."""
 
 
 def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
-    """Return phase -> (steps, ms a step) of all log points that say so.
-
-    ``waited`` is the time in which a process waited for the others, taken out of its phases in proportion to their length.
-    """
+    """Return phase -> (steps, ms a step) of all log points that say so."""
     # Of steps that were done again, the last time counts.
     by_last_step = {event["steps"][1]: event for event in history.of("metrics") if event.get("seconds")}
     log_points = sorted(by_last_step.values(), key=lambda event: event["steps"][1])
@@ -398,20 +392,9 @@ def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
     for event in log_points:
         # A log point has the seconds of all its steps together.
         first, last = event["steps"]
-        for phase, seconds in _without_waiting(event).items():
-            times[phase].append(1000 * seconds / (last - first + 1))
+        for phase in PHASES:
+            times[phase].append(1000 * event["seconds"].get(phase, 0.0) / (last - first + 1))
     return {phase: (steps, values) for phase, values in times.items() if any(values)}
-
-
-def _without_waiting(log_point: Event) -> dict[str, float]:
-    """Return phase -> seconds, with the time of waiting as a phase of its own."""
-    waited = log_point.get("waited") or 0.0
-    seconds = {phase: log_point["seconds"].get(phase, 0.0) for phase in PHASES}
-    # A log point may hold none of these phases; 1.0 avoids a division by zero.
-    work = sum(seconds[phase] for phase in WORK) or 1.0
-    for phase in WORK:
-        seconds[phase] *= 1 - min(1.0, waited / work)
-    return seconds | {"waited": waited}
 
 
 def _step_times(history: History) -> Chart | None:

@@ -31,8 +31,6 @@ class Pace:
         seconds: phase of `zerobook.health.position` -> seconds since the last log point. On a GPU they are the device's: a
             phase ends when the device has done its work. Writing the log counts as ``reduce``.
         clock: measures phases on a GPU; None on a CPU.
-        waited: of the seconds in forward passes, backward passes and optimizer, those in which this process waited for the
-            others, or for a core; None on a GPU, where a trace of ``--profile`` shows it.
 
     Args:
         device: device of this process.
@@ -44,7 +42,6 @@ class Pace:
         self.devices = 1
         self.tflops: float | None = None
         self.seconds: dict[str, float] = {}
-        self.waited: float | None = None
         self.clock = DeviceClock() if device.type == "cuda" else None
         self.tokens_per_second = self.all_tokens_per_second = 0.0
         self.data_wait = 0.0
@@ -79,13 +76,11 @@ class Pace:
     def measure(self, step: int) -> None:
         """Close the measurement at a log point, update the attributes, and start a new one. The device has done its work."""
         # On a GPU the host's times say when work was given to the device, not how long it took.
-        spent = position.log_point(step, self.clock.read() if self.clock else None)
-        self.seconds = spent.phases
-        self.waited = spent.waited
+        self.seconds = position.log_point(step, self.clock.read() if self.clock else None)
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds
-        self.data_wait = spent.phases.get("data", 0.0) / seconds
+        self.data_wait = self.seconds.get("data", 0.0) / seconds
         if self.flops and self._rows:
             mean_length = self._all_tokens / self._rows
             flops_per_second = self.flops.per_token(mean_length) * self.all_tokens_per_second

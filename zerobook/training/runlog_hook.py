@@ -77,7 +77,6 @@ class RunlogHook(Hook):
             mfu=_rounded(pace.mfu, 4),
             tflops=_rounded(pace.tflops, 6),
             seconds={phase: round(seconds, 4) for phase, seconds in pace.seconds.items()},
-            waited=_rounded(pace.waited, 4),
             **metrics,
         )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -26,7 +25,7 @@ from zerobook.models.load import pin_rotary
 from zerobook.models.save import bytes_of_result
 from zerobook.models.whole_rows import check_split
 from zerobook.objective import Objective
-from zerobook.runlog.lifecycle import hang, last_words
+from zerobook.runlog.lifecycle import hang
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume
@@ -35,7 +34,6 @@ from zerobook.training.pace import DeviceClock
 from zerobook.training.recipe import Collator
 from zerobook.training.schedule import learning_rate_schedule
 from zerobook.training.state import RunState
-from zerobook.training.watching import naming_the_missing
 from zerobook.utils.host_memory import freed_blocks_returned
 from zerobook.utils.units import counted
 
@@ -169,10 +167,3 @@ def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int, clo
     watch.report = lambda verdict, text: hang(log, config.output_dir, rank, describe(verdict), text)
     if clock is not None:
         watch.locate = clock.locate
-
-
-@contextmanager
-def errors_reported(log: RunLog, config: RecipeConfig, rank: int, watch: Watch | None) -> Iterator[None]:
-    """Return a context for the training. An error is told to the other ranks, and logged."""
-    with last_words(log, config.output_dir, rank), naming_the_missing(watch):
-        yield

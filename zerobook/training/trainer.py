@@ -21,6 +21,7 @@ from zerobook.launch.process import leave
 from zerobook.monitor import policy, preemption
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.objective import Metrics, Objective
+from zerobook.runlog.lifecycle import last_words
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.strategy import Strategy
@@ -37,6 +38,7 @@ from zerobook.training.rollback import Recovery
 from zerobook.training.runlog_hook import RunlogHook
 from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import RunState, seed_generators, step_seed
+from zerobook.training.watching import naming_the_missing
 from zerobook.utils.units import counted
 
 
@@ -241,7 +243,8 @@ class Trainer:
                 resumes at its end, and writes the model then.
         """
         # An error is logged, and the other ranks hear of it, before hooks do.
-        with self.hooks.closing(self), setup.errors_reported(self.log, self.config, self.strategy.rank, self.watch):
+        logged = last_words(self.log, self.config.output_dir, self.strategy.rank)
+        with self.hooks.closing(self), logged, naming_the_missing(self.watch):
             self._start()
             self._train()
             failure = self._evaluate_and_save_last()

@@ -23,8 +23,6 @@ declare(
         "tflops": "10^12 operations of the model per second and device; null where they are not known",
         "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
         "point itself",
-        "waited": "of the seconds in forward, backward and optimizer, those in which rank 0 waited for other ranks or for "
-        "a core; null on a GPU, where a trace of `--profile` shows it",
         "metrics": "values that hooks and the objective add",
     },
     is_quiet=True,
