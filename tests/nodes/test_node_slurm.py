@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(NEEDS is not None, reason=str(NEEDS)),
 ]
-START_S = 120
+START_S = 240
 """Seconds for a job to begin to train."""
 ENDLESS = 100_000
 """Steps of a run that is ended from outside."""
