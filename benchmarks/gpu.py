@@ -62,9 +62,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 LIMIT_S = 300.0
 LIMIT_FACTOR = 2.5
 """A case may take 300 s, or so many times its expected seconds, if that is more."""
-CORES_OF_A_CASE = 4
+CORES_OF_A_CASE = 2
 """Cases run beside each other only if the machine has so many cores for each."""
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,11 @@ class Runner:
         self._until = until
         self._at_once = at_once
         self._show = show
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Start and record nothing more: what runs is being killed, which is no result."""
+        self._is_stopped = True
 
     def run(self, part: str, cases: dict[str, Case], *, at_once: bool = False) -> None:
         """Run the cases of a part that have no result."""
@@ -176,6 +181,8 @@ class Runner:
                         pool.submit(self._run, part, name, case)
 
     def _run(self, part: str, name: str, case: Case) -> None:
+        if self._is_stopped:
+            return
         start = time.monotonic()
         left = self._until - start
         if left < case.seconds:
@@ -191,6 +198,8 @@ class Runner:
         except Exception as error:
             output = getattr(error, "output", "") or traceback.format_exc()
             row = {"error": f"{type(error).__name__}: {error}"[:3000], "output": output[-gpu_parts.OUTPUT_TAIL :]}
+        if self._is_stopped:
+            return
         seconds = time.monotonic() - start
         if "error" in row and time.monotonic() >= self._until:
             self.record.postpone(part, name, f"cut short after {seconds:.0f} s: {row['error']}")
@@ -209,8 +218,9 @@ def select(cases: dict[str, Case], part: str, pattern: str, limit: int | None) -
     return {name: case for name, case in cases.items() if name in names}
 
 
-def stop_on_signal(folder: str, number: int, frame: object) -> None:
+def stop_on_signal(runner: Runner, folder: str, number: int, frame: object) -> None:
     """End at once, with all processes of the running cases and without their models: what has ended is recorded."""
+    runner.stop()
     for process in psutil.Process().children(recursive=True):
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)
@@ -238,7 +248,6 @@ def main() -> None:
     _set_environment(options.device)
     target = None if options.list else _target(options)
     with tempfile.TemporaryDirectory() as folder:
-        signal.signal(signal.SIGTERM, partial(stop_on_signal, folder))
         setting = Setting(options.scale == "tiny", options.device == "cpu", Path(folder))
         # Parts in their order, whatever the order on the command line.
         chosen = {name: part for name, part in PARTS.items() if name in names}
@@ -250,6 +259,7 @@ def main() -> None:
         show = partial(print, flush=True)
         at_once = max(1, min(MOST_AT_ONCE, (os.cpu_count() or 1) // CORES_OF_A_CASE))
         runner = Runner(record, until, at_once, show)
+        signal.signal(signal.SIGTERM, partial(stop_on_signal, runner, folder))
         for name, part in chosen.items():
             runner.run(name, cases[name], at_once=part.at_once)
     _show_end(record)

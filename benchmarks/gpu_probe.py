@@ -73,7 +73,7 @@ def _host_waits(setting: Setting, strategy: str, limit: float, rows: dict[str, R
 
 
 # --- in processes of their own
-def attempt(work: Callable[[], Row]) -> Row:
+def row_or_error(work: Callable[[], Row]) -> Row:
     """Return the row of ``work``, or its error. Warnings that torch gives with an error say what it refused."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -113,14 +113,14 @@ def collectives(device: str) -> Iterator[Row]:
             "all_to_all_single": partial(dist.all_to_all_single, target, source),
         }
         for name, collective in calls.items():
-            row[f"{name}, {_name(dtype)}"] = attempt(partial(_collective, collective, source, target, device))
+            row[f"{name}, {_name(dtype)}"] = row_or_error(partial(_collective, collective, source, target, device))
             yield row
-    row["barrier"] = attempt(lambda: {"seconds": seconds(dist.barrier, device, rounds=5)})
-    row["all_gather_object"] = attempt(partial(_gathered_object, {"a": [1, "two"]}))
+    row["barrier"] = row_or_error(lambda: {"seconds": seconds(dist.barrier, device, rounds=5)})
+    row["all_gather_object"] = row_or_error(partial(_gathered_object, {"a": [1, "two"]}))
     for name in RECORDERS:
-        row[name] = attempt(partial(_recorded, name))
+        row[name] = row_or_error(partial(_recorded, name))
     yield row
-    row["destroyed"] = attempt(lambda: {"result": dist.destroy_process_group()})
+    row["destroyed"] = row_or_error(lambda: {"result": dist.destroy_process_group()})
     yield row
 
 
@@ -165,9 +165,9 @@ def attention(device: str, tiny: bool) -> Iterator[Row]:
                 heads = "grouped heads" if kv_heads < 16 else "full heads"
                 case = f"{_name(dtype)}, {heads}, {'a mask' if masked else 'causal'}"
                 inputs = _attention_inputs(dtype, kv_heads, masked, device, tiny)
-                row[f"{case}: chosen"] = attempt(partial(_chosen, *inputs))
+                row[f"{case}: chosen"] = row_or_error(partial(_chosen, *inputs))
                 for backend in ("unset", *BACKENDS):
-                    row[f"{case}: {backend}"] = attempt(partial(_attend, backend, *inputs))
+                    row[f"{case}: {backend}"] = row_or_error(partial(_attend, backend, *inputs))
                     yield row
 
 
@@ -263,7 +263,7 @@ def head(device: str, tiny: bool) -> Iterator[Row]:
     for name, (weight_dtype, dtype, trained) in HEADS.items():
         for kind in ("zerobook", "torch"):
             work = partial(_head, kind, weight_dtype, dtype, trained, (tokens, vocabulary, width), device)
-            row[f"{name}: {kind}"] = attempt(work)
+            row[f"{name}: {kind}"] = row_or_error(work)
             yield row
 
 
@@ -290,7 +290,7 @@ def _head(kind: str, weight_dtype: str, dtype: str, trained: bool, sizes: tuple[
     host_gradients = [gradient.cpu() for gradient in gradients]
     del gradients
     row["seconds"] = seconds(work, device, rounds=5)
-    row["errors"] = attempt(partial(_head_errors, hidden, weight, targets, host_gradients, _loss_scale(dtype)))
+    row["errors"] = row_or_error(partial(_head_errors, hidden, weight, targets, host_gradients, _loss_scale(dtype)))
     return row
 
 

@@ -127,18 +127,12 @@ def test_selected_cases_bring_what_they_are_compared_with():
 
 
 def test_what_a_function_had_when_its_process_failed_is_kept(tmp_path):
-    row = gpu_setting.call("tests.test_gpu_bench.rows_until_a_crash", 60.0, number=2)
+    row = gpu_setting.call("tests.crashing_rows.rows_until_a_crash", 60.0, number=2)
     assert row["measured"] == 2
     assert "139" in row["error"] or "-11" in row["error"]
 
 
-def rows_until_a_crash(number):
-    yield {"measured": 1}
-    yield {"measured": number}
-    print("an unfinished line", end="")
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
+@pytest.mark.launch
 def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
     line = [
         sys.executable,
@@ -163,7 +157,8 @@ def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
     assert not psutil.wait_procs(children, timeout=30)[1]
-    assert "libraries" in json.loads((tmp_path / "CPU.json").read_text())["parts"]["machine"]
+    rows = json.loads((tmp_path / "CPU.json").read_text())["parts"]["machine"]
+    assert list(rows) == ["libraries"], "a case that was killed has no result"
 
 
 def test_waits_of_the_host_are_counted_by_place(tmp_path, monkeypatch):
