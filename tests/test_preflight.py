@@ -122,7 +122,7 @@ def test_a_changed_file_changes_the_code(tmp_path):
 
 
 def measured(*rates, core_wait=0.0):
-    return [links.Measurement(10**8, 1e8 / rate, core_wait) for rate in rates]
+    return [(10**8, 1e8 / rate, core_wait) for rate in rates]
 
 
 def test_slow_links_are_compared_with_links_of_their_kind():

@@ -15,19 +15,21 @@ Endpoint = tuple[str, int]
 """An address and a port."""
 
 
-def listen() -> socket.socket | None:
-    """Listen at a free port of the address from which this host reaches the first one; return None where that fails."""
+def listen() -> socket.socket:
+    """Listen at a free port of the address from which this host reaches the first one. Where none does, the port is local."""
+    address = "127.0.0.1"
+    family = socket.AF_INET
     first_host = os.environ.get("MASTER_ADDR", "localhost")
     with suppress(OSError):
-        family, kind, _, _, target = socket.getaddrinfo(first_host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as route:
+        route_family, kind, _, _, target = socket.getaddrinfo(first_host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(route_family, kind) as route:
             # This sends nothing. The system chooses the address that it would send from.
             route.connect(target)
             address = route.getsockname()[0]
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
-        listener.setblocking(False)
-        return listener
-    return None
+        family = route_family
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    listener.setblocking(False)
+    return listener
 
 
 class Presence:

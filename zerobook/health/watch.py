@@ -139,8 +139,7 @@ class Watch:
         self._wake.set()
         faulthandler.cancel_dump_traceback_later()
         self._exchange_thread.join(2 * self.interval + 1)
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
 
     # --- the thread that uses the store
     def _exchange_beats(self) -> None:
@@ -186,7 +185,7 @@ class Watch:
             limit=here.limit(self.hang_timeout),
             error=self._error,
             window=position.window(),
-            endpoint=self._listener.getsockname()[:2] if self._listener is not None else ("", 0),
+            endpoint=self._listener.getsockname()[:2],
         )
 
     # --- the thread that never touches the store
@@ -196,7 +195,7 @@ class Watch:
             faulthandler.dump_traceback_later(self.hang_timeout, file=2)
             # Whoever looks for this process only connects.
             with suppress(OSError):
-                while self._listener is not None:
+                while True:
                     self._listener.accept()[0].close()
             now = time.monotonic()
             # A call to the store may block for much longer, so its thread cannot tell that itself.

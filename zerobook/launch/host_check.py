@@ -262,8 +262,7 @@ def _measure_links(store: Store, here: Place, report: HostReport) -> None:
     dist.all_gather(of_hosts, measured)
     if here.number == 0:
         names = [host["host"] for host in report.hosts]
-        measurements = [links.Measurement(*values.tolist()) for values in of_hosts]
-        between, _ = links.links(names, measurements)
+        between, _ = links.links(names, [values.tolist() for values in of_hosts])
         report.links = links.summary(between, [])
         report.warnings += links.slow_links(between)
     # No host ends the group while another one still uses it.

@@ -23,15 +23,9 @@ SLOW = 4.0
 """A link is slow if another one of its kind is so many times as fast."""
 
 
-class Measurement(NamedTuple):
-    """What a rank has received: bytes, and the fewest seconds in which they came.
-
-    ``core_wait`` is the most seconds in which this process was ready to run meanwhile, and the host's cores were busy.
-    """
-
-    payload: int
-    seconds: float
-    core_wait: float
+Measurement = tuple[int, float, float]
+"""What a rank has received: bytes, the fewest seconds in which they came, and the most seconds in which this process was ready
+to run meanwhile, and the host's cores were busy."""
 
 
 def measure_ring(device: torch.device, group: dist.ProcessGroup | None = None) -> Measurement:
@@ -51,15 +45,15 @@ def measure_ring(device: torch.device, group: dist.ProcessGroup | None = None) -
         waited_before = _core_wait()
         times.append(_exchange(payload, device, group))
         core_waits.append(_core_wait() - waited_before)
-    return Measurement(payload, min(times), max(core_waits))
+    return payload, min(times), max(core_waits)
 
 
 def _core_wait() -> float:
     """Return the seconds that the threads of this process have waited for a core; 0 where the system does not count them."""
     nanoseconds = 0
-    # A thread may end meanwhile.
-    with suppress(OSError):
-        for file in Path("/proc/self/task").glob("*/schedstat"):
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        # A thread may end meanwhile.
+        with suppress(OSError):
             nanoseconds += int(file.read_text().split()[1])
     return nanoseconds / 1e9
 
@@ -109,7 +103,7 @@ class Link(NamedTuple):
     free_rate: float
 
 
-def links(hosts: Sequence[str], measurements: Sequence[Measurement]) -> tuple[list[Link], list[Link]]:
+def links(hosts: Sequence[str], measurements: Sequence[Sequence[float]]) -> tuple[list[Link], list[Link]]:
     """Return the links between hosts, and those inside of hosts.
 
     Args:

@@ -62,8 +62,7 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
     if problems:
         raise ConfigError(problems)
     # After the comparison: a link of a host that would not train is not measured. Collective.
-    # As a plain tuple: a named one cannot be sent.
-    measurements = strategy.gather((socket.gethostname(), tuple(links.measure_ring(strategy.device))))
+    measurements = strategy.gather((socket.gethostname(), links.measure_ring(strategy.device)))
     if strategy.is_main:
         between, inside = links.links(*zip(*measurements, strict=True))
         say(links.summary(between, inside))
