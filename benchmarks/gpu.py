@@ -176,24 +176,28 @@ class Runner:
         # What others are compared with comes first.
         for has_reference in (False, True):
             with ThreadPoolExecutor(self._at_once) as pool:
+                futures = []
                 for name, case in waiting.items():
                     if (case.reference is not None) is has_reference:
-                        pool.submit(self._run, part, name, case)
+                        futures.append(pool.submit(self._run, part, name, case))
+            # Raises what a case does not record, such as a full disk.
+            for future in futures:
+                future.result()
 
     def _run(self, part: str, name: str, case: Case) -> None:
         if self._is_stopped:
             return
         start = time.monotonic()
-        left = self._until - start
-        if left < case.seconds:
+        seconds_left = self._until - start
+        if seconds_left < case.seconds:
             self.record.postpone(
-                part, name, f"not begun: it is expected to take {case.seconds:.0f} s, and {left:.0f} were left"
+                part, name, f"not begun: it is expected to take {case.seconds:.0f} s, and {seconds_left:.0f} were left"
             )
             return
         self._show(f"{part}: {name} begins")
         try:
             limit = max(LIMIT_S, LIMIT_FACTOR * case.seconds)
-            row = case.measure(min(limit, left), self.record.rows(part))
+            row = case.measure(min(limit, seconds_left), self.record.rows(part))
         # Other versions of the libraries may raise other errors.
         except Exception as error:
             output = getattr(error, "output", "") or traceback.format_exc()
@@ -306,8 +310,12 @@ def _show_list(cases: dict[str, dict[str, Case]]) -> None:
 
 
 def _show_end(record: Record) -> None:
-    failed = [f"{part}: {name}" for part, rows in record.parts.items() for name, row in rows.items() if "error" in row]
-    print("\n".join([*(f"failed: {name}" for name in failed), *map(": ".join, record.unfinished.items())]), flush=True)
+    for part, rows in record.parts.items():
+        failed = [name for name, row in rows.items() if "error" in row]
+        for name in failed:
+            print(f"failed: {part}: {name}")
+    for name, reason in record.unfinished.items():
+        print(f"{name}: {reason}")
     state = f"{len(record.unfinished)} cases are left for the next call" if record.unfinished else "all cases have results"
     print(f"{state}: {record.path}")
 

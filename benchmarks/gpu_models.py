@@ -140,8 +140,8 @@ def _finetuned(setting: Setting, shape: Shape, limit: float, rows: dict[str, Row
         "logging_steps": 4,
     }
     arm = Arm.of(shape.strategy, 1)
-    left = max(1.0, until - time.monotonic())
-    outcome = attempt(arm, shape.recipe, flags | lengths | shape.flags, shape.budget, left)
+    seconds_left = max(1.0, until - time.monotonic())
+    outcome = attempt(arm, shape.recipe, flags | lengths | shape.flags, shape.budget, seconds_left)
     if outcome.refused:
         return {"model": facts, "does not fit": outcome.refused}
     row: Row = {"model": facts, "seconds a step": outcome.step, "steps": outcome.steps}

@@ -347,8 +347,8 @@ def _planned(
     config, sources, _ = parse(recipe_type.config_class, words)
     job = make_job(recipe_type(config))
     plan = plan_row(file, TracedJob.of(job, setting.device), cluster, sources)
-    left = max(1.0, until - time.monotonic())
-    measurement = measure(file, job, recipe, words, cluster, sources, left)
+    seconds_left = max(1.0, until - time.monotonic())
+    measurement = measure(file, job, recipe, words, cluster, sources, seconds_left)
     row: Row = {
         "figures": {key: asdict(figure) for key, figure in measurement.figures.items()},
         "seconds a step": measurement.seconds,

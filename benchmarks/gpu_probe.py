@@ -281,11 +281,11 @@ def _head(kind: str, weight_dtype: str, dtype: str, trained: bool, sizes: tuple[
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
+    input_bytes = torch.cuda.memory_allocated() if device == "cuda" else 0
     loss, gradients = work()
     row: Row = {"loss": loss.item()}
     if device == "cuda":
-        row["peak above inputs"] = torch.cuda.max_memory_allocated() - held
+        row["peak above inputs"] = torch.cuda.max_memory_allocated() - input_bytes
     # What follows is timed and computed without these gradients in the device's memory.
     host_gradients = [gradient.cpu() for gradient in gradients]
     del gradients

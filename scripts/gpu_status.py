@@ -69,12 +69,12 @@ def written(text: str, results: Path) -> str:
     Raises:
         ValueError: the two marks do not occur exactly once.
     """
-    found, count = re.subn(
+    page, count = re.subn(
         f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n{words(results)}\n{END}", text, flags=re.S
     )
     if count != 1:
         raise ValueError(f"the marks {BEGIN} and {END} stand {count} times in the text; they have to stand once.")
-    return found
+    return page
 
 
 def main() -> None:

@@ -76,24 +76,24 @@ def keep_kernels(wheel: Path, cuda: str) -> None:
     Raises:
         ValueError: the wheel has none of that version.
     """
-    wanted = cuda.replace(".", "")
+    version = cuda.replace(".", "")
     removed = set()
-    kept = False
+    has_kernels = False
     smaller = wheel.with_suffix(".new")
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as target:
         for entry in source.infolist():
             kernels = KERNELS.fullmatch(entry.filename)
-            if kernels and kernels.groups() != ("cuda", wanted):
+            if kernels and kernels.groups() != ("cuda", version):
                 removed.add(entry.filename)
                 continue
-            kept = kept or kernels is not None
+            has_kernels = has_kernels or kernels is not None
             content = source.read(entry)
             # RECORD lists the files, and is the last one.
             if entry.filename.endswith(".dist-info/RECORD"):
                 lines = content.decode().splitlines(keepends=True)
                 content = "".join(line for line in lines if line.split(",")[0] not in removed).encode()
             target.writestr(entry, content)
-    if not kept:
+    if not has_kernels:
         smaller.unlink()
         raise ValueError(f"{wheel.name} has no kernels for CUDA {cuda}")
     smaller.replace(wheel)
