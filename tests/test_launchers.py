@@ -29,6 +29,7 @@ shift 2  # --export=ALL --kill-on-bad-exit=0
 echo "$SRUN_CPUS_PER_TASK" >> "$RECORD/srun"
 nodes=()
 for ((id = 0; id < SLURM_NNODES; id++)); do SLURM_NODEID=$id "$@" & nodes+=($!); done
+echo "${nodes[@]}" > "$RECORD/nodes"
 trap 'kill -USR1 "${nodes[@]}"' USR1
 code=0
 for node in "${nodes[@]}"; do
@@ -142,15 +143,32 @@ def test_the_environment_of_the_clone_is_used_where_no_other_is_active(tmp_path,
 def test_slurms_warning_reaches_all_ranks_and_the_job_is_queued_again(tmp_path, stubs):
     with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60"}) as job:
         ranks = [tmp_path / f"rank-{machine}-{rank}" for machine in (0, 1) for rank in (0, 1)]
-        until = time.monotonic() + 30
-        while not all(file.exists() for file in ranks) and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(ranks)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(30) == 0
     assert [file.read_text() for file in ranks] == ["ready saved "] * 4
     for machine in (0, 1):
         assert (tmp_path / f"launches-{machine}").read_text() == "launch\n", "the run was not started again"
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
+
+
+def test_a_cancelled_slurm_job_saves_and_is_not_queued_again(tmp_path, stubs):
+    """As with proctrack/cgroup, Slurm sends SIGTERM to the batch script and to the tasks, and to none of their processes."""
+    with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60"}) as job:
+        ranks = [tmp_path / f"rank-{machine}-{rank}" for machine in (0, 1) for rank in (0, 1)]
+        wait_for(ranks)
+        job.send_signal(signal.SIGTERM)
+        for node in (tmp_path / "nodes").read_text().split():
+            os.kill(int(node), signal.SIGTERM)
+        assert job.wait(30) == 75
+    assert [file.read_text() for file in ranks] == ["ready saved "] * 4
+    assert not (tmp_path / "scontrol").exists()
+
+
+def wait_for(files: list[Path]) -> None:
+    deadline = time.monotonic() + 30
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("words, why", [([], "usage"), ([*JOB[:2], "nowhere.yaml"], "nowhere.yaml: no such file in")])

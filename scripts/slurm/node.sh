@@ -1,8 +1,9 @@
 #!/bin/bash
 # Start the ranks of this node, and end with their exit code. scripts/slurm/train.sbatch starts it once on every node.
 #
-# A warning (SIGUSR1) is sent on to the ranks until they end: they save a checkpoint. Slurm may signal all processes of a task,
-# so the launcher ignores SIGUSR1, and so do ranks that have not begun to train.
+# A warning (SIGUSR1, or SIGTERM of scancel and of preemption) is sent on to the ranks as SIGUSR1 until they end: they save a
+# checkpoint. Slurm signals this script alone (proctrack/cgroup) or all processes of the task (proctrack/linuxproc), so the
+# launcher ignores SIGUSR1, and so do ranks that have not begun to train.
 set -euo pipefail
 
 recipe=$1 config=$2 strategy=$3
@@ -30,15 +31,13 @@ launcher=$!
 
 # shellcheck disable=SC2317 # called by the trap
 warn() {
-  trap '' USR1
+  trap '' USR1 TERM
   while kill -0 "$launcher" 2>/dev/null; do
     pkill -USR1 --parent "$launcher" || true
     sleep 1
   done &
 }
-trap warn USR1
-# Slurm sends SIGTERM to the launcher and the ranks too. A task that ends before them would take them along, before they have saved.
-trap : TERM
+trap warn USR1 TERM
 
 code=0
 wait "$launcher" || code=$?
