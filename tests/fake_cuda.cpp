@@ -1,0 +1,39 @@
+// A CUDA without devices, for tensors without contents: every device, stream and event is there, and does nothing.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+constexpr auto kType = c10::DeviceType::CUDA;
+
+struct Guard final : public c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device) const override { return {kType, 0}; }
+  c10::Device getDevice() const override { return {kType, 0}; }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, {kType, 0}); }
+  c10::Stream getDefaultStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, {kType, 0}); }
+  c10::Stream exchangeStream(c10::Stream) const override { return c10::Stream(c10::Stream::DEFAULT, {kType, 0}); }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+};
+
+Guard guard;
+c10::impl::DeviceGuardImplRegistrar registrar(kType, &guard);
+
+struct Hooks : public at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  bool isBuilt() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return false; }
+};
+
+}  // namespace
+
+namespace at {
+using CUDAHooks = Hooks;
+REGISTER_CUDA_HOOKS(CUDAHooks);
+}  // namespace at
