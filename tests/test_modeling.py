@@ -68,7 +68,9 @@ def fresh(small, name):
 @pytest.mark.parametrize("name", ["bloom", "gemma2", "mamba"])
 def test_models_without_sdpa_load(small, tmp_path, name):
     model = load_model(config(config_name=str(small / name), output_dir=str(tmp_path)), alone())
-    assert type(model).__name__.lower().startswith(name) and model.config._attn_implementation != "sdpa"
+    # Gemma 2 has no sdpa in the newest transformers, and had it before.
+    assert type(model).__name__.lower().startswith(name)
+    assert (model.config._attn_implementation == "sdpa") == type(model)._supports_sdpa
 
 
 def attends(kind: str, hardware: Hardware, config=None, precision: str = "bf16", **keys) -> str | None:

@@ -208,7 +208,7 @@ def _cast(model: Model, dtype: torch.dtype) -> None:
 
 def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
-    from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config
+    from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config, save_weights
 
     use_cache(model, True)
     if "num_beams" in config:
@@ -228,7 +228,7 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
         weights = {name: weight.detach() for name, weight in adapter.named_parameters() if weight.requires_grad}
         save_adapter(adapter, folder, weights | dict(persistent_buffers(adapter)))
     else:
-        model.save_pretrained(str(folder))
+        save_weights(cast("PreTrainedModel", model), folder)
     save_generation_config(model, tokenizer, folder)
     tokenizer.save_pretrained(folder)
     modes_by_umask(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobook.data.templates import end_tokens
 
@@ -68,10 +68,24 @@ def _one_or_all(tokens: list[int]) -> int | list[int] | None:
     return tokens[0] if len(tokens) == 1 else tokens or None
 
 
+def save_weights(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Write the model with transformers' ``save_pretrained`` and its ``options``. `save_generation_config` has to follow."""
+    from transformers import GenerationConfig
+
+    generation_config = model.generation_config
+    # Before 5.23, transformers writes no model whose config it finds invalid. Published ones are, such as those with a
+    # temperature and without sampling.
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(str(folder), **options)
+    finally:
+        model.generation_config = generation_config
+
+
 def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write ``generation_config.json`` into ``folder``, with every token at which the model stops.
 
-    ``save_pretrained`` does not write it, because its checks refuse many published configs once they are changed.
+    ``save_pretrained`` does not write it, because its checks refuse many published configs.
     """
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))

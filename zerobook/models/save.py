@@ -98,12 +98,12 @@ def _write(
     from peft import PeftModel
 
     from zerobook.models.adapters import save_adapter
-    from zerobook.models.generation_config import save_generation_config
+    from zerobook.models.generation_config import save_generation_config, save_weights
 
     if isinstance(model, PeftModel):
         save_adapter(model, folder, weights)
     else:
-        model.save_pretrained(str(folder), state_dict=weights)
+        save_weights(model, folder, state_dict=weights)
         # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off.
         file = folder / "config.json"
         facts = read_json(file) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}

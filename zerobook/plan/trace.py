@@ -148,7 +148,10 @@ class StorageCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         if name == "aten::_grouped_mm":
-            result = _run_grouped_product(func, *args, **kwargs)
+            result: Any = _run_grouped_product(func, *args, **kwargs)
+        elif name == "aten::_local_scalar_dense" and args[0].dtype == torch.bool and isinstance(args[0], FakeTensor):
+            # Before 5.23, transformers draws in each layer of BART and its kind whether to skip it. Every layer is counted.
+            result = False
         else:
             result = func(*args, **kwargs)
         torch_flops = flop_registry.get(func._overloadpacket)
