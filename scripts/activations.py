@@ -85,10 +85,10 @@ def table(recipe: str, facts: dict) -> Iterator[list[str]]:
         for mode in MODES:
             work = make_job(kind(kind.config_class(model_name_or_path=str(file), activation_checkpointing=mode)))
             planned, on_gpu, found = (planned_trace(work, "cpu"), planned_trace(work, "cuda"), measured(work))
-            plain = plain or planned.flops
+            plain = plain or planned.work.flops
             yield [
                 f"`{mode}`", size(found.saved_bytes), error(planned.saved_bytes, found.saved_bytes),
-                size(on_gpu.host_bytes) if on_gpu.host_bytes else "", f"{planned.flops / plain:.2f}",
+                size(on_gpu.host_bytes) if on_gpu.host_bytes else "", f"{planned.work.flops / plain:.2f}",
             ]  # fmt: skip
 
 

@@ -94,27 +94,26 @@ def test_a_slice_of_this_machine_has_the_slices_speed(monkeypatch):
 
 
 def test_fp32_is_timed_without_tensor_cores():
-    from zerobook.plan.roofline import EFFICIENCY, step_seconds
-    from zerobook.plan.sharding import ShardingSpec
-    from zerobook.plan.state_bytes import ModelWeights
+    from zerobook.plan.roofline import FP32_SHARE, product_seconds
+    from zerobook.plan.work import Product
 
-    spread = ShardingSpec(name="", ranks=1, ranks_per_node=1, kind="single", precision="no")
+    large = Product(1, 10**6, 10**6, 10**6, element_bytes=4)
     for name, rate in (("a100-80gb", 19.5e12), ("rtx-3090", 35.6e12), ("h100-80gb-pcie", 51e12)):
-        seconds = step_seconds(1e15, [], ModelWeights([], []), spread, cluster(gpu=name), accumulation=1).compute
-        assert seconds == pytest.approx(1e15 / (rate * EFFICIENCY)), name
+        assert product_seconds(large, cluster(gpu=name).device) == pytest.approx(2e18 / (rate * FP32_SHARE), rel=1e-3), name
 
 
 def test_offload_crosses_the_cards_own_pcie():
     from zerobook.plan.roofline import step_seconds
     from zerobook.plan.sharding import ShardingSpec
     from zerobook.plan.state_bytes import ModelWeights, Weight
+    from zerobook.plan.work import Work
 
     groups = [[Weight("all", (10**9,), 4, trained=True)]]
     spread = ShardingSpec(
         name="", ranks=1, ranks_per_node=1, kind="deepspeed", stage=2, precision="bf16", offload_optimizer="cpu"
     )
     four, five = (
-        step_seconds(0, [], ModelWeights(groups[0], groups), spread, cluster(gpu=gpu), accumulation=1).offload
+        step_seconds(Work(), 0, [], ModelWeights(groups[0], groups), spread, cluster(gpu=gpu), accumulation=1).offload
         for gpu in ("a100-80gb", "h200")
     )
     assert four - five == pytest.approx(2 * spread.compute_bytes * 1e9 * (1 / 32e9 - 1 / 64e9))

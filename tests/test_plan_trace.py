@@ -77,9 +77,9 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     # T5's peak is in its attention, whose kernel with a trained bias is simulated
     close = exact and planned.model_config.model_type != "t5"
     assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001 if close else 0.02)
-    assert found.flops == pytest.approx(measured.flops, rel=0.35)  # real attention is not counted on a CPU
+    assert found.work.flops == pytest.approx(measured.work.flops, rel=0.35)  # real attention is not counted on a CPU
     if flags.get("attn_implementation") == "eager":
-        assert found.flops == measured.flops
+        assert found.work.flops == measured.work.flops
     assert [done for done, _ in found.timeline] == [done for done, _ in measured.timeline]
     trained = sum(w.numel for w in planned.weights().weights if w.trained)
     assert found.timeline[-1][0] == trained, "every trained weight got a gradient"
@@ -286,7 +286,7 @@ def operations(planned: Job, shape: BatchShape, cast: str, precision: str, imple
         model.config._experts_implementation = implementation
         found = trace_step(model, batch, planned.objective.loss, precision, device="cuda")
     assert not found.uncounted
-    return found.flops
+    return found.work.flops
 
 
 @pytest.mark.parametrize(
@@ -339,14 +339,14 @@ def test_a_trace_of_experts_is_what_real_tensors_do(tmp_path, precision):
     finally:
         gc.enable()
     assert found.saved_bytes == measured.saved_bytes and found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.001)
-    assert found.flops == pytest.approx(measured.flops, rel=0.1)  # real attention is not counted on a CPU
+    assert found.work.flops == pytest.approx(measured.work.flops, rel=0.1)  # real attention is not counted on a CPU
 
 
 def test_products_without_a_law_are_named():
     with StorageCounter() as follow:
         torch._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 8, dtype=torch.int8))
         torch.ones(2, 3) @ torch.ones(3, 4)
-    assert follow.uncounted == {"aten::_int_mm"} and follow.flops == 2 * 2 * 3 * 4
+    assert follow.uncounted == {"aten::_int_mm"} and follow.work.flops == 2 * 2 * 3 * 4
 
 
 def test_a_trace_that_fails_is_the_problem_of_its_rows(tmp_path, capsys, monkeypatch):

@@ -21,10 +21,12 @@ CONTEXT_BYTES = 800_000_000
 assumption, not a measurement of this project."""
 
 
-NETWORK = 0.8
-"""Share of a network's listed bandwidth that collectives get: large trainings report 80 to 85 %."""
-LINKS = 0.7
+NETWORK = 0.62
+"""Share of a network's listed bandwidth that collectives get."""
+LINKS = 0.68
 """Share of the links' listed bytes a second that collectives get inside a node."""
+THROUGH_HOST = 3.5e9
+"""Bytes a second that collectives get over PCIe where GPUs send through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,11 @@ class Cluster:
         if name == "network":
             rate = self.network or 0.0
             share = NETWORK
-        return rate if name in self.measured else rate * share
+        if name in self.measured:
+            return rate
+        if name == "link" and not self.device.peer_to_peer:
+            return min(rate * share, THROUGH_HOST)
+        return rate * share
 
     @property
     def name(self) -> str:

@@ -65,11 +65,15 @@ class UnplannableModelError(ConfigError):
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its model's config. ``name`` is the model's name in tables."""
+    """A recipe with its model's config. ``name`` is the model's name in tables.
+
+    ``whole_logits`` is for runs of other programs, which compute the loss from all logits at once.
+    """
 
     recipe: Recipe[Any]
     model_config: PreTrainedConfig
     name: str
+    whole_logits: bool = False
 
     @property
     def config(self) -> RecipeConfig:
@@ -142,7 +146,8 @@ class Job:
         if self.config.new_tokens:
             grow_embeddings(model, model.get_input_embeddings().num_embeddings + len(self.config.new_tokens))
         model = self.recipe.adapt(model)
-        head.install(model)
+        if not self.whole_logits:
+            head.install(model)
         # Trained weights are fp32, whatever dtype the model is loaded in.
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -260,17 +265,28 @@ def _units(model: nn.Module) -> dict[str, str]:
     return units
 
 
+@torch.library.custom_op("zerobook::dequantise", mutates_args=())
+def _dequantise(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Weights [rows, columns] that are unpacked for a product with ``like``."""
+    raise NotImplementedError("it has shapes and no contents")
+
+
+@_dequantise.register_fake
+def _shape_of_dequantised(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return like.new_empty(rows, columns)
+
+
 class _DequantisedProduct(torch.autograd.Function):
     """Product with weights that are unpacked for it, and again for the gradient of its input. The weights get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out_features: int) -> torch.Tensor:
         ctx.in_features = x.shape[-1]
-        return x @ x.new_empty(ctx.in_features, out_features)
+        return x @ _dequantise(x, ctx.in_features, out_features)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad @ grad.new_empty(grad.shape[-1], ctx.in_features), None
+        return grad @ _dequantise(grad, grad.shape[-1], ctx.in_features), None
 
 
 class _Int8Product(torch.autograd.Function):

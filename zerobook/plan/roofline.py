@@ -1,4 +1,9 @@
-"""Time of a step, by the slowest of its parts. Imports nothing heavy."""
+"""Time of a step, from the operations of a traced micro-batch and the bytes that a rank moves. Imports nothing heavy.
+
+A GPU works through its kernels while the host starts the next ones, so a micro-batch takes the longer of both times.
+Communication overlaps with the passes in part; the optimizer's step and offload follow after them. The constants are
+engineering values or fitted to published runs: docs/measured/plan_accuracy.md compares the times with those runs.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +15,122 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import FP32_BYTES, ModelWeights, optimizer_numbers
 from zerobook.plan.traffic import Transfer, count_sent_between_nodes, nvme_bytes, pcie_bytes
+from zerobook.plan.work import Product, Work
+from zerobook.utils.devices import Device
 
-EFFICIENCY = 0.45
-"""Share of the listed operations a second that a training's matrix products reach: tuned trainings of large models report
-40 to 50 %. Small models and short rows reach less."""
-OVERLAP_COST = 0.1
-"""Share of the shorter ones of compute, links and network that does not overlap with the longest."""
-CPU_ADAM_BYTES_PER_S = 20e9
-"""Bytes that a rank's CPU optimizer reads and writes in a second."""
+FP32_SHARE = 0.75
+"""Share of the listed fp32 operations a second that large products reach."""
+HALF_RATE_ROWS = 120
+HALF_RATE_WIDTH = 175
+"""Rows, and depth and columns, at which a product reaches half of its rate: smaller ones leave tiles of the GPU empty."""
+SMALL_TILES = 0.3
+"""Factor of these sizes for fp32 and for many products at once, whose tiles are smaller."""
+FP32_ATTENTION_SHARE = 0.5
+"""Share of the listed fp32 operations a second that the attention kernels for fp32 reach."""
+HALF_RATE_LENGTH = 256
+"""Tokens of a row at which attention reaches half of its rate."""
+MEMORY_SHARE = 0.8
+"""Share of the listed bandwidth that kernels reach when they read and write."""
+DEQUANTISED_BYTES = 8.0
+"""Bytes that unpacking one quantised weight costs, in time at the memory's rate."""
+FUSED_SHARE = 0.25
+"""Share of the bytes of other operations that a compiled model moves."""
+LAUNCH_SECONDS = 14e-6
+"""Seconds in which the host starts one kernel from Python, its share of autograd included."""
+COMPILED_LAUNCHES = 0.3
+"""Share of the launches that a compiled model has."""
+HOOK_SECONDS = 1.5e-4
+"""Seconds of the host for each of DeepSpeed's hooks: at visits of modules under ZeRO-3, which gather and free weights, and
+at gradients under ZeRO-1 and 2."""
+OVERLAP = {"deepspeed": 0.28, "fsdp": 0.8, "ddp": 0.8, "single": 0.0}
+"""Kind of strategy -> share of the communication, or of the passes if they are shorter, that the other hides."""
+CPU_ADAM_BYTES_PER_S = 165e9
+"""Bytes that the CPU optimizers of a node read and write in a second, as many as its memory gives."""
 NVME_BYTES_PER_S = 3e9
 """Rate of a node's NVMe disk, which its ranks share."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step by part: ``compute`` of the passes on the GPU, ``links`` inside and ``network`` between nodes,
-    ``optimizer`` on the GPU, ``offload`` to and on the host and its disk. The first three overlap, the others follow after
-    them."""
+    """Seconds of a step by part.
+
+    ``compute`` of the passes on the GPU, ``launches`` of their kernels by the host, ``links`` inside and ``network`` between
+    nodes, ``optimizer`` on the GPU, ``offload`` to and on the host and its disk. ``overlap`` is the share that passes and
+    communication hide of each other.
+    """
 
     compute: float
+    launches: float
     links: float
     network: float
     optimizer: float
     offload: float
+    overlap: float = 0.0
 
     @property
     def step(self) -> float:
-        shortest, middle, longest = sorted((self.compute, self.links, self.network))
-        return longest + OVERLAP_COST * (shortest + middle) + self.optimizer + self.offload
+        # A smooth maximum: where both are about equal, each waits for the other at times.
+        passes = (self.compute**4 + self.launches**4) ** 0.25
+        communication = max(self.links, self.network)
+        hidden = self.overlap * min(passes, communication)
+        return passes + communication - hidden + self.optimizer + self.offload
 
     @property
     def bound(self) -> str:
         """Name of the part that takes longest."""
         seconds = asdict(self)
+        del seconds["overlap"]
         return max(seconds, key=lambda name: seconds[name])
 
 
+def product_seconds(product: Product, device: Device) -> float:
+    """Return the seconds of one matrix product: of its operations, or of its bytes if those take longer."""
+    rate = device.flops * device.product_share
+    smallness = 1.0
+    if product.element_bytes >= FP32_BYTES:
+        rate = device.fp32 * FP32_SHARE
+        smallness = SMALL_TILES
+    if product.batch > 1:
+        smallness *= SMALL_TILES
+    rate *= product.rows / (product.rows + smallness * HALF_RATE_ROWS)
+    rate *= product.depth / (product.depth + smallness * HALF_RATE_WIDTH)
+    rate *= product.columns / (product.columns + smallness * HALF_RATE_WIDTH)
+    return max(product.flops / rate, product.moved_bytes / (MEMORY_SHARE * device.bandwidth))
+
+
+def compute_seconds(work: Work, device: Device, *, is_fp32: bool, compiled: bool = False) -> float:
+    """Return the seconds that the GPU computes for one micro-batch.
+
+    Args:
+        is_fp32: attention runs in fp32.
+        compiled: the layers run as torch.compile makes them.
+    """
+    seconds = 0.0
+    for product, times in work.products.items():
+        seconds += times * product_seconds(product, device)
+    attention_rate = device.flops * device.attention_share
+    if is_fp32:
+        attention_rate = device.fp32 * FP32_ATTENTION_SHARE
+    for (length, flops), times in work.attention.items():
+        seconds += times * flops / attention_rate * (length + HALF_RATE_LENGTH) / length
+    moved_bytes = work.moved_bytes * (FUSED_SHARE if compiled else 1)
+    moved_bytes += work.dequantised_elements * DEQUANTISED_BYTES
+    return seconds + moved_bytes / (MEMORY_SHARE * device.bandwidth)
+
+
+def launch_seconds(work: Work, hooks: int, *, compiled: bool = False) -> float:
+    """Return the seconds that the host needs to start the kernels of one micro-batch.
+
+    Args:
+        hooks: number of DeepSpeed's hooks that run.
+    """
+    launches = work.kernels * (COMPILED_LAUNCHES if compiled else 1)
+    return launches * LAUNCH_SECONDS + hooks * HOOK_SECONDS
+
+
 def step_seconds(
-    flops: float,
+    work: Work,
+    visits: int,
     transfers: Sequence[Transfer],
     model: ModelWeights,
     sharding: ShardingSpec,
@@ -55,15 +138,17 @@ def step_seconds(
     *,
     accumulation: int,
     gathers: Gathers | None = None,
+    compiled: bool = False,
 ) -> StepSeconds:
     """Return the seconds of an optimizer step, by part.
 
     Args:
-        flops: operations of one micro-batch on one rank.
+        work: operations of one micro-batch on one rank.
+        visits: how often the passes of a micro-batch enter and leave a module.
         gathers: what a micro-batch's passes gather; None means `follow_gathers` without a recorded order.
+        compiled: the layers run as torch.compile makes them.
     """
     device = cluster.device
-    peak_flops_per_s = device.fp32 if sharding.precision == "no" else device.flops
     # What goes to other nodes crosses the links of the node too.
     sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
     network_seconds = 0.0
@@ -74,14 +159,15 @@ def step_seconds(
     elements = model.trained_elements / sharding.optimizer_ranks
     state_numbers = optimizer_numbers(model, sharding)
     # An optimizer reads weight, gradient and state, and writes all but the gradient: 28 bytes for AdamW. It computes very
-    # little, so the memory's bandwidth limits it.
-    moved_bytes = FP32_BYTES * (3 + 2 * state_numbers)
+    # little, so the memory's bandwidth limits it. Before, clipping reads the gradients twice and writes them.
+    moved_bytes = FP32_BYTES * (3 + 2 * state_numbers + 3)
     optimizer_seconds = offload_seconds = 0.0
     if sharding.offload_optimizer == "none":
-        optimizer_seconds = elements * moved_bytes / device.bandwidth
+        optimizer_seconds = elements * moved_bytes / (MEMORY_SHARE * device.bandwidth)
     else:
-        # Gradients go to the host, and updated weights come back.
-        offload_seconds = elements * (moved_bytes / CPU_ADAM_BYTES_PER_S + 2 * sharding.compute_bytes / device.pcie)
+        # Gradients go to the host, and updated weights come back. The ranks of a node share its memory.
+        host_seconds = moved_bytes * cluster.gpus / CPU_ADAM_BYTES_PER_S
+        offload_seconds = elements * (host_seconds + 2 * sharding.compute_bytes / device.pcie)
     if sharding.offload_optimizer == "nvme":
         # Weights and state are read and written.
         swapped_bytes = 2 * FP32_BYTES * (1 + state_numbers)
@@ -91,10 +177,16 @@ def step_seconds(
         gathers = gathers or follow_gathers(model.weights, sharding, (), accumulation)
         offload_seconds += pcie_bytes(sharding, gathers, accumulation) / device.pcie
         offload_seconds += nvme_bytes(model, sharding, gathers, accumulation) * cluster.gpus / NVME_BYTES_PER_S
+    is_fp32 = sharding.precision == "no"
+    hooks = 0
+    if sharding.kind == "deepspeed":
+        hooks = visits if sharding.is_zero3 else len(model.trained)
     return StepSeconds(
-        compute=accumulation * flops / (peak_flops_per_s * EFFICIENCY),
+        compute=accumulation * compute_seconds(work, device, is_fp32=is_fp32, compiled=compiled),
+        launches=accumulation * launch_seconds(work, hooks, compiled=compiled),
         links=sent_bytes / cluster.rate("link"),
         network=network_seconds,
         optimizer=optimizer_seconds,
         offload=offload_seconds,
+        overlap=OVERLAP[sharding.kind],
     )

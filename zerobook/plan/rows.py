@@ -199,7 +199,17 @@ def _set_figures(
     row.between = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu)
     row.checkpoint, row.checkpoints = count_checkpoints(checkpoint_numbers(model, sharding), config)
     if not row.bare:
-        row.time = step_seconds(trace.flops, transfers, model, sharding, cluster, accumulation=accumulation, gathers=gathers)
+        row.time = step_seconds(
+            trace.work,
+            len(trace.visits),
+            transfers,
+            model,
+            sharding,
+            cluster,
+            accumulation=accumulation,
+            gathers=gathers,
+            compiled=config.torch_compile,
+        )
     row.uncounted = list(trace.uncounted)
     row.tokens_per_step = shape.rows * (shape.source + shape.target) * accumulation * sharding.ranks
 
@@ -273,8 +283,10 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
 
 
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
-"""Strategy files, the simplest first. Where rates differ by less than about a twentieth, the simpler file comes first,
-unless it is tight."""
+"""Strategy files, the simplest first. Where rates differ by less than `SAME_RATE`, the simpler file comes first, unless
+it is tight."""
+SAME_RATE = 1.1
+"""Ratio of two rates that are about the same: the model of time is no more exact."""
 
 
 def plan_recipe(
@@ -303,14 +315,15 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, the best first: rows that fit, by tokens a second; then the others, by how much memory they need.
     Rows whose states alone do not fit come after rows that would fit with smaller activations."""
 
+    fastest = max((row.tokens_per_second for row in rows if row.fits), default=0.0)
+
     def sort_key(row: Row) -> tuple:
         if row.problems or row.memory is None:
             return (3, 0.0, 0)
         if not row.fits:
             return (2 if row.bare else 1, float(row.memory.total), 0)
         simplicity = SIMPLEST.index(row.file) if row.file in SIMPLEST else len(SIMPLEST)
-        # Steps of 5 %: the model of time is no more exact.
-        rate_step = round(math.log(row.tokens_per_second, 1.05))
-        return (0, -rate_step, row.tight, simplicity)
+        slowdown = fastest / row.tokens_per_second if row.tokens_per_second else 1.0
+        return (0, int(math.log(slowdown, SAME_RATE)), row.tight, simplicity)
 
     return sorted(rows, key=sort_key)

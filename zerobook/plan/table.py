@@ -203,15 +203,13 @@ def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
 
 
 def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[str]:
-    from zerobook.plan.roofline import EFFICIENCY
-
     # Times are of the listed speed of this GPU, or of one with as much memory.
     speed = "the GPU's listed speed"
     if cluster.device.like:
         speed = f"{cluster.device.like}'s listed speed, since this GPU's is not known"
     largest = max(rows, key=lambda row: row.checkpoint)
     lines = [
-        f"checkpoints: {_describe_checkpoints(largest)}; times assume {EFFICIENCY:.0%} of {speed}",
+        f"checkpoints: {_describe_checkpoints(largest)}; times follow from the operations, at a share of {speed}",
         "weights, gradients and optimizer state are counted, activations traced; by paper: ZeRO, sections 5 and 7",
     ]
     uncounted = {name for row in rows for name in row.uncounted}

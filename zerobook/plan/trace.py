@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from zerobook import head
 from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
+from zerobook.plan.work import Product, Work
 from zerobook.utils.dtypes import HALF
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
@@ -48,7 +49,8 @@ class Trace:
     saved_bytes: int
     # The first point is the forward pass and the loss; then there is one for each weight that gets a gradient.
     timeline: list[TimelinePoint]
-    flops: float = 0.0
+    # what the device computes
+    work: Work = field(default_factory=Work)
     # the modules in the order in which they run, forward and then backward
     visits: Sequence[Visit] = ()
     # operations that multiply matrices, but whose number of floating-point operations is unknown
@@ -63,40 +65,52 @@ class Trace:
         return max(point.activation_bytes for point in self.timeline)
 
 
-def _grouped_product_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
-    """Return the operations of a grouped product, as for a mixture's experts: each row of ``a`` is multiplied by one of
-    ``b``'s matrices, whatever their number. Where both are matrices, their common dimension is divided into groups."""
-    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
-    return 2.0 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-def _addmm_flops(addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> float:
-    return 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
-
-
-def _grouped_backward_flops(a: torch.Tensor, b: torch.Tensor, *_: Any) -> float:
-    """Return the operations of two products, for the gradients of both factors."""
-    return 2 * _grouped_product_flops(a, b)
-
-
 def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool) -> float:
     """Return the operations of two products of [length, width] by [width, keys]. A causal kernel leaves out the half that is
     masked."""
     return 4.0 * q.numel() * k.shape[-2] / (2 if causal else 1)
 
 
-_FLOPS: dict[str, Callable[..., float]] = {
-    "aten::_grouped_mm": _grouped_product_flops,
-    "aten::addmm": _addmm_flops,
-    "aten::addmm_": _addmm_flops,
-    # operations of transformers for where torch has no kernel: a loop over the groups
-    "transformers::grouped_mm_fallback": _grouped_product_flops,
-    "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
-    "zerobook::attention": _attention_flops,
-}
-"""Operations that torch 2.13's flop counter does not know, or not with an ``out_dtype`` -> their number of floating-point
-operations."""
 _MATRIX_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
+
+
+_FACTORS = {
+    "aten::mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::addmm_": (1, 2),
+    "aten::bmm": (0, 1),
+    "aten::baddbmm": (1, 2),
+    "aten::_grouped_mm": (0, 1),
+    # operations of transformers for where torch has no kernel: a loop over the groups
+    "transformers::grouped_mm_fallback": (0, 1),
+    "transformers::grouped_mm_fallback_backward": (0, 1),
+}
+"""Products of matrices -> the places of their factors among the arguments."""
+_LOOK_UPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
+_WITHOUT_KERNEL = {
+    "aten::_unsafe_view",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "prim::device",
+}
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operation only returns another view of its input."""
+    returns = func._schema.returns
+    return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+
+
+def _tensor_bytes(values: Any) -> float:
+    """Return the bytes of all tensors in ``values``. An expanded tensor is read from its smaller storage."""
+    total = 0
+    for tensor in tree_iter(values):
+        if isinstance(tensor, torch.Tensor):
+            total += min(tensor.nbytes, tensor.untyped_storage().nbytes())
+    return float(total)
 
 
 class StorageCounter(TorchDispatchMode):
@@ -110,7 +124,7 @@ class StorageCounter(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.flops = 0.0
+        self.work = Work()
         self.host_bytes = 0
         self.uncounted: set[str] = set()
         self._counted: dict[int, weakref.ref] = {}
@@ -154,17 +168,39 @@ class StorageCounter(TorchDispatchMode):
             result = False
         else:
             result = func(*args, **kwargs)
-        torch_flops = flop_registry.get(func._overloadpacket)
-        if name in _FLOPS:
-            self.flops += _FLOPS[name](*args, **kwargs)
-        elif torch_flops is not None:
-            self.flops += torch_flops(*args, **kwargs, out_val=result)
-        elif _MATRIX_PRODUCT.search(name):
-            self.uncounted.add(name)
+        self._record(func, name, args, result)
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self.count(tensor)
         return result
+
+    def _record(self, func: Any, name: str, args: Any, result: Any) -> None:
+        """Add an operation to `work`."""
+        if name in _WITHOUT_KERNEL or _is_view(func):
+            return
+        work = self.work
+        work.kernels += 1
+        if name == "zerobook::dequantise":
+            work.dequantised_elements += result.numel()
+            return
+        if name == "zerobook::attention":
+            q, k, v, bias, causal = args
+            work.attention[q.shape[-2], _attention_flops(q, k, v, bias, causal)] += 1
+            return
+        factors = _FACTORS.get(name)
+        if factors is not None:
+            a, b = (args[index] for index in factors)
+            # A mixture of experts has one matrix of ``b`` for each group of ``a``'s rows, so the number of groups is no factor.
+            batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
+            product = Product(batch, a.shape[-2], a.shape[-1], b.shape[-1], a.element_size())
+            # The backward pass makes the gradients of both factors.
+            work.products[product] += 2 if name.endswith("_backward") else 1
+            return
+        if _MATRIX_PRODUCT.search(name) or func._overloadpacket in flop_registry:
+            self.uncounted.add(name)
+        results = _tensor_bytes(result)
+        # A look-up reads as much as it writes, whatever the size of its table.
+        work.moved_bytes += 2 * results if name in _LOOK_UPS else _tensor_bytes(args) + results
 
 
 def _run_grouped_product(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -264,7 +300,7 @@ def trace_step(
     return Trace(
         saved.bytes,
         timeline,
-        flops=counter.flops,
+        work=counter.work,
         visits=visits,
         uncounted=tuple(sorted(counter.uncounted)),
         host_bytes=counter.host_bytes,
@@ -436,7 +472,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, bias, *_ = ctx.saved_tensors
         # The scores are recomputed, and four products give the gradients: 5 products where the forward pass has 2.
-        ctx.counter.flops += 2.5 * ctx.flops
+        ctx.counter.work.attention[q.shape[-2], 2.5 * ctx.flops] += 1
         bias_grad = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), bias_grad, None, None
 

@@ -23,6 +23,9 @@ class Device:
         drivers: its names as ``torch.cuda.get_device_name`` gives them, without the leading ``NVIDIA``.
         bf16: whether it computes in bf16.
         fused: whether flash attention runs on it.
+        product_share: share of ``flops`` that large matrix products reach in a training.
+        attention_share: share of ``flops`` that fused attention reaches.
+        peer_to_peer: whether it sends to another GPU over PCIe without the host's memory. GeForce cards do not.
         like: the device whose speed is used for this one, where its own speed is not known.
     """
 
@@ -36,6 +39,9 @@ class Device:
     drivers: tuple[str, ...] = ()
     bf16: bool = True
     fused: bool = True
+    product_share: float = 0.8
+    attention_share: float = 0.55
+    peer_to_peer: bool = True
     like: str = ""
 
     @property
@@ -49,7 +55,7 @@ class Device:
 
 
 def _device(
-    name: str, drivers: str, gb: int, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: bool
+    name: str, drivers: str, gb: int, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: float
 ) -> Device:
     """Return a device whose figures are in the units of data sheets: GB, 10^12 operations a second, and GB a second."""
     return Device(
@@ -61,13 +67,18 @@ def _device(
         link=(nvlink or pcie) * 1e9,
         pcie=pcie * 1e9,
         drivers=tuple(drivers.split("; ")),
-        **facts,  # type: ignore[arg-type]  # only flags are given so
+        **facts,  # type: ignore[arg-type]  # the fields that most devices have at their defaults
     )
 
 
 # From NVIDIA's data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both directions
 # together; the rates here are for one direction. Rates that the sheets give with sparsity are halved.
-_OLD = {"bf16": False, "fused": False}
+_OLD = {"bf16": False, "fused": False, "product_share": 0.6, "attention_share": 0.3}
+_HOPPER = {"product_share": 0.68, "attention_share": 0.32}
+_GEFORCE = {"product_share": 0.9, "attention_share": 0.6, "peer_to_peer": False}
+_ADA = {"product_share": 0.6, "attention_share": 0.5}
+_BLACKWELL = {"product_share": 0.66, "attention_share": 0.35}
+"""Facts of a generation. Shares are fitted to published runs, see docs/measured/plan_accuracy.md."""
 DEVICES = {
     device.name: device
     for device in (
@@ -78,28 +89,28 @@ DEVICES = {
         _device("v100-32gb-pcie", "Tesla V100-PCIE-32GB", 32, 112, 14, 900, 16, **_OLD),
         _device("titan-rtx", "TITAN RTX", 24, 130, 16.3, 672, 16, **_OLD),
         _device("t4", "Tesla T4", 16, 65, 8.1, 320, 16, **_OLD),
-        _device("rtx-3090", "GeForce RTX 3090", 24, 71, 35.6, 936, 32),
-        _device("rtx-4090", "GeForce RTX 4090", 24, 165, 82.6, 1008, 32),
+        _device("rtx-3090", "GeForce RTX 3090", 24, 71, 35.6, 936, 32, **_GEFORCE),
+        _device("rtx-4090", "GeForce RTX 4090", 24, 165, 82.6, 1008, 32, **_GEFORCE),
         _device("a10", "A10", 24, 125, 31.2, 600, 32),
         _device("a10g", "A10G", 24, 70, 35, 600, 32),
         _device("a30", "A30", 24, 165, 10.3, 933, 32),
-        _device("l4", "L4", 24, 121, 30.3, 300, 32),
+        _device("l4", "L4", 24, 121, 30.3, 300, 32, **_ADA),
         _device("a40", "A40", 48, 150, 37.4, 696, 32),
         _device("a6000", "RTX A6000", 48, 155, 38.7, 768, 32),
-        _device("rtx-6000-ada", "RTX 6000 Ada Generation", 48, 364, 91.1, 960, 32),
-        _device("l40", "L40", 48, 181, 90.5, 864, 32),
-        _device("l40s", "L40S", 48, 362, 91.6, 864, 32),
+        _device("rtx-6000-ada", "RTX 6000 Ada Generation", 48, 364, 91.1, 960, 32, **_ADA),
+        _device("l40", "L40", 48, 181, 90.5, 864, 32, **_ADA),
+        _device("l40s", "L40S", 48, 362, 91.6, 864, 32, **_ADA),
         _device("a100-40gb", "A100-SXM4-40GB", 40, 312, 19.5, 1555, 32, 300),
         _device("a100-40gb-pcie", "A100-PCIE-40GB", 40, 312, 19.5, 1555, 32),
         _device("a100-80gb", "A100-SXM4-80GB", 80, 312, 19.5, 2039, 32, 300),
         _device("a100-80gb-pcie", "A100 80GB PCIe; A100-PCIE-80GB", 80, 312, 19.5, 1935, 32),
-        _device("h100-80gb", "H100 80GB HBM3", 80, 989, 67, 3350, 64, 450),
-        _device("h100-80gb-pcie", "H100 PCIe", 80, 756, 51, 2000, 64),
-        _device("h100-nvl", "H100 NVL", 94, 835, 60, 3900, 64),
-        _device("gh200", "GH200 480GB", 96, 989, 67, 4000, 64),
-        _device("h200", "H200", 141, 989, 67, 4800, 64, 450),
-        _device("h200-nvl", "H200 NVL", 141, 835, 60, 4800, 64),
-        _device("b200", "B200", 180, 2250, 75, 8000, 64, 900),
+        _device("h100-80gb", "H100 80GB HBM3", 80, 989, 67, 3350, 64, 450, **_HOPPER),
+        _device("h100-80gb-pcie", "H100 PCIe", 80, 756, 51, 2000, 64, **_HOPPER),
+        _device("h100-nvl", "H100 NVL", 94, 835, 60, 3900, 64, **_HOPPER),
+        _device("gh200", "GH200 480GB", 96, 989, 67, 4000, 64, **_HOPPER),
+        _device("h200", "H200", 141, 989, 67, 4800, 64, 450, **_HOPPER),
+        _device("h200-nvl", "H200 NVL", 141, 835, 60, 4800, 64, **_HOPPER),
+        _device("b200", "B200", 180, 2250, 75, 8000, 64, 900, **_BLACKWELL),
     )
 }
 _SLICES = {"a30": 4}

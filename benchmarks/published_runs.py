@@ -1,0 +1,492 @@
+"""Compare planned times with published runs of other projects, and write docs/measured/plan_accuracy.md.
+
+usage: published_runs.py [--only SOURCE] [--page FILE]
+
+``benchmarks/published_runs.jsonl`` has a measurement a line, with its source. Each is planned as it ran: its model, strategy,
+GPUs and micro-batch, with all logits at once where that program keeps them. Only a model of 2 layers and one of 4 are traced,
+since a step's operations grow in proportion to the layers. Nothing is downloaded and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from zerobook.config import ConfigSources  # noqa: E402
+from zerobook.errors import ConfigError  # noqa: E402
+from zerobook.plan.gather_schedule import follow_gathers  # noqa: E402
+from zerobook.plan.hardware import Cluster, cluster  # noqa: E402
+from zerobook.plan.job import Job, make_job  # noqa: E402
+from zerobook.plan.roofline import StepSeconds, step_seconds  # noqa: E402
+from zerobook.plan.rows import launch_plan  # noqa: E402
+from zerobook.plan.sharding import ShardingSpec, sharding_spec  # noqa: E402
+from zerobook.plan.traced_job import trace_job  # noqa: E402
+from zerobook.plan.traffic import list_transfers  # noqa: E402
+from zerobook.plan.work import Work  # noqa: E402
+from zerobook.training.recipe_file import recipe_class  # noqa: E402
+from zerobook.utils.versions import versions  # noqa: E402
+
+RUNS = ROOT / "benchmarks" / "published_runs.jsonl"
+PAGE = ROOT / "docs" / "measured" / "plan_accuracy.md"
+
+STRATEGY_FILES = {
+    "fsdp1-full": "fsdp",
+    # FSDP that keeps weights gathered is not shipped; ZeRO-2 shards the same.
+    "fsdp1-grad-op": "zero2",
+    "fsdp1-hybrid": "fsdp_hybrid",
+    "fsdp1-full-offload": "fsdp_offload",
+    "fsdp2-full": "fsdp",
+}
+"""Name of a strategy in the runs -> shipped strategy file, where it is not the name with ``_`` for ``-``."""
+CHECKPOINTING = {"selective-op": "selective", "selective-2nd-layer": "every:2"}
+TARGETS = {
+    "all-linear": ["all-linear"],
+    "q,v": ["q_proj", "v_proj"],
+    "q,v,o": ["q_proj", "v_proj", "o_proj"],
+    "q,v,o,mlp": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gate,up,down": ["gate_proj", "up_proj", "down_proj"],
+    "query_key_value": ["query_key_value"],
+}
+NETWORKS = {"a100": "1600Gbps"}
+"""GPU -> network of a node where a run does not name it; for newer GPUs 3200Gbps."""
+ATTENTION_SHARES = {"flash3": 0.68, "flash4": 0.65}
+"""Attention kernels that torch does not have -> share of the listed operations a second that they reach."""
+SHORT_MODELS = (2, 4)
+"""Layers of the models that are traced."""
+WIDE_MISS = 0.25
+"""Distance from which a run is listed with its probable cause."""
+
+
+class UnplannedRunError(Exception):
+    """Error for a run that no recipe or strategy file can do; its text says why."""
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One measurement."""
+
+    facts: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        """Owner and name of the repository that published it."""
+        return self.facts["source"].split(":")[0]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second of one GPU; None where no time was published."""
+        return self.facts["measured"].get("tokens_per_s_per_gpu")
+
+    @property
+    def computes_whole_logits(self) -> bool:
+        """Whether the program holds all logits at once. Fused losses, such as Liger's, do not."""
+        remarks = " ".join([self.facts["plannable"], self.facts["framework"], *self.facts["caveats"]]).lower()
+        return not any(word in remarks for word in ("liger", "chunked", "fused cross"))
+
+    def model_config(self, layers: int) -> dict[str, Any]:
+        """Return the model's config.json with another number of layers."""
+        architecture = self.facts["arch"]
+        make = MODEL_CONFIGS.get(architecture["family"])
+        if make is None:
+            raise UnplannedRunError(f"no recipe trains a {architecture['family']}")
+        return make(architecture, layers)
+
+    def make_job(self, folder: Path, layers: int) -> tuple[Job, ConfigSources]:
+        """Return the job that plans it, and the sources of its settings. The model's config is written to ``folder``."""
+        facts = self.facts
+        method = facts["method"]
+        file = folder / "model.json"
+        file.write_text(json.dumps(self.model_config(layers)))
+        checkpointing = facts["activation_checkpointing"]
+        flags = {
+            "model_name_or_path": str(file),
+            "per_device_train_batch_size": facts["micro_batch"],
+            "gradient_accumulation_steps": facts["grad_accum"],
+            "activation_checkpointing": CHECKPOINTING.get(checkpointing, checkpointing),
+            "mixed_precision": "no" if facts["precision"] == "fp32" else facts["precision"],
+            "torch_compile": facts["compile"],
+        }
+        if facts["attention"].startswith(("eager", "megatron")):
+            flags["attn_implementation"] = "eager"
+        recipe = "causal_lm"
+        if method["kind"] != "full":
+            flags["dtype"] = "bfloat16"
+            flags["lora_r"] = method["rank"]
+            flags["lora_target_modules"] = TARGETS[method["targets"]]
+            flags["modules_to_save"] = method.get("also_trained", [])
+            flags["adapter"] = "dora" if method.get("dora") else "lora"
+            flags["load_in_4bit"] = method["kind"] == "qlora"
+            recipe = "lora_finetune"
+        if facts["target_len"]:
+            recipe = "seq2seq_chatbot"
+            flags["max_source_length"] = facts["seq_len"]
+            flags["max_target_length"] = facts["target_len"]
+        else:
+            flags["block_size" if recipe == "causal_lm" else "max_seq_length"] = facts["seq_len"]
+        kind = recipe_class(str(ROOT / "recipes" / f"{recipe}.py"))
+        unknown = set(flags) - set(kind.config_class.model_fields)
+        if unknown:
+            raise UnplannedRunError(f"recipes/{recipe}.py has no {', '.join(sorted(unknown))}")
+        job = make_job(kind(kind.config_class(**flags)))
+        sources = {key: f"flag --{key}" if key in flags else "default" for key in kind.config_class.model_fields}
+        return replace(job, whole_logits=self.computes_whole_logits), ConfigSources(sources)
+
+    def cluster(self) -> Cluster:
+        """Return the GPUs, and the network between nodes."""
+        facts = self.facts
+        gpu = facts["plan_gpu"]
+        network = None
+        if facts["nodes"] > 1:
+            network = facts["interconnect"] or NETWORKS.get(gpu.partition("-")[0], "3200Gbps")
+        where = cluster(
+            gpus=str(facts["gpus_per_node"]),
+            nodes=str(facts["nodes"]),
+            gpu=gpu,
+            interconnect=network,
+            intra_node="pcie" if facts["intra_node"] == "pcie" else None,
+        )
+        share = ATTENTION_SHARES.get(facts["attention"], where.device.attention_share)
+        return replace(where, device=replace(where.device, attention_share=share))
+
+
+def _gpt2(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+    # A run whose dropout is not known has that of the model's release.
+    dropout = architecture.get("dropout")
+    dropout = 0.1 if dropout is None else dropout
+    return {
+        "model_type": "gpt2",
+        "n_embd": architecture["hidden_size"],
+        "n_layer": layers,
+        "n_head": architecture["heads"],
+        "n_inner": architecture["intermediate"],
+        "vocab_size": architecture["vocab"],
+        "n_positions": architecture["positions"],
+        "activation_function": architecture["activation"],
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        "tie_word_embeddings": architecture["tied"],
+    }
+
+
+def _llama(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+    values = {
+        "model_type": architecture["family"].removesuffix("ForCausalLM").lower(),
+        "hidden_size": architecture["hidden_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": architecture["heads"],
+        "num_key_value_heads": architecture["kv_heads"],
+        "intermediate_size": architecture["intermediate"],
+        "vocab_size": architecture["vocab"],
+        "tie_word_embeddings": architecture["tied"],
+        "max_position_embeddings": 1 << 20,
+    }
+    if architecture.get("head_dim"):
+        values["head_dim"] = architecture["head_dim"]
+    return values
+
+
+def _t5(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+    return {
+        "model_type": architecture["family"].removesuffix("ForConditionalGeneration").lower(),
+        "d_model": architecture["hidden_size"],
+        "d_kv": architecture["d_kv"],
+        "d_ff": architecture["intermediate"],
+        "num_layers": layers,
+        "num_decoder_layers": layers,
+        "num_heads": architecture["heads"],
+        "vocab_size": architecture["vocab"],
+        "tie_word_embeddings": architecture["tied"],
+        "feed_forward_proj": "gated-gelu" if architecture.get("gated") else "relu",
+    }
+
+
+def _bloom(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "bloom",
+        "hidden_size": architecture["hidden_size"],
+        "n_layer": layers,
+        "n_head": architecture["heads"],
+        "vocab_size": architecture["vocab"],
+        "tie_word_embeddings": architecture["tied"],
+    }
+
+
+MODEL_CONFIGS = {
+    "GPT2LMHeadModel": _gpt2,
+    "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _llama,
+    "Qwen3ForCausalLM": _llama,
+    "T5ForConditionalGeneration": _t5,
+    "MT5ForConditionalGeneration": _t5,
+    "BloomForCausalLM": _bloom,
+}
+"""Class of a model -> the function that makes its config.json."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run with its planned step. ``tokens_per_second`` are planned, of one GPU."""
+
+    run: PublishedRun
+    time: StepSeconds
+    tokens_per_second: float
+
+    @property
+    def ratio(self) -> float:
+        """Planned over published tokens a second."""
+        assert self.run.tokens_per_second is not None
+        return self.tokens_per_second / self.run.tokens_per_second
+
+    @property
+    def error(self) -> float:
+        return abs(self.ratio - 1)
+
+
+class Planner:
+    """Plans runs. The operations of equal micro-batches are traced once."""
+
+    def __init__(self) -> None:
+        self._works: dict[str, tuple[Work, int]] = {}
+
+    def compare(self, run: PublishedRun) -> Comparison:
+        """Plan one run.
+
+        Raises:
+            UnplannedRunError: no recipe or strategy file does what it did.
+        """
+        if run.facts["plannable"].startswith("no"):
+            raise UnplannedRunError(run.facts["plannable"].removeprefix("no: "))
+        where = run.cluster()
+        strategy = run.facts["strategy"]
+        file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
+        with tempfile.TemporaryDirectory() as folder:
+            job, sources = run.make_job(Path(folder), run.facts["arch"]["layers"])
+            plan = launch_plan(file, where, job.config, sources)
+            if plan.problems:
+                raise UnplannedRunError(plan.problems[0])
+            sharding = sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size))
+            model = job.weights()
+        accumulation = job.config.accumulation_on(plan.data_parallel_size)
+        work, visits = self._work(run, sharding)
+        gathers = follow_gathers(model.weights, sharding, (), accumulation)
+        time = step_seconds(
+            work,
+            visits,
+            list_transfers(model, sharding, accumulation, gathers),
+            model,
+            sharding,
+            where,
+            accumulation=accumulation,
+            gathers=gathers,
+            compiled=job.config.torch_compile,
+        )
+        tokens = job.shape.rows * (job.shape.source + job.shape.target) * accumulation
+        return Comparison(run, time, tokens / time.step)
+
+    def _work(self, run: PublishedRun, sharding: ShardingSpec) -> tuple[Work, int]:
+        """Return the operations of a micro-batch, and how often its passes enter and leave a module."""
+        few, many = SHORT_MODELS
+        traces = []
+        key = ""
+        with tempfile.TemporaryDirectory() as folder:
+            for layers in SHORT_MODELS:
+                job, _ = run.make_job(Path(folder), layers)
+                if not key:
+                    settings = job.config.model_dump_json(exclude={"model_name_or_path", "gradient_accumulation_steps"})
+                    config = job.model_config.to_json_string(use_diff=False)
+                    key = f"{settings} {config} {sharding.cast} {sharding.autocast} {job.whole_logits} {run.facts['arch']}"
+                    if key in self._works:
+                        return self._works[key]
+                traces.append(trace_job(job, sharding.cast, sharding.autocast, "cuda"))
+        short, longer = traces
+        steps = (run.facts["arch"]["layers"] - few) / (many - few)
+
+        def extend(of_short: float, of_longer: float) -> float:
+            return of_short + steps * (of_longer - of_short)
+
+        def extend_counts(of_short: Counter[Any], of_longer: Counter[Any]) -> Counter[Any]:
+            counts: Counter[Any] = Counter()
+            for operation in of_longer | of_short:
+                counts[operation] = extend(of_short[operation], of_longer[operation])  # type: ignore[assignment]
+            return counts
+
+        work = Work(
+            products=extend_counts(short.work.products, longer.work.products),
+            attention=extend_counts(short.work.attention, longer.work.attention),
+            moved_bytes=extend(short.work.moved_bytes, longer.work.moved_bytes),
+            dequantised_elements=int(extend(short.work.dequantised_elements, longer.work.dequantised_elements)),
+            kernels=int(extend(short.work.kernels, longer.work.kernels)),
+        )
+        visits = int(extend(len(short.visits), len(longer.visits)))
+        self._works[key] = (work, visits)
+        return work, visits
+
+
+def read_runs(file: Path = RUNS) -> list[PublishedRun]:
+    """Return the runs that have a time."""
+    runs = [PublishedRun(json.loads(line)) for line in file.read_text().splitlines()]
+    return [run for run in runs if run.tokens_per_second]
+
+
+def spread(comparisons: Iterable[Comparison]) -> tuple[float, float]:
+    """Return the median and the 90th percentile of the errors, each source weighted alike."""
+    by_source = defaultdict(list)
+    for comparison in comparisons:
+        by_source[comparison.run.source].append(comparison.error)
+    weighted = []
+    for errors in by_source.values():
+        weighted += [(error, 1 / len(errors) / len(by_source)) for error in errors]
+    weighted.sort()
+
+    def quantile(share: float) -> float:
+        total = 0.0
+        for error, weight in weighted:
+            total += weight
+            if total >= share - 1e-9:
+                return error
+        return weighted[-1][0]
+
+    return quantile(0.5), quantile(0.9)
+
+
+def _percent(errors: tuple[float, float]) -> str:
+    median, late = errors
+    return f"{median:.0%} / {late:.0%}"
+
+
+def _table(header: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " --- |" * (len(header) - 1)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return [*lines, ""]
+
+
+def _billions(run: PublishedRun) -> str:
+    parameters = run.facts["params_b"]
+    for limit in (1, 4, 10, 40):
+        if parameters < limit:
+            return f"below {limit}B"
+    return "40B and more"
+
+
+GROUPS = {
+    "source": lambda run: run.source,
+    "GPU": lambda run: run.facts["plan_gpu"],
+    "strategy": lambda run: run.facts["strategy"],
+    "method": lambda run: run.facts["method"]["kind"],
+    "parameters": _billions,
+}
+"""Heading -> what runs are grouped by."""
+
+
+def _cause(comparison: Comparison) -> str:
+    """Return the probable cause of a large distance; "not known" where there is none."""
+    facts = comparison.run.facts
+    if "Omni-Path" in " ".join(facts["caveats"]) and facts["nodes"] > 1:
+        return "network: Omni-Path, listed with 400 Gbit/s a node"
+    if facts["attention"].startswith("megatron"):
+        return "attention: Megatron's fused softmax, planned as eager"
+    if facts["method"].get("quant") == "gptq-int4":
+        return "base: GPTQ, planned as NF4"
+    if facts["plannable"] != "yes":
+        return facts["plannable"].removeprefix("approx: ")
+    return "not known"
+
+
+INTRODUCTION = """
+Each row of `benchmarks/published_runs.jsonl` is a training run that another project published, planned as it ran: model, GPUs,
+strategy, micro-batch, precision, attention, and all logits at once where that program keeps them. None of them ran here.
+Errors are |planned / published - 1| of tokens a second: median / 90th percentile. The ratio is planned over published in the
+median: above 1, the plan is too fast. The constants of the model of time were chosen with these runs in view, so runs of other
+projects may be further off. Memory is not compared yet.
+"""
+
+
+def page(comparisons: list[Comparison], unplanned: list[tuple[PublishedRun, str]]) -> str:
+    """Return the page as Markdown."""
+    found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
+    lines = [
+        "# Planned times against published runs",
+        "",
+        *INTRODUCTION.strip().splitlines(),
+        "",
+        f"Written by `python benchmarks/published_runs.py` on {date.today()}. {found}.",
+        "",
+    ]
+    overall = spread(comparisons)
+    errors = [comparison.error for comparison in comparisons]
+    rows = [
+        ["sources weighted alike", str(len(comparisons)), _percent(overall), ""],
+        ["runs weighted alike", str(len(comparisons)), _percent(_quantiles(errors)), _ratio(comparisons)],
+    ]
+    lines += _table(["", "runs", "error", "ratio"], rows)
+    for heading, group_of in GROUPS.items():
+        groups = defaultdict(list)
+        for comparison in comparisons:
+            groups[group_of(comparison.run)].append(comparison)
+        rows = []
+        for name, members in sorted(groups.items()):
+            rows.append([name, str(len(members)), _percent(_quantiles([each.error for each in members])), _ratio(members)])
+        lines += _table([heading, "runs", "error", "ratio"], rows)
+
+    misses = [comparison for comparison in comparisons if comparison.error > WIDE_MISS]
+    lines += [f"## Runs more than {WIDE_MISS:.0%} off", ""]
+    rows = []
+    for miss in sorted(misses, key=lambda miss: -miss.error):
+        facts = miss.run.facts
+        what = f"{facts['model']}, {facts['method']['kind']}, {facts['seq_len']} x {facts['micro_batch']}"
+        where = f"{facts['nodes']} x {facts['gpus_per_node']} {facts['plan_gpu']}, {facts['strategy']}"
+        rates = f"{miss.run.tokens_per_second:,.0f}", f"{miss.tokens_per_second:,.0f}", f"{miss.ratio:.2f}"
+        rows.append([facts["id"], what, where, *rates, miss.time.bound, _cause(miss)])
+    lines += _table(["run", "training", "GPUs", "published", "planned", "ratio", "waits for", "probable cause"], rows)
+    lines += ["## Runs that were not planned", ""]
+    lines += _table(["run", "reason"], [[run.facts["id"], reason] for run, reason in unplanned])
+    return "\n".join(lines)
+
+
+def _quantiles(errors: list[float]) -> tuple[float, float]:
+    ordered = sorted(errors)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+
+
+def _ratio(comparisons: list[Comparison]) -> str:
+    return f"{statistics.median(comparison.ratio for comparison in comparisons):.2f}"
+
+
+def main() -> None:
+    """Plan the runs, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="runs whose source contains this")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    flags = parser.parse_args()
+    planner = Planner()
+    comparisons = []
+    unplanned = []
+    for run in read_runs():
+        if flags.only and flags.only not in run.source:
+            continue
+        try:
+            comparison = planner.compare(run)
+        except (UnplannedRunError, ConfigError) as error:
+            unplanned.append((run, str(error)))
+            continue
+        comparisons.append(comparison)
+        print(f"{run.facts['id']:<24} {comparison.ratio:.2f}", flush=True)
+    flags.page.write_text(page(comparisons, unplanned))
+    print(f"sources weighted alike: {_percent(spread(comparisons))}; wrote {flags.page}")
+
+
+if __name__ == "__main__":
+    main()
