@@ -30,12 +30,12 @@ PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_
 KERNELS = re.compile(r"bitsandbytes/libbitsandbytes_(cuda|rocm|xpu)(\w*)\.so")
 
 
-def missing_packages(roots: list[str], installed: set[str], python: str) -> dict[str, str]:
-    """Return {package: version here} of ``roots`` and all that they need, without what is installed.
+def missing_packages(roots: list[str], installed: dict[str, str], python: str) -> dict[str, str]:
+    """Return {package: version here} of ``roots`` and all that they need, without what is installed and new enough.
 
     Args:
         roots: requirements, as in pyproject.toml.
-        installed: names of packages. What these need is taken to be there too.
+        installed: package -> version; "" where it is not known. What these need is taken to be there too.
         python: version of Python on the machine, such as ``3.12``.
     """
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
@@ -45,7 +45,11 @@ def missing_packages(roots: list[str], installed: set[str], python: str) -> dict
         requirement = waiting.pop()
         name = canonicalize_name(requirement.name)
         is_needed = requirement.marker is None or requirement.marker.evaluate(environment)
-        if name in installed or name in versions or not is_needed:
+        installed_version = installed.get(name)
+        is_installed = installed_version == "" or (
+            installed_version is not None and requirement.specifier.contains(installed_version, prereleases=True)
+        )
+        if is_installed or name in versions or not is_needed:
             continue
         package = distribution(name)
         versions[name] = package.version
@@ -53,10 +57,16 @@ def missing_packages(roots: list[str], installed: set[str], python: str) -> dict
     return dict(sorted(versions.items()))
 
 
-def read_installed(file: Path) -> set[str]:
-    """Return the names of packages in the output of ``pip list --format=freeze``, or in a list of names."""
-    names = [re.split(r"[=<>@ ]", line.strip(), maxsplit=1)[0] for line in file.read_text().splitlines()]
-    return {canonicalize_name(name) for name in names if name}
+def read_installed(file: Path) -> dict[str, str]:
+    """Return {package: version} of the output of ``pip list --format=freeze``, or of a list of names."""
+    installed = {}
+    for line in file.read_text().splitlines():
+        name, _, version = line.partition("==")
+        # An installation from a folder is shown with its path, not its version.
+        name = name.split("@")[0].strip()
+        if name:
+            installed[canonicalize_name(name)] = version.strip()
+    return installed
 
 
 def collect(package: str, version: str, python: str, dest: Path) -> None:
@@ -111,6 +121,8 @@ def main() -> None:
     roots = [line for line in project["dependencies"] if canonicalize_name(Requirement(line).name) not in UNUSED]
     roots += TESTS if options.tests else []
     packages = missing_packages(roots, read_installed(options.installed), options.python)
+    if "torch" in packages:
+        sys.exit("the machine has no torch, or one that is older than pyproject.toml's: take another image.")
     options.dest.mkdir(parents=True, exist_ok=True)
     for package, version in packages.items():
         collect(package, version, options.python, options.dest)

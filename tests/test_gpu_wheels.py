@@ -10,20 +10,28 @@ from scripts import gpu_wheels
 
 
 def test_what_is_not_installed_is_followed_to_its_requirements():
-    packages = gpu_wheels.missing_packages(["deepspeed>=0.1", "torch"], {"torch", "numpy", "pydantic"}, "3.12")
+    packages = gpu_wheels.missing_packages(
+        ["deepspeed>=0.1", "torch"], dict.fromkeys(("torch", "numpy", "pydantic"), ""), "3.12"
+    )
     assert {"deepspeed", "hjson"} <= packages.keys()
     assert not {"torch", "numpy", "pydantic", "pydantic-core"} & packages.keys(), "what is there has its requirements"
 
 
 def test_only_what_another_python_needs_is_taken():
     roots = ["tomli; python_version < '3.11'", "psutil; python_version >= '3.12'", "zstandard; extra == 'all'"]
-    assert list(gpu_wheels.missing_packages(roots, set(), "3.12")) == ["psutil"]
+    assert list(gpu_wheels.missing_packages(roots, {}, "3.12")) == ["psutil"]
 
 
 def test_names_of_installed_packages_are_read_from_pip(tmp_path):
     file = tmp_path / "installed.txt"
     file.write_text("torch==2.11.0+cu130\nPyYAML==6.0\nruamel_yaml\npeft @ file:///tmp/peft\n\n")
-    assert gpu_wheels.read_installed(file) == {"torch", "pyyaml", "ruamel-yaml", "peft"}
+    versions = {"torch": "2.11.0+cu130", "pyyaml": "6.0", "ruamel-yaml": "", "peft": ""}
+    assert gpu_wheels.read_installed(file) == versions
+
+
+def test_what_is_too_old_is_taken_too():
+    installed = {"torch": "2.11.0+cu130", "psutil": "5.0"}
+    assert list(gpu_wheels.missing_packages(["torch>=2.11", "psutil>=5.9"], installed, "3.12")) == ["psutil"]
 
 
 def wheel(folder):
