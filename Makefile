@@ -9,7 +9,7 @@ BESIDE := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-launches test-versions test-full test-nodes bench checks docs
+.PHONY: help setup demo demo-spike test-fast test test-launches test-versions test-cuda-build test-full test-nodes bench checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -78,8 +78,16 @@ test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (high
 	@$(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"
 	@$(VERSIONS)/bin/python -m pytest -q -m "launch and not full" tests/distributed/test_parity.py tests/distributed/test_resume.py
 
+# torch=== takes no other build of the version, such as +cpu.
+CUDA_BUILD := .cache/cuda-build
+test-cuda-build: ## imports and trials of the GPU benchmark on the CPU, with torch as PyPI builds it for CUDA (7 GB)
+	@test -x $(CUDA_BUILD)/bin/python || $(PYTHON) -m venv $(CUDA_BUILD)
+	@$(CUDA_BUILD)/bin/python -m pip install --quiet --disable-pip-version-check torch===2.13.0
+	@$(CUDA_BUILD)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@PYTHONPATH=$(CURDIR) $(CUDA_BUILD)/bin/python scripts/cuda_build.py
+
 # ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
-test-full: setup checks ## the whole matrices and long runs but those of test-nodes, and the tables of docs/measured/
+test-full: setup checks test-cuda-build ## the whole matrices and long runs but those of test-nodes, and the tables of docs/measured/
 	@rm -f .cache/parity.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q $(BESIDE) -m "launch and not nodes" --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.distributed import DistributedConfig
 
 from tests.harness import ROOT
 from tests.planning import MODELS, rows_of
@@ -56,6 +58,13 @@ def test_sizes_that_do_not_fit_are_problems(tmp_path, sizes, name):
         (problem,) = plan_for(environ | {variable: "2"})[0].problems
         assert f"{key}: 2" in problem and f"accelerate_configs/{file}.yaml" in problem
         assert not plan_for(environ | {variable: "1"})[0].problems
+
+
+@pytest.mark.parametrize("sizes", [TENSOR, EXPERTS], ids=["tensor", "experts"])
+def test_a_transformers_that_cannot_divide_a_model_is_a_problem(monkeypatch, sizes):
+    monkeypatch.delitem(DistributedConfig.__dataclass_fields__, "ep_size")
+    (problem,) = plan_for(sizes | {"WORLD_SIZE": "8"}, A100)[0].problems
+    assert "transformers 5.20 or newer" in problem and version("transformers") in problem
 
 
 @pytest.mark.parametrize(
