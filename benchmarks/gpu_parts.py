@@ -297,8 +297,9 @@ def _marked(setting: Setting, file: Path, limit: float, rows: dict[str, Row]) ->
         return {"skipped": f"not installed: {', '.join(missing)}"}
     line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file)]
     code, text = subprocess_launch.run(line, limit, {"DS_ACCELERATOR": setting.device}, cwd=ROOT)
-    result = {"summary": text.strip().splitlines()[-1], "output": text[-OUTPUT_TAIL:]}
-    return failure(code, text, limit) or result
+    failed = failure(code, text, limit)
+    # A case that was stopped may have printed nothing.
+    return failed or {"summary": text.strip().splitlines()[-1], "output": text[-OUTPUT_TAIL:]}
 
 
 # --- the planner

@@ -305,3 +305,10 @@ def test_a_case_of_every_part_goes_through_on_a_cpu(tmp_path):
         assert planned["figures"][kind]["planned"] == planned["figures"][kind]["measured"] > 0
     assert found["speed"]["single"]["tokens/s"] > 0 and len(found["precision"]["eager"]["losses"]) == 8
     assert len(found["tables"]["A"]["lines"]) == 4
+
+
+def test_tests_that_are_stopped_without_output_are_an_error_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess_launch, "run", lambda *_, **__: (subprocess_launch.TIMED_OUT, ""))
+    setting = gpu.Setting(tiny=True, cpu=True, folder=tmp_path)
+    case = next(iter(gpu_parts.tests(setting).values()))
+    assert case.measure(300.0, {})["error"] == "stopped after 300 s"
