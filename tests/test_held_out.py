@@ -54,6 +54,15 @@ def test_an_evaluation_takes_fewer_rows_where_their_logits_would_be_too_many(tin
     assert bounded.event("eval")["tokens"] == whole.event("eval")["tokens"]
 
 
+def test_logits_that_are_not_kept_limit_no_evaluation(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(held_out, "LOGITS", 1)
+    train(
+        tmp_path / "run", CausalLM, model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", block_size=64,
+        validation_file=tiny / "chats.jsonl", max_eval_samples=6, max_train_steps=1, per_device_eval_batch_size=6,
+    )  # fmt: skip
+    assert "per_device_eval_batch_size" not in capsys.readouterr().out
+
+
 def test_two_scorers_with_one_name_are_refused(tiny, tmp_path):
     class Twice(CausalLM):
         def scorers(self, tokenizer, model, data, collate):

@@ -92,14 +92,15 @@ class Job:
         """Return the same job with other values in its config."""
         return replace(self, recipe=type(self.recipe)(self.config.model_copy(update=changes)))
 
-    @property
-    def evaluation_shape(self) -> BatchShape | None:
-        """Shape of an evaluation's largest batch; None where nothing is held out. A held-out split that comes with the data
-        is not known here."""
+    def evaluation_shape(self, *, keeps_logits: bool = True) -> BatchShape | None:
+        """Return the shape of an evaluation's largest batch; None where nothing is held out. A held-out split that comes with
+        the data is not known here."""
         if not (self.config.validation_file or self.config.validation_split_percentage):
             return None
-        label_length = self.shape.target or self.shape.source
-        rows = rows_at_once(self.config.eval_rows, label_length, vocabulary(self.model_config))
+        rows = self.config.eval_rows
+        if keeps_logits:
+            label_length = self.shape.target or self.shape.source
+            rows = rows_at_once(rows, label_length, vocabulary(self.model_config))
         return self.shape._replace(rows=rows)
 
     @contextmanager

@@ -63,8 +63,9 @@ def trace_job(job: Job, cast: str, autocast: str, device: str) -> Trace:
         UnplannableModelError: the model's step cannot be traced.
     """
     loss = job.objective.loss
-    evaluation_shape = job.evaluation_shape
     with job.build(cast=cast) as (model, batch):
+        head_keeps_none = hasattr(model, "loss_head") and job.objective.takes_positions
+        evaluation_shape = job.evaluation_shape(keeps_logits=not head_keeps_none)
         try:
             trace = trace_step(model, batch, loss, autocast, device=device)
             if evaluation_shape is not None:

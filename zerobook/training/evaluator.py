@@ -57,6 +57,9 @@ class Evaluator:
         """Rows per forward pass of a process; 0 without held-out data."""
         if not self.data.held_out:
             return 0
+        # The output layer computes the loss itself, and keeps no logits.
+        if getattr(self.collate, "supervised", False):
+            return self.config.eval_rows
         longest = max(rows.most_labels for rows in self.data.held_out.values())
         vocabulary = held_out.vocabulary(cast("PreTrainedModel", self.strategy.unwrapped).config)
         return held_out.rows_at_once(self.config.eval_rows, longest, vocabulary)
