@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import linear, log_softmax
 
 from zerobook.constants import IGNORE
+from zerobook.utils.replaced import replaced
 
 CHUNK = {"cpu": 2**23, "cuda": 2**26}
 """Device type -> logits that are computed at once. They need 8 to 12 bytes each: up to 100 MB on a CPU; on a GPU 800 MB, which
@@ -68,39 +69,21 @@ def _returned_unchanged(owner: Any, layer: nn.Linear) -> bool:
 
     logits = torch.zeros(1, 1, 1)
     states = Output(last_hidden_state=torch.zeros(1, 1, layer.in_features))
-    forwards: dict[nn.Module, Any] = {}
-    for module in owner.modules():
-        if module is not owner:
-            forwards[module] = lambda *_, **__: states
-    forwards[layer] = lambda *_, **__: logits
     ids = torch.zeros(1, 1, dtype=torch.int64)
     inputs = {"input_ids": ids}
     if owner.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
-    with _replaced(forwards):
+    with ExitStack() as stack:
+        for module in owner.modules():
+            if module is not owner:
+                stack.enter_context(replaced(module, "forward", lambda *_, **__: states))
+        stack.enter_context(replaced(layer, "forward", lambda *_, **__: logits))
         try:
             output = owner.forward(**inputs, use_cache=False)
         # Architectures raise different errors where they need more than that.
         except Exception:
             return False
     return getattr(output, "logits", None) is logits
-
-
-@contextmanager
-def _replaced(forwards: dict[nn.Module, Any]) -> Iterator[None]:
-    """Return a context in which modules have these forwards in place of their own."""
-    instance_forwards = {module: vars(module).get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, forward in instance_forwards.items():
-            if forward is None:
-                # The class has the forward.
-                del module.forward
-            else:
-                module.forward = forward
 
 
 class LossHead:

@@ -29,6 +29,7 @@ from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
 from zerobook.plan.work import Product, Work
 from zerobook.utils.dtypes import HALF
+from zerobook.utils.replaced import replaced
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
@@ -515,7 +516,7 @@ def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
         return _Attention.apply(query, key, value, attn_mask, counter, is_causal)
 
-    with _replaced(F, "scaled_dot_product_attention", attend):
+    with replaced(F, "scaled_dot_product_attention", attend):
         yield
 
 
@@ -556,28 +557,14 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
         return tensor.dtype in (torch.float16, torch.bfloat16)
 
     with ExitStack() as stack:
-        stack.enter_context(_replaced(F, "dropout", dropout))
-        stack.enter_context(_replaced(head, "sums_in_fp32", sums_in_fp32))
-        stack.enter_context(_replaced(recompute, "save_on_cpu", save_on_cpu))
+        stack.enter_context(replaced(F, "dropout", dropout))
+        stack.enter_context(replaced(head, "sums_in_fp32", sums_in_fp32))
+        stack.enter_context(replaced(recompute, "save_on_cpu", save_on_cpu))
         if autocasts:
             for owner, names in _OPERATIONS_IN_FP32.items():
                 for name in names:
-                    stack.enter_context(_replaced(owner, name, run_in_fp32(getattr(owner, name))))
+                    stack.enter_context(replaced(owner, name, run_in_fp32(getattr(owner, name))))
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    is_inherited = name not in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -594,14 +581,14 @@ def _assume_unpacked() -> Iterator[None]:
     if not hasattr(masking_utils, name):
         yield
         return
-    with _replaced(masking_utils, name, lambda *_, **__: None):
+    with replaced(masking_utils, name, lambda *_, **__: None):
         yield
 
 
 @contextmanager
 def _silence_fake_tensors() -> Iterator[None]:
     """Silence the tracebacks that torch prints for an operation without a shape rule. The caller reports the error."""
-    with _replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
         yield
 
 

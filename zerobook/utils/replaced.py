@@ -1,0 +1,22 @@
+"""Other values in the place of attributes, for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Return a context in which ``owner`` has ``value`` as its attribute ``name``."""
+    is_inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
