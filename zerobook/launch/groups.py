@@ -93,23 +93,20 @@ def _check_combination(plan: LaunchPlan) -> None:
         f"{plan.replicate} replicas": plan.replicate > 1 and (plan.loaded_in_parts or plan.context > 1),
         "fsdp_offload_params": plan.offload_param != "none" and plan.loaded_in_parts,
     }
-    if plan.loaded_in_parts and not _transformers_loads_in_parts():
-        plan.problems.append(
-            f"{plan.config_file}: {plan.name} needs transformers 5.20 or newer, and {version('transformers')} is installed. "
-            "Install a newer one (pip install --upgrade transformers), or launch with accelerate_configs/fsdp.yaml."
-        )
+    if plan.loaded_in_parts:
+        from transformers.distributed import DistributedConfig
+
+        # Versions without it also load a model in parts otherwise than `ModelParallelStrategy` does.
+        if "ep_size" not in DistributedConfig.__dataclass_fields__:
+            plan.problems.append(
+                f"{plan.config_file}: {plan.name} needs transformers 5.20 or newer, and {version('transformers')} is here. "
+                "Install a newer one (pip install --upgrade transformers), or launch with accelerate_configs/fsdp.yaml."
+            )
     combined = [setting for setting, is_used in is_combined_with.items() if is_used]
     if combined:
         plan.problems.append(
             f"parallelism_config: {plan.name} together with {' and '.join(combined)} is not supported. Keep one of them."
         )
-
-
-def _transformers_loads_in_parts() -> bool:
-    """Return whether the installed transformers divides experts among processes, which 5.20 was the first to do."""
-    from transformers.distributed import DistributedConfig
-
-    return "ep_size" in DistributedConfig.__dataclass_fields__
 
 
 def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | None) -> None:
