@@ -118,7 +118,7 @@ def report(bad: set[int]) -> bool:
 
     logs = {name: History.read(OUTPUT / name) for name in ("mended", "harmed", "clean")}
     loss = {name: log.of("eval")[-1]["loss"] for name, log in logs.items()}
-    seen = {row for step in logs["mended"].steps(living=True) for row in step["ids"]}
+    seen = {row for step in logs["mended"].steps(current=True) for row in step["ids"]}
     actions = [event["action"] for event in logs["mended"].of("decision")]
     checks = {
         f"the run went back by itself: {', '.join(actions)}": "skip" in actions,

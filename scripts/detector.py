@@ -68,7 +68,7 @@ def read(path: str | Path, grad_norm: str | Path | None = None) -> list[Point]:
     norms = dict(_pairs(Path(grad_norm), NORM)) if grad_norm else {}
     points = []
     # a run's steps that were given up are left out: another attempt or branch did them again
-    for row in History.read(path).steps(living=True) if run else _rows(path, LOSS):
+    for row in History.read(path).steps(current=True) if run else _rows(path, LOSS):
         step, loss = _number(row, STEP), _number(row, LOSS)
         if step is not None and loss is not None and math.isfinite(step):
             norm = norms.get(int(step)) if norms else _number(row, NORM)

@@ -102,16 +102,16 @@ def test_two_points_are_enough_where_points_are_far_apart():
     assert kinds(losses, first=0, stride=100)[0] == ("spike", 20_000)
 
 
-def test_what_is_not_finite_is_a_divergence_at_once_and_masked_updates_after_four():
+def test_what_is_not_finite_is_a_divergence_at_once_and_skipped_updates_after_four():
     losses = noise(0.02)
     assert kinds([*losses[:50], math.inf, *losses[50:80]])[0] == ("divergence", 51)
 
-    def masked(count):
-        points = [Point(step=i, loss=x, masked=100 <= i < 100 + count) for i, x in enumerate(losses)]
+    def skipped(count):
+        points = [Point(step=i, loss=x, is_skipped=100 <= i < 100 + count) for i, x in enumerate(losses)]
         return [(f.kind, f.step) for f in replay(points)]
 
-    assert masked(3) == [("outlier", 100)]
-    assert masked(6) == [("outlier", 100), ("divergence", 103)]
+    assert skipped(3) == [("outlier", 100)]
+    assert skipped(6) == [("outlier", 100), ("divergence", 103)]
 
 
 def test_an_absurd_loss_is_a_divergence_at_once():
@@ -155,7 +155,7 @@ numbers = st.one_of(
 )
 @settings(max_examples=150)
 def test_any_curve_is_taken_and_a_stop_in_the_middle_changes_nothing(rows, cut, stride):
-    points = [Point(step=i * stride, loss=a, grad_norm=b, masked=m) for i, (a, b, m) in enumerate(rows)]
+    points = [Point(step=i * stride, loss=a, grad_norm=b, is_skipped=m) for i, (a, b, m) in enumerate(rows)]
     whole, first = Detector(), Detector()
     expected = [repr(f) for p in points for f in whole.update(p)]
     found = [repr(f) for p in points[:cut] for f in first.update(p)]

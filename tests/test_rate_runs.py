@@ -250,7 +250,7 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
     assert run.event("run_end")["progress"]["redone"] == given_up
 
     history = History.read(run.output)
-    assert [s["step"] for s in history.steps(living=True)] == list(range(1, STEPS + 1))
+    assert [s["step"] for s in history.steps(current=True)] == list(range(1, STEPS + 1))
     assert sum(time_spent(history).steps_given_up.values()) == given_up
     assert [point.step for point in detector.read(run.output)] == list(range(1, STEPS + 1))
 

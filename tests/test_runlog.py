@@ -446,8 +446,8 @@ def test_the_story_is_told_from_every_side(run, capsys):
 
 def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
     history = History.read(run)
-    assert [s["step"] for s in history.steps(living=True)] == list(range(1, 41))
-    assert [s["branch"] for s in history.steps(living=True)] == [0] * 10 + [1] * 20 + [2] * 10
+    assert [s["step"] for s in history.steps(current=True)] == list(range(1, 41))
+    assert [s["branch"] for s in history.steps(current=True)] == [0] * 10 + [1] * 20 + [2] * 10
     assert [(b.number, b.start, b.end, b.lives_to) for b in history.branches()] == [
         (0, 0, 20, 10),
         (1, 10, 34, 30),

@@ -1,6 +1,7 @@
 """Optimizers, with the properties that strategies, checkpoints and the planner need.
 
-``--optimizer`` names one of `OPTIMIZERS`, or a class of a user's own as ``FILE.py:Class``. Imports nothing heavy.
+``--optimizer`` names one of `OPTIMIZERS`, or a class in a user's file as ``FILE.py:Class``. This module imports no large
+library.
 """
 
 from __future__ import annotations

@@ -49,6 +49,6 @@ def test_training_that_is_killed_at_any_moment_leaves_a_log_that_the_next_attemp
     assert [e["attempt"] for e in starts] == list(range(1, times + 1))
     told = [e for e in history.of("crash") if e.get("of_attempt")]
     assert [e["of_attempt"] for e in told] == list(range(1, times)), "each next attempt says how the last one ended"
-    living = [s["step"] for s in history.steps(living=True)]
+    living = [s["step"] for s in history.steps(current=True)]
     assert living == list(range(1, living[-1] + 1)), "the attempts join without a gap"
     assert len(history.of("repaired")) <= 2 * times

@@ -94,7 +94,7 @@ def test_the_run_goes_back_by_itself_and_ends_as_if_nothing_had_happened(trained
     )
     assert problems(run.output / "runlog")[0] == []
     history = History.read(run.output)
-    assert [s["step"] for s in history.steps(living=True)] == list(range(1, STEPS + 1))
+    assert [s["step"] for s in history.steps(current=True)] == list(range(1, STEPS + 1))
     for outcome in [e for e in run.events if e["type"] == "rollback" and e["phase"] == "outcome"]:
         assert outcome["step"] == 60 and outcome["verified"] == ["learning rate", "random numbers", "samples"]
         causes = [e["type"] for e in history.causes(outcome)]
@@ -107,7 +107,7 @@ def test_the_run_goes_back_by_itself_and_ends_as_if_nothing_had_happened(trained
         taken = [json.loads(line) for file in run.output.glob("fault-*.jsonl") for line in file.read_text().splitlines()]
         after = [record for record in taken if record["redone"] > 20]
         assert {record["row"] for record in taken} == poisoned and len(poisoned) == 32 and after == []
-        assert not poisoned & {row for s in history.steps(living=True) for row in s["ids"]}
+        assert not poisoned & {row for s in history.steps(current=True) for row in s["ids"]}
         left_out = {n for a, b in run.event("skip")["ranges"] for n in range(a, b)}
         assert poisoned <= left_out and run.event("skip")["samples"] == len(left_out) == 72
     else:
@@ -131,7 +131,7 @@ def test_a_run_without_flags_recovers_from_a_spike_by_itself(trained, tmp_path):
     saved = [event["step"] for event in run.events if event["type"] == "checkpoint" and event["state"] == "complete"]
     assert min(saved) == 10
     assert abs(held_out(run) / held_out(trained("ddp")) - 1) < 0.01
-    assert [step["step"] for step in History.read(run.output).steps(living=True)] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in History.read(run.output).steps(current=True)] == list(range(1, STEPS + 1))
 
 
 LOWER = {"save_steps": 5, "rollback_lr_factor": 0.75, "rollback_lr_steps": 40}
@@ -153,7 +153,7 @@ def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on
     outcome = run.event("rollback")
     back = outcome["step"]  # the last checkpoint that was proven good before the rate was too high
     assert cut == [back, 0.75, 40] and 60 <= back < BEGINS["sharp"] and back % 5 == 0
-    living = list(History.read(run.output).steps(living=True))
+    living = list(History.read(run.output).steps(current=True))
     lowered = [s["learning_rate"] * rate_share([cut], s["step"] - 1) for s in clean.steps]
     assert [s["learning_rate"] for s in living] == pytest.approx(lowered, rel=1e-9)
     assert outcome["differing"].keys() == {"learning rate"} and outcome["verified"] == ["random numbers", "samples"]
@@ -239,7 +239,9 @@ def test_copies_that_drift_apart_are_found_before_they_are_saved(trained):
     decision = run.event("decision")
     assert decision["hardware"].startswith("the copies of transformer.wpe.weight on ranks [0, 1] differ (element 0: ")
     assert (decision["action"], run.event("spike")["step"]) == ("replay", 80), "at the first save after step 71"
-    assert [s["loss"] for s in History.read(run.output).steps(living=True)] == clean.losses and held_out(run) == held_out(clean)
+    assert [s["loss"] for s in History.read(run.output).steps(current=True)] == clean.losses and held_out(run) == held_out(
+        clean
+    )
 
 
 @pytest.mark.full
@@ -248,7 +250,7 @@ def test_packs_lose_only_what_was_bad_and_streams_go_back_too(trained):
     assert [step for step in story(packed) if step[0] != "rollback" or step[1] != "intent"] == SKIPPED
     skip, poisoned = packed.event("skip"), set(json.loads((packed.output / "poisoned.json").read_text()))
     assert skip["samples"] > 72, "several samples a row"
-    assert not poisoned & {row for s in History.read(packed.output).steps(living=True) for row in s["ids"]}
+    assert not poisoned & {row for s in History.read(packed.output).steps(current=True) for row in s["ids"]}
     streamed = trained("zero2", "rate", streaming=True)
     assert [step for step in story(streamed) if step[0] != "rollback" or step[1] != "intent"] == MENDED
     (again,) = [e for e in streamed.events if e["type"] == "verify" and e["after"] != "replay"]

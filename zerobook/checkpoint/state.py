@@ -73,7 +73,7 @@ def read_progress(checkpoint: Path) -> Progress:
 def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     """Load weights, optimizer state and step count, under any strategy. Collective.
 
-    Each rank reads its own share of the state; weights that every rank holds whole are read by rank 0 and sent.
+    Each rank reads its own part of the state. Weights that every rank holds completely are read by rank 0 and broadcast.
 
     Returns:
         (the loop's state, bytes of tensors that this rank read).
@@ -85,7 +85,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     problem = differing_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
     if problem is not None:
         raise CheckpointError(problem)
-    # Everything that could refuse the checkpoint comes before the first value is changed.
+    # The checkpoint is checked completely before the first value is changed.
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check_weights(strategy, checkpoint, parameters, index["shapes"])
@@ -102,7 +102,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
-    # fp16 skips steps that overflow: the optimizer and the schedule have seen fewer than the loop.
+    # In fp16, steps that overflow are skipped, so the optimizer and the schedule have fewer steps than the training loop.
     strategy.set_schedule_step(steps)
     return progress, reader.bytes_read
 

@@ -90,7 +90,7 @@ def _run(run: str, history: History) -> Compared:
             run=run,
             attempt=None,
             settings=_settings(starts[-1]) if starts else {},
-            losses=_losses(history.steps(living=True)),
+            losses=_losses(history.steps(current=True)),
             results=run_results(history),
         )
 

@@ -1,11 +1,11 @@
-"""``zerobook data inspect FILE``: what a data file holds, before any run.
+"""``zerobook data inspect FILE``: show what a data file contains, before it is used in a run.
 
     zerobook data inspect chats.jsonl
     zerobook data inspect chats.jsonl --model meta-llama/Llama-3.1-8B-Instruct --max_seq_length 2048
     zerobook data inspect train.jsonl --validation_file held_out.jsonl --json
 
-It shows the format, the lengths before cutting, which lines a run would cut or leave out, duplicates, and samples that are in
-training and held-out data both.
+It shows the format, the lengths of the samples, the lines that a run would truncate or leave out, duplicates, and samples that
+are in both the training and the held-out data.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _list_bad_samples(bad: BadSamples) -> None:
 
 
 def _list(what: str, locations: Locations) -> None:
-    """Print a number of locations and the first ones; nothing where there are none."""
+    """Print the number of locations and the first of them. Print nothing if there are none."""
     if locations.count:
         say(f"{locations.count:,} {what}:")
         for location in locations.first:

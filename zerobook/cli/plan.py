@@ -1,4 +1,4 @@
-"""Command ``zerobook plan``: what a run will hold, send and take under every strategy file, before it starts."""
+"""Command ``zerobook plan``: predict the memory, the traffic and the time of a run under every strategy file."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
-    """Print the rows, and the recommendation. Return 0 where something fits, otherwise 1."""
+    """Print the rows, and the recommendation. Return 0 if at least one of them fits, otherwise 1."""
     request = _read_request(model_arguments, data=False)
     traced, rows = _plan_files(request.recipe, request.sources, cluster, flags.strategies)
     advice = None
     if flags.recommend:
         advice = _recommend(request, cluster, flags.strategies, rows, traced)
-    # Where JSON is printed, nothing else is.
+    # With ``--json -``, standard output has the JSON document alone.
     output = sys.stderr if flags.json == "-" else sys.stdout
     if flags.json:
         values = table.record(traced, rows, cluster)

@@ -112,7 +112,7 @@ def _print_table(table: Table) -> None:
 
 def _print_steps(history: History, *, as_json: bool) -> None:
     """Print the steps that are part of the run as it is now."""
-    steps = history.steps(living=True)
+    steps = history.steps(current=True)
     if as_json:
         _print_json(list(steps))
         return

@@ -246,11 +246,14 @@ def _call_objects(turn: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def _read_call(call: object, where: str) -> dict[str, Any]:
-    """Return a call of a tool as chat templates read it: the arguments are an object, not text."""
-    # Some data has the name and the arguments in the call itself, as OpenAI's older format does.
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadSample(f"{where} has a tool call without a function's name")
+    """Return a tool call in the form that chat templates read: the arguments are an object, not JSON text."""
+    problem = f"{where} has a tool call without a function's name"
+    if not isinstance(call, dict):
+        raise BadSample(problem)
+    # In OpenAI's older format, the name and the arguments are keys of the call itself.
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadSample(problem)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", f"the tool call of {where}")

@@ -10,8 +10,8 @@
 ``pairs``              ``source`` and ``target``, or as `PAIR_COLUMNS` names them  -> `Pair`
 ``text``               ``text`` or ``content``                                     -> `Text`
 
-`detect` tries them in this order, the more specific columns first: a table of chats that also has
-a ``prompt`` column is read as chats, a table of ``text`` and ``summary`` as pairs.
+`detect` tries the formats in this order. Formats with more specific columns come first. So a table of chats that also has a
+``prompt`` column is read as chats, and a table of ``text`` and ``summary`` as pairs.
 """
 
 from __future__ import annotations
@@ -275,10 +275,10 @@ def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair
 
 def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
-    # Alpaca calls the further column input, and Dolly, whose answers are responses, calls it context.
+    # Alpaca has the columns input and output. Dolly has the columns context and response.
     input_column = "input" if output == "output" else "context"
     question_columns = [column for column in (instruction, input_column) if not is_empty(row.get(column))]
-    # An empty instruction is refused only where there is no input either: then the input is the question.
+    # If both are empty, `read_text` refuses the empty instruction below.
     question_columns = question_columns or [instruction]
     question = "\n\n".join(read_text(row[column], column) for column in question_columns)
     answer = read_text(row[output], output)

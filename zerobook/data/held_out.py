@@ -1,4 +1,4 @@
-"""Held-out data on which no loss can be measured: what a run and ``zerobook data inspect`` say about it."""
+"""Messages about held-out data on which no loss can be measured, for runs and for ``zerobook data inspect``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ def unsupervised_problem(name: str, counts: str, length: int, length_key: str) -
     """Return the error message for held-out samples without a supervised token.
 
     Args:
-        counts: what was left out and cut, in words; may be empty.
-        length: the most tokens of a row.
-        length_key: the flag that sets it.
+        counts: how many samples were left out or truncated, in words; may be empty.
+        length: maximum number of tokens in a row.
+        length_key: name of the flag that sets ``length``.
     """
     reason = f" ({counts})" if counts else ""
     return (

@@ -1,7 +1,7 @@
-"""Parquet files, decompressed by a process of its own with a limit on its memory.
+"""Parquet files, decompressed in a separate process that has a memory limit.
 
-A few kilobytes of Parquet can stand for many gigabytes: a page of zeros, one long text for all rows, a list of a billion nulls.
-The library allocates whatever a file says, so only the system can stop it.
+A few kilobytes of Parquet can decompress to many gigabytes: a page of zeros, one long text for all rows, a list of a billion
+nulls. pyarrow has no limit for what it allocates, so the operating system has to limit the process.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
 
 # --- in the other process
 def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
-    """Write a file's rows to stdout as a stream of Arrow; end with the reason where the file cannot be read."""
-    # Before the limit, with all that it maps into memory.
+    """Write a file's rows to stdout as a stream of Arrow. If the file cannot be read, exit with the reason."""
+    # The imports map large libraries into memory, which must not count towards the limit.
     import pyarrow.compute
     import pyarrow.parquet  # noqa: F401  the functions below use it
 
@@ -111,7 +111,8 @@ def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
         sys.exit(f"it needs more than {int(memory) >> 20} MiB of memory")
     except ParquetError as error:
         sys.exit(str(error))
-    except Exception as error:  # of any class, since damaged files lead anywhere
+    # A damaged file can cause any error.
+    except Exception as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 

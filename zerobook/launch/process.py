@@ -30,12 +30,12 @@ INTERRUPTED = 130
 
 @contextmanager
 def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
-    """Print a `ZerobookError` from inside without a traceback, once for all ranks, and exit with its exit code.
+    """Print a `ZerobookError` of the context without a traceback, once for all ranks, and exit with its exit code.
 
-    Any error is also written where torchrun looks for it, so that its own last lines show it.
+    Every error is also written to the file that torchrun reads, so that torchrun's report quotes it.
 
     Args:
-        ends_launcher: end ``accelerate launch`` too, as `_end_launcher` does. The processes have not met yet.
+        ends_launcher: also end ``accelerate launch``, see `_end_launcher`. Only before the process group is formed.
     """
     sys.excepthook = say_traceback
     try:
@@ -48,10 +48,10 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
     except ZerobookError as error:
         rank = int(os.environ.get("LOCAL_RANK", 0))
         if rank != 0:
-            # Ended now by its launcher, this rank has nothing to add: with 0, torchrun's report leaves it out.
+            # If the launcher ends this rank during the wait below, the exit code 0 keeps it out of torchrun's report.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            # Most errors occur on every rank. The launcher stops all ranks once one has exited, so rank 0 prints first; a
-            # rank that is still alive after that has an error of its own.
+            # Most errors occur on every rank, and should be printed once. So rank 0 prints first, and the launcher then stops
+            # the others. A rank that is still alive after 5 seconds has a different error.
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
@@ -60,14 +60,14 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
             if ends_launcher and rank == 0:
                 _end_launcher(launcher)
             say(
-                "What follows is accelerate's own report of it; zerobook launch, with the same flags, leaves it out.\n",
+                "The lines below are accelerate's report of this error. zerobook launch takes the same flags and omits it.\n",
                 file=sys.stderr,
             )
         _tell_launcher(f"{type(error).__name__}: {error}")
         if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-            # The others come to this error too; a rank that is ended before it is a failure to the launcher.
+            # The other ranks need time to reach the same error. A rank that the launcher ends earlier is reported as a failure.
             time.sleep(2)
-        # Destructors would wait for other ranks.
+        # A normal exit would run destructors, which wait for other ranks.
         os._exit(error.exit_code)
     except Exception:
         _tell_launcher(traceback.format_exc())

@@ -1,4 +1,4 @@
-"""Frozen base weights in 4 and 8 bits, made by bitsandbytes while loading or before."""
+"""Frozen base weights in 4 and 8 bits. bitsandbytes quantises them while they are loaded, or they are stored quantised."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def _facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: LaunchPlan) -> None:
-    """Check that this run can train beside the weights of a model that is quantised already.
+    """Check that this run can train adapters on a model whose weights are stored quantised.
 
     Raises:
-        ConfigError: it trains the weights themselves, they have a format that is not supported, or the strategy cannot hold it.
+        ConfigError: the run trains the weights themselves, or their format is not supported, by recipes or by the strategy.
     """
     facts = _facts(model_config)
     base = base_of(model_config)
@@ -70,8 +70,8 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
     # A format of another library, such as GPTQ.
     if base is None:
         raise ConfigError(
-            f"{name} is quantised with {facts.get('quant_method', 'an unnamed method')}, and recipes train beside weights that "
-            "are quantised by bitsandbytes alone. Take the model's version that is not quantised; --load_in_4bit and "
+            f"{name} is quantised with {facts.get('quant_method', 'an unnamed method')}, and recipes only support weights "
+            "that are quantised by bitsandbytes. Use the version of the model that is not quantised. --load_in_4bit and "
             "--load_in_8bit of recipes/lora_finetune.py quantise it while loading."
         )
     bits = {"nf4": 4, "int8": 8}[base]
@@ -81,8 +81,9 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
             "not quantised, or train adapters with recipes/lora_finetune.py."
         )
     if config.base_format not in (None, base):
+        other_flag = {"nf4": "load_in_8bit", "int8": "load_in_4bit"}[base]
         raise ConfigError(
-            f"{name} is quantised to {bits} bits already, and load_in_{12 - bits}bit is set. Drop the flag, or take the "
+            f"{name} is quantised to {bits} bits already, and {other_flag} is set. Drop the flag, or take the "
             "model's version that is not quantised."
         )
     # bitsandbytes packs 4-bit weights in uint8 unless the config names a dtype.
@@ -93,19 +94,21 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
 
 
 def check_layers(model: PreTrainedModel, base: str) -> None:
-    """Check that a model has layers that transformers quantises, before or after it has done so.
+    """Check that a model has layers that transformers quantises. They may be quantised already.
 
     Raises:
-        ConfigError: all its layers are of classes of their own, as Falcon's are; the base would silently stay whole.
+        ConfigError: all layers are of other classes, as in Falcon. transformers would quantise nothing, without a message.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    # transformers leaves the output head out.
+    # transformers does not quantise the output head.
     head = model.get_output_embeddings()
     for module in model.modules():
-        quantised = type(module).__module__.startswith("bitsandbytes.")
-        if module is not head and (quantised or type(module) is nn.Linear or isinstance(module, Conv1D)):
+        is_quantised = type(module).__module__.startswith("bitsandbytes.")
+        # A subclass of nn.Linear is not quantised.
+        can_be_quantised = type(module) is nn.Linear or isinstance(module, Conv1D)
+        if module is not head and (is_quantised or can_be_quantised):
             return
     layers = {type(module).__name__ for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
     flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[base]

@@ -1,4 +1,4 @@
-"""New tokens: the tokenizer gets them, and the embeddings get rows for them."""
+"""New tokens: add them to the tokenizer, and add a row for each to the embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
 
     vocabulary = tokenizer.get_vocab()
     template = str(tokenizer.chat_template or "")
-    # Each token once, in the order of the flag, which decides their ids.
+    # Repeated tokens are dropped. Ids are assigned in the order of the flag.
     new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
     for token in new:
         tokenizer.add_tokens(AddedToken(token, special=token in template, normalized=False))

@@ -1,18 +1,18 @@
-"""Find and classify loss spikes. The detector gets one logged point at a time, and carries out nothing.
+"""Find and classify loss spikes. The detector gets one logged point at a time. It reports findings and takes no action.
 
 *   Level: the median of the last `Settings.level_points` accepted points. Excess of a point: ``(loss - level) / unit``.
-*   Unit: what one standard deviation is to normal noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), min_unit * level)``, where
-    the residuals ``r`` are distances from the trend, not from the level, which lags behind it: each accepted point is compared
-    with the median of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data Analysis",
-    1977). A steep descent therefore does not make the unit large, and heavy tails, two-mode noise and periodic data do.
-    Points judged high enter neither level nor unit.
-*   Evidence: excesses, each at most `Settings.evidence_cap`, are added up less `Settings.drift` (one-sided CUSUM: Page,
-    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
-*   Shape: an excursion comes back at once, comes back slowly, steps to a new level, rises, or repeats the run's beginning.
-*   Shock: a gradient norm `Settings.shock_factor` times the usual is evidence against the weights. The level before it is
-    kept for eight times `Settings.patience` points: a slow rise after it is not followed, and no new level is accepted.
+*   Unit: an estimate of the noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), min_unit * level)``. For normally distributed
+    noise, the first two terms are the standard deviation. A residual ``r`` is the distance of an accepted point from the median
+    of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data Analysis", 1977). The level is
+    not used for residuals, since it lags behind a falling loss. So a steep descent does not make the unit large. Heavy tails,
+    noise with two modes and periodic data do. High points change neither the level nor the unit.
+*   Evidence: the sum over points of the excess, at most `Settings.evidence_cap`, minus `Settings.drift` (one-sided CUSUM: Page,
+    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data has.
+*   Shape: the loss is normal again at once, falls back slowly, stays at a new level, rises, or repeats the run's beginning.
+*   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
+    is kept for eight times `Settings.patience` points. Meanwhile it does not follow a slow rise, and no new level is accepted.
 
-The defaults were chosen on public logs; docs/guides/detector.md has the table, and `scripts/detector.py` makes it.
+The defaults were chosen on public logs. docs/guides/detector.md has the results, and `scripts/detector.py` computes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from zerobook.monitor.baseline import Baseline
 
 BEGINNING_POINTS = 8
-"""Points at the beginning of the run that are remembered, to know them again."""
+"""Points at the beginning of the run that are kept, to recognise a run that starts again from its first losses."""
 RECENT_RATES = 32
 """Points whose learning rates are remembered."""
 MAX_EXCURSION_POINTS = 512
@@ -68,7 +68,7 @@ class Settings:
     precursor: float = 8.0
     """excess of a gradient norm that arms the detector"""
     shock_factor: float = 1000.0
-    """factor above the usual gradient norm that is evidence against the weights, whatever the loss is at that step"""
+    """a gradient norm of this factor times its level is a shock, whatever the loss is at that step"""
     chronic_spikes: int = 3
     """spikes within 1000 points that make a ``chronic`` finding"""
 
@@ -82,12 +82,12 @@ class Point:
     """nats per supervised token; any finite number, or not finite"""
     grad_norm: float | None = None
     learning_rate: float | None = None
-    masked: bool = False
+    is_skipped: bool = False
     """the update was not applied, since a gradient was not finite"""
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and not self.masked
+        return math.isfinite(self.loss) and not self.is_skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,13 +188,13 @@ class Detector:
         evidence: sum of the evidence for a spike.
         beginning: the first losses of the run.
         rates: the newest learning rates.
-        armed: step that may announce a spike; None where there is none.
+        armed: step with a very high loss or gradient norm, after which a spike is likely; None if there is none.
         armed_at: value of ``seen`` at that step.
-        shock: level before a gradient norm that is evidence against the weights.
+        shock: level of the loss before the last shock; None if there is none.
         best: the lowest level so far.
-        masked: steps of the points up to now that were not finite, in a row.
+        not_finite: steps of the newest points, if their loss or gradient was not finite.
         spikes: values of ``seen`` at the newest alarms.
-        chronic: spikes have been reported as chronic.
+        chronic: whether the ``chronic`` finding was reported.
     """
 
     def __init__(self, settings: Settings | None = None, state: dict[str, Any] | None = None):
@@ -211,7 +211,7 @@ class Detector:
         self.armed_at: int = state.get("armed_at", 0)
         self.shock: float | None = state.get("shock")
         self.best: float | None = state.get("best")
-        self.masked: list[int] = state.get("masked", [])
+        self.not_finite: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
         self.excursion: _Excursion | None = None
@@ -235,7 +235,7 @@ class Detector:
             "armed_at": self.armed_at,
             "shock": self.shock,
             "best": self.best,
-            "masked": list(self.masked),
+            "masked": list(self.not_finite),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
             "excursion": None if self.excursion is None else asdict(self.excursion),
@@ -244,7 +244,7 @@ class Detector:
     @property
     def calm(self) -> bool:
         """True if the detector is neither armed nor inside an excursion, and the last point was finite."""
-        return self.armed is None and self.excursion is None and not self.masked
+        return self.armed is None and self.excursion is None and not self.not_finite
 
     @property
     def has_level(self) -> bool:
@@ -252,8 +252,8 @@ class Detector:
 
     def onset(self) -> int | None:
         """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
-        # The weights were sound at the earliest of these steps only.
-        steps = self.masked[:1]
+        # Only before the earliest of these steps were the weights undamaged.
+        steps = self.not_finite[:1]
         if self.armed is not None:
             steps.append(self.armed)
         if self.excursion is not None:
@@ -286,7 +286,7 @@ class Detector:
         self.last_step = point.step
         if not point.is_finite:
             return self._see_not_finite(point)
-        self.masked.clear()
+        self.not_finite.clear()
         if len(self.beginning) < BEGINNING_POINTS:
             self.beginning.append(point.loss)
         if point.learning_rate is not None:
@@ -302,22 +302,22 @@ class Detector:
     def finish(self) -> list[Finding]:
         """End the series, and judge an excursion that has not come back."""
         excursion = self.excursion
-        if excursion is None or not excursion.confirmed or excursion.judged is not None or self.masked:
+        if excursion is None or not excursion.confirmed or excursion.judged is not None or self.not_finite:
             return []
         assert self.last_step is not None
         return self._judge(excursion, Point(step=self.last_step, loss=excursion.losses[-1]), at_end=True)
 
     # --- not finite
     def _see_not_finite(self, point: Point) -> list[Finding]:
-        self.masked.append(point.step)
-        count = len(self.masked)
-        # The forward pass itself fails: the weights are damaged.
-        if not point.masked:
+        self.not_finite.append(point.step)
+        count = len(self.not_finite)
+        # The update was applied although the loss is not finite, so the weights are damaged.
+        if not point.is_skipped:
             return [self._finding("divergence", point, "the loss is not finite")]
-        # The optimizer left the step out, so a single one does no harm.
+        # The optimizer skipped the update, so a single such step changes nothing.
         if count == 1:
             return [self._finding("outlier", point, "the gradient is not finite; the step was not applied")]
-        # Reported once, when it lasts longer than odd data.
+        # A longer series is reported once, at its first step that odd data cannot explain.
         if count == self.settings.outlier_steps + 1:
             return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
@@ -580,7 +580,7 @@ class Detector:
     def _finding(self, kind: str, point: Point, reason: str) -> Finding:
         """Return a finding about a point that belongs to no excursion."""
         # A point that is not finite belongs to those right before it.
-        steps = self.masked or [point.step]
+        steps = self.not_finite or [point.step]
         base = self.loss.level() if self.has_level else point.loss
         return Finding(
             kind=kind,

@@ -1,8 +1,8 @@
 """Choice of a recipe's settings for a model on a cluster, by the planner: method, strategy file, micro-batch, checkpointing.
 
-The rules are few. Full finetuning comes before LoRA, and LoRA before QLoRA; the first that fits without offload is taken.
-Activations are kept if they fit, and recomputed otherwise. The micro-batch is then made larger as long as it fits and
-does not slow the run, up to 8192 tokens. The settings of the training itself are published ones, with their source.
+There are few rules. Full finetuning is tried before LoRA, and LoRA before QLoRA. The first that fits without offload is taken.
+Activations are kept if they fit, and recomputed otherwise. The micro-batch is then made larger as long as it fits and does not
+slow the run, up to 8192 tokens. The training settings are published values, with their source.
 """
 
 from __future__ import annotations

@@ -138,7 +138,11 @@ def _gradient_bytes(
 
 
 def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements: int, *, is_backward: bool) -> int:
-    """Return the bytes of buffers during the passes. ``gathered_elements`` are what ZeRO-3 has gathered at once."""
+    """Return the bytes of the library's buffers during the forward or the backward pass.
+
+    Args:
+        gathered_elements: elements of the weights that ZeRO-3 has gathered at the same time.
+    """
     if sharding.kind == "fsdp":
         return _fsdp_pass_buffers(model, sharding, is_backward=is_backward)
     if sharding.kind != "deepspeed":
@@ -151,7 +155,7 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
         buckets = 2 if sharding.overlap_comm else 1
         return buckets * _reduce_bucket(sharding)
     if sharding.ranks > 1:
-        # Several weights are gathered in one flat buffer.
+        # A prefetch gathers several weights into one flat buffer, which exists besides the weights themselves.
         gathered_elements += min(sharding.prefetch_bucket_elements, gathered_elements)
     elif sharding.offload_param == "none":
         # With one rank, the shard is the weight itself.

@@ -1,9 +1,10 @@
-"""Bytes of a model's states that the libraries really hold, counted from the shapes of its weights.
+"""Bytes of weights, gradients and optimizer state that the libraries allocate, counted from the shapes of the weights.
 
 The literature's formulas include parameters, gradients and moments. DeepSpeed also keeps fp32 master weights of an fp32
 model, pads what it partitions, and allocates buckets. FSDP2 pads rows. AdamW counts its steps in a tensor for each tensor
-that it updates; other optimizers keep other state, as their `OptimizerSpec` says. All of this is counted here to the byte,
-and compared with live runs by ``zerobook plan --measure``. Read from DeepSpeed 0.19.8, torch 2.13 and accelerate 1.15.
+that it updates. The `OptimizerSpec` of an optimizer says which state it keeps. All of this is counted here exactly, and
+``zerobook plan --measure`` compares it with real runs. The rules follow the sources of DeepSpeed 0.19.8, torch 2.13 and
+accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def shard_bytes(weights: Iterable[Weight], sharding: ShardingSpec) -> int:
 
 
 def count_states(model: ModelWeights, sharding: ShardingSpec, rank: int = 0) -> RankStates:
-    """Return what ``rank`` holds of a model."""
+    """Return the bytes of a model's states on ``rank``."""
     if sharding.kind == "fsdp":
         states = _fsdp_states(model, sharding, rank)
     elif sharding.is_zero3:

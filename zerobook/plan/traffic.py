@@ -1,9 +1,9 @@
-"""Bytes that the libraries send in an optimizer step, collective by collective.
+"""Bytes that the libraries send in each collective of an optimizer step.
 
-The literature's laws are in `zerobook.plan.formulas`. The libraries send more in some places and less in others:
+The formulas of the literature are in `zerobook.plan.formulas`. The libraries send more in some places and less in others:
 DeepSpeed's ZeRO-1 and 2 all-reduce gradients where a reduce-scatter would be enough, ZeRO-3 keeps weights that it needs
-again soon, and FSDP2 keeps weights outside layers gathered. Read from DeepSpeed 0.19.8 and torch 2.13, and counted in live
-runs.
+again soon, and FSDP2 keeps weights outside layers gathered. The rules follow the sources of
+DeepSpeed 0.19.8 and torch 2.13, and were compared with real runs.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Transfer:
 def list_transfers(
     model: ModelWeights, sharding: ShardingSpec, accumulation: int = 1, gathers: Gathers | None = None
 ) -> list[Transfer]:
-    """Return the collectives of a step whose size grows with the model. Those of a norm or a loss are too small to count.
+    """Return the collectives of a step whose size grows with the model. Those of single numbers, such as losses, are left out.
 
     Args:
-        gathers: what a micro-batch's passes gather; None means `follow_gathers` without a recorded order.
+        gathers: weights that are gathered in a micro-batch; None means `follow_gathers` without a recorded order.
     """
     if sharding.ranks == 1 or sharding.kind == "single":
         return []

@@ -74,7 +74,7 @@ def run_results(history: History) -> dict[str, Any]:
         the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``; and
         ``held_out_fingerprint`` of the data that both losses were measured on, None where the log has none.
     """
-    evaluations = [event for event in history.living_evaluations() if event.get("loss") is not None]
+    evaluations = [event for event in history.current_evaluations() if event.get("loss") is not None]
     fingerprint = evaluations[-1].get("held_out_fingerprint") if evaluations else None
     # After a resume with other held-out data, earlier losses are not comparable.
     losses = {event["step"]: event["loss"] for event in evaluations if event.get("held_out_fingerprint") == fingerprint}

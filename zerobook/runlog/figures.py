@@ -20,7 +20,7 @@ POINTS = 2_000
 """Points of a curve at most. The lowest and the highest of each chunk are kept, so no spike is lost."""
 TIME_POINTS = 400
 """Points of a line over time at most."""
-GIVEN_UP_POINTS = 4_000
+ABANDONED_POINTS = 4_000
 """Points of the steps that were abandoned, of all branches together."""
 MOST_TEXT = 300
 """Characters of an event's sentence beside the pointer."""
@@ -103,18 +103,18 @@ def _rounded(value: float | None) -> float | None:
 # --- curves over steps
 def _curves(history: History) -> Chart:
     """Return the chart of loss, gradient norm and learning rate over steps."""
-    living, given_up = _series(history)
+    current, abandoned = _series(history)
     loss = Panel(title="loss", curves=[], height=300)
     norm = Panel(title="gradient norm", curves=[], is_log=True)
     rate = Panel(title="learning rate", curves=[])
     # Many branches share the points, so that the page stays small.
-    points_of_branch = max(40, GIVEN_UP_POINTS // max(1, len(given_up)))
-    for branch, columns in sorted(given_up.items()):
+    points_of_branch = max(40, ABANDONED_POINTS // max(1, len(abandoned)))
+    for branch, columns in sorted(abandoned.items()):
         title = f"abandoned: branch {branch}"
         loss.curves.append(_curve(columns, "loss", title, "grey", points_of_branch))
         norm.curves.append(_curve(columns, "grad_norm", title, "grey", points_of_branch))
     for panel, name in ((loss, "loss"), (norm, "grad_norm"), (rate, "learning_rate")):
-        panel.curves.append(_curve(living, name, "the run as it is", "blue", POINTS))
+        panel.curves.append(_curve(current, name, "the run as it is", "blue", POINTS))
     # A log axis has no place for values of 0.
     norm.is_log = all(value > 0 for curve in norm.curves for value in curve.y if value is not None)
     # A loss that falls far would be flat at its end on a linear axis.
@@ -122,28 +122,28 @@ def _curves(history: History) -> Chart:
     loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
     for (name, curve), colour in zip(held_out(history).items(), cycle(HELD_OUT_COLOURS), strict=False):
         loss.curves.append(Curve(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind="dotted"))
-    loss.curves += _marks(history, loss_of_step=dict(zip(living["step"], living["loss"], strict=True)))
+    loss.curves += _marks(history, loss_of_step=dict(zip(current["step"], current["loss"], strict=True)))
     return Chart(panels=[loss, norm, rate])
 
 
 def _series(history: History) -> tuple[Columns, dict[int, Columns]]:
     """Return (the steps that are part of the run, the given-up steps by branch)."""
-    last_living_step = history.lives_to()
-    living: Columns = {name: [] for name in SERIES}
-    given_up: dict[int, Columns] = {}
+    last_current_step = history.last_current_steps()
+    current: Columns = {name: [] for name in SERIES}
+    abandoned: dict[int, Columns] = {}
     for record in history.steps():
         branch = record["branch"]
-        columns = living
-        if record["step"] > last_living_step.get(branch, math.inf):
-            columns = given_up.setdefault(branch, {name: [] for name in SERIES})
+        columns = current
+        if record["step"] > last_current_step.get(branch, math.inf):
+            columns = abandoned.setdefault(branch, {name: [] for name in SERIES})
         for name in SERIES:
             columns[name].append(record[name])
     # After a rollback, steps that were done again stand behind later ones.
-    if any(before > after for before, after in pairwise(living["step"])):
-        order = sorted(range(len(living["step"])), key=living["step"].__getitem__)
-        for name, column in living.items():
-            living[name] = [column[index] for index in order]
-    return living, given_up
+    if any(before > after for before, after in pairwise(current["step"])):
+        order = sorted(range(len(current["step"])), key=current["step"].__getitem__)
+        for name, column in current.items():
+            current[name] = [column[index] for index in order]
+    return current, abandoned
 
 
 def _curve(columns: Columns, name: str, title: str, colour: str, most: int) -> Curve:
@@ -182,7 +182,7 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
     held-out data have curves of their own.
     """
     curves: dict[str, dict[int, float]] = {}
-    evaluations = [event for event in history.living_evaluations() if event.get("loss") is not None]
+    evaluations = [event for event in history.current_evaluations() if event.get("loss") is not None]
     for event in evaluations:
         title = "held out"
         if event.get("held_out_fingerprint") != evaluations[-1].get("held_out_fingerprint"):
@@ -241,7 +241,7 @@ MOST_SCORES = 12
 def scores(history: History) -> dict[str, dict[int, float]]:
     """Return the scores of tasks and generated texts that are part of the run as it is now: name -> step -> value."""
     curves: dict[str, dict[int, float]] = {}
-    for event in history.living_evaluations():
+    for event in history.current_evaluations():
         for name, value in (event.get("metrics") or {}).items():
             if value is not None:
                 curves.setdefault(name, {})[event["step"]] = value

@@ -94,7 +94,7 @@ def when(event: Event) -> datetime:
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """A branch of a run: its steps after ``start``. Those up to ``lives_to`` are part of the run as it is now."""
+    """A branch of a run: its steps after ``start``. Those up to ``lives_to`` are part of the run, later ones were abandoned."""
 
     number: int
     attempt: int
@@ -161,27 +161,27 @@ class History:
                 starts[event["branch"]] = (event["step"], event)
         return starts
 
-    def lives_to(self) -> dict[int, float]:
-        """Return branch -> its last step that no later branch gave up."""
+    def last_current_steps(self) -> dict[int, float]:
+        """Return branch -> its last step that is still part of the run, because no later branch began before it."""
         last_step = float("inf")
-        lives_to = {}
+        last_current_steps = {}
         # From the newest branch to the oldest: a branch ends where any later one began.
         for branch, (start, _) in sorted(self.starts().items(), reverse=True):
-            lives_to[branch] = last_step
+            last_current_steps[branch] = last_step
             last_step = min(last_step, start)
-        return lives_to
+        return last_current_steps
 
-    def living_evaluations(self) -> list[Event]:
+    def current_evaluations(self) -> list[Event]:
         """Return the evaluations that are part of the run as it is now, oldest first."""
-        lives = self.lives_to()
-        return [event for event in self.of("eval") if event["step"] <= lives.get(event["branch"], float("inf"))]
+        last_steps = self.last_current_steps()
+        return [event for event in self.of("eval") if event["step"] <= last_steps.get(event["branch"], float("inf"))]
 
     def branches(self) -> list[Branch]:
         ends: dict[int, int] = {}
         for event in self.of("metrics"):
             # The log points are in order, so the last one of a branch stays.
             ends[event["branch"]] = event["steps"][1]
-        lives = self.lives_to()
+        last_steps = self.last_current_steps()
         branches = []
         for number, (start, event) in sorted(self.starts().items()):
             end = ends.get(number, start)
@@ -192,18 +192,21 @@ class History:
                     attempt=event["attempt"],
                     start=start,
                     end=end,
-                    lives_to=int(min(end, lives[number])),
+                    lives_to=int(min(end, last_steps[number])),
                     cause=None if is_first else event,
                 )
             )
         return branches
 
-    def steps(self, *, living: bool = False) -> Iterator[Event]:
-        """Yield the records of steps, in the order in which the steps were done; with ``living``, only those that are part of
-        the run as it is."""
-        lives = self.lives_to() if living else {}
+    def steps(self, *, current: bool = False) -> Iterator[Event]:
+        """Yield the records of steps, in the order in which the steps were done.
+
+        Args:
+            current: leave out the steps that were abandoned.
+        """
+        last_steps = self.last_current_steps() if current else {}
         for record in stream(self.folder / STEPS):
-            if record["step"] <= lives.get(record["branch"], float("inf")):
+            if record["step"] <= last_steps.get(record["branch"], float("inf")):
                 yield record
 
     def attempts(self) -> list[list[Event]]:
@@ -262,7 +265,7 @@ def time_spent(history: History) -> TimeSpent:
         return spent
     # The wall clock may have been set back, so no time is below 0.
     spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
-    last_living_step = history.lives_to()
+    last_current_step = history.last_current_steps()
     starts = history.starts()
     # Monotonic time at which the present block of steps began; None between two attempts.
     block_start: float | None = None
@@ -288,7 +291,7 @@ def time_spent(history: History) -> TimeSpent:
             seconds = 0.0
             if block_start is not None:
                 seconds = max(0.0, event["monotonic"] - block_start - seconds_beside_steps)
-            _add_block(spent, event, seconds, last_living_step, starts)
+            _add_block(spent, event, seconds, last_current_step, starts)
         if event_type in ("run_start", "metrics") or is_rollback:
             block_start = event["monotonic"]
             seconds_beside_steps = 0.0
@@ -299,23 +302,23 @@ def _add_block(
     spent: TimeSpent,
     log_point: Event,
     seconds: float,
-    last_living_step: dict[int, float],
+    last_current_step: dict[int, float],
     starts: dict[int, tuple[int, Event]],
 ) -> None:
-    """Share the seconds of a block of steps between those that are part of the run and those that were abandoned."""
+    """Divide the seconds of the steps of a log point into those of current steps and those of abandoned steps."""
     first, last = log_point["steps"]
     steps = last - first + 1
-    last_living = min(last, last_living_step.get(log_point["branch"], last))
-    living_steps = max(0, int(last_living) - first + 1)
-    spent.training += seconds * living_steps / steps
-    steps_given_up = steps - living_steps
-    if steps_given_up:
-        cause = _cause_of_giving_up(starts, log_point["branch"], last)
-        spent.given_up[cause] = spent.given_up.get(cause, 0.0) + seconds * steps_given_up / steps
-        spent.steps_given_up[cause] = spent.steps_given_up.get(cause, 0) + steps_given_up
+    last_current = min(last, last_current_step.get(log_point["branch"], last))
+    current_steps = max(0, int(last_current) - first + 1)
+    spent.training += seconds * current_steps / steps
+    steps_abandoned = steps - current_steps
+    if steps_abandoned:
+        cause = _cause_of_abandoning(starts, log_point["branch"], last)
+        spent.given_up[cause] = spent.given_up.get(cause, 0.0) + seconds * steps_abandoned / steps
+        spent.steps_given_up[cause] = spent.steps_given_up.get(cause, 0) + steps_abandoned
 
 
-def _cause_of_giving_up(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
+def _cause_of_abandoning(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
     """Return why a step of a branch is not part of the run any more."""
     for later in sorted(starts):
         start, event = starts[later]

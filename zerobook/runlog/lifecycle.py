@@ -208,5 +208,6 @@ def write_page(log: RunLog) -> None:
     try:
         page, _ = write(log.folder)
         tqdm.write(f"report: {page}")
-    except Exception as error:  # the run has ended well, whatever becomes of its page
+    # The run itself has ended without an error, so a failure of the page is only a warning.
+    except Exception as error:
         tqdm.write(f"WARNING: the report could not be written: {type(error).__name__}: {error}")

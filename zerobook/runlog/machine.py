@@ -165,7 +165,7 @@ class Sampler:
         record = sample()
         seq = self.log.event("machine", durable=False, **record)
         usage = nearly_full(record)
-        # Once for each time that the memory fills up.
+        # The warning is repeated only after the memory was less full in between.
         if usage and not self._warned:
             self.log.event("memory_warning", parent=seq, reason=usage)
             say(

@@ -87,13 +87,13 @@ def _format_ranges(ranges: list[list[int]]) -> str:
 
 def checkpoint_table(history: History) -> Table:
     proven_by = _proven_by(history)
-    lives_to = history.lives_to()
+    last_current_steps = history.last_current_steps()
     rows = []
     for event in history.of("checkpoint"):
         if event["state"] != "complete":
             continue
         state = "not proven yet"
-        if event["step"] > lives_to.get(event["branch"], float("inf")):
+        if event["step"] > last_current_steps.get(event["branch"], float("inf")):
             state = "of an abandoned branch"
         elif event["seq"] in proven_by:
             state = f"proven good [{proven_by[event['seq']]}]"
@@ -119,11 +119,11 @@ def branch_table(history: History) -> Table:
     for branch in history.branches():
         cause = sentence(branch.cause) if branch.cause else "the run began"
         numbers = [str(branch.number), str(branch.attempt), str(branch.start), str(branch.end)]
-        rows.append([*numbers, _living_steps(branch), cause])
-    return Table("Branches", ["branch", "attempt", "from", "to", "lives to", "why it began"], rows)
+        rows.append([*numbers, _current_steps(branch), cause])
+    return Table("Branches", ["branch", "attempt", "from", "to", "last_steps to", "why it began"], rows)
 
 
-def _living_steps(branch: Branch) -> str:
+def _current_steps(branch: Branch) -> str:
     if branch.lives_to >= branch.end:
         return "all of it"
     if branch.lives_to <= branch.start:

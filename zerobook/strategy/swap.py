@@ -1,4 +1,4 @@
-"""Other weights in the place of those that are trained, for an evaluation or for the saved model."""
+"""Replace the trained weights temporarily, for an evaluation or for the saved model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class SwappedWeights:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._swap()
-        # After an error, other ranks may not come here, and to wait for them would hide the error.
+        # After an error on this rank alone, the others never get here. Waiting for them in a collective would hide the error.
         if error is None or self._state.mesh.world_size == 1:
             self._state.refresh_copies()
 
     def _swap(self) -> None:
-        """Exchange the numbers of the optimizer's fp32 weights and of the user's tensors."""
-        # Weights that a forward pass left gathered are copies with the earlier numbers.
+        """Exchange the values of the optimizer's fp32 weights with those of the user's tensors."""
+        # Weights that are still gathered after a forward pass are copies with the old values.
         self._state.release_gathered_parameters()
         with torch.no_grad():
             for name, parameter in self._state.trainable():

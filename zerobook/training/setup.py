@@ -52,13 +52,13 @@ def first_state(
     """Return the run's initial state, and the state of the recovery policy. Collective; loads no weights.
 
     Args:
-        model: as the recipe made it.
+        model: the model that the recipe loaded, not yet distributed.
         say: prints a line on rank 0.
 
     Raises:
         CheckpointError: data, model or settings differ from those of the checkpoint.
     """
-    # Everything that could refuse the checkpoint comes before its weights are loaded.
+    # All checks of the checkpoint are made before its weights are loaded, which takes long.
     checkpoint = manager.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
     resume.check_data(checkpoint, progress, data, config)

@@ -167,12 +167,12 @@ class SpikeHandler:
         return None
 
     def _point_of(self, record: StepRecord) -> Point:
-        """Return the detector's point. Under fp16, none is masked: its scaler skips steps with an overflow, by design."""
+        """Return the detector's point. Under fp16 no step counts as skipped, since the loss scaler skips steps regularly."""
         norm = float(record.grad_norm)
         loss = float(record.loss)
         is_finite = math.isfinite(norm) and math.isfinite(loss)
-        is_masked = not is_finite and self.strategy.plan.precision != "fp16"
-        return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, masked=is_masked)
+        is_skipped = not is_finite and self.strategy.plan.precision != "fp16"
+        return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, is_skipped=is_skipped)
 
     # --- reports
     def _report_finding(self, finding: Finding) -> None:

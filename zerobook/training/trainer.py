@@ -481,9 +481,9 @@ class Trainer:
         with during("roll back"):
             self.recovery.act(action)
         if action.goes_back:
-            # An average of the weights, for example, holds the spike too.
+            # The state of hooks goes back too. An average of the weights, for example, contains weights of the spike.
             self.hooks.load_state_dicts(self, self.manager.load_hook_states(action.to_step))
-            # What was evaluated and saved belongs to steps that were abandoned.
+            # The last evaluation and the last save were made at steps that are now abandoned.
             self._evaluated = None
             self._saved = None
             self.timetable.went_back(self.progress.step)

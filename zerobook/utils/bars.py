@@ -1,4 +1,4 @@
-"""Progress bars, and lines printed beside them."""
+"""Progress bars, and lines that are printed while a bar is shown."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tqdm import tqdm as _tqdm
 from zerobook.utils.terminal import plain
 
 LINE_EVERY_S = 60
-"""Seconds between the lines that stand for a bar in a log file."""
+"""Seconds between the lines that are written instead of a bar if the output is a file."""
 
 
 class tqdm(_tqdm):
     """tqdm whose description and lines are `plain`: names of datasets and paths come from files.
 
-    A bar is made to be written over, which a file cannot do. Output that goes to a file or a pipe has a line every
-    `LINE_EVERY_S` seconds in its place, and none where the work takes less.
+    A bar overwrites its own line, which is not possible in a file or a pipe. There, a new line is written every `LINE_EVERY_S`
+    seconds instead. If the work takes less time, no line is written.
     """
 
     def __init__(self, *args: Any, desc: str | None = None, **options: Any):
@@ -30,7 +30,7 @@ class tqdm(_tqdm):
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         if self.is_on_terminal:
             return super().display(msg, pos)
-        # tqdm erases a bar by an empty message.
+        # tqdm calls this method with an empty message to erase the bar, and with None to draw it.
         if msg != "":
             self.fp.write(f"{self}\n" if msg is None else f"{msg}\n")
             self.fp.flush()

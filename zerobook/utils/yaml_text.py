@@ -1,4 +1,4 @@
-"""The one reader of YAML and JSON that a person wrote: recipe configs and strategy files."""
+"""Reader of YAML and JSON files that users write: recipe configs and strategy files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerobook.utils.reading import read_text
 
 MOST_DEPTH = 64
 MOST_NODES = 100_000
-"""Values, each counted as often as aliases repeat it: a few nested aliases can stand for billions."""
+"""Maximum number of values, with the repetitions by aliases. A few nested aliases can make billions of values."""
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """Refuses what is nested too deeply, and aliases that repeat too much."""
+    """YAML loader with limits for the depth of nesting and for the number of values, with those that aliases repeat."""
 
     def __init__(self, stream: str):
         super().__init__(stream)
@@ -27,7 +27,7 @@ class BoundedLoader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        # An alias is seen by its event only: its node is the one that it repeats.
+        # Only the event tells an alias: its node is the same object as the node that it repeats.
         event = self.peek_event()
         mark = event.start_mark
         self._depth += 1
@@ -38,12 +38,12 @@ class BoundedLoader(yaml.SafeLoader):
         # A node that an alias repeats has its size already, unless the alias is inside of it.
         if id(node) not in self._sizes:
             if isinstance(event, yaml.AliasEvent):
-                raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it repeats", mark)
+                raise yaml.composer.ComposerError(None, None, "an alias is inside of the value that it repeats", mark)
             self._sizes[id(node)] = self._size(node, mark)
         return node
 
     def _size(self, node: yaml.Node, mark: Any) -> int:
-        """Return the number of values in a node, whose children are composed already."""
+        """Return the number of values in a node. Its children must have been composed before."""
         children: list[yaml.Node] = []
         # A mapping has pairs of two nodes, as a key can be a mapping too.
         if isinstance(node, yaml.MappingNode):
@@ -52,7 +52,9 @@ class BoundedLoader(yaml.SafeLoader):
             children = node.value
         size = 1 + sum(self._sizes[id(child)] for child in children)
         if size > MOST_NODES:
-            raise yaml.composer.ComposerError(None, None, f"its aliases stand for more than {MOST_NODES} values", mark)
+            raise yaml.composer.ComposerError(
+                None, None, f"it has more than {MOST_NODES} values, with those that aliases repeat", mark
+            )
         return size
 
 

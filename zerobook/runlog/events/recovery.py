@@ -119,7 +119,7 @@ def _decision(event: Event) -> str:
 
 @declare(
     "rollback",
-    when="The run goes back to a checkpoint: one event before (`intent`), one after it (`outcome`).",
+    when="The run goes back to a checkpoint. There is one event before the rollback (`intent`) and one after it (`outcome`).",
     fields={
         "phase": "`intent` or `outcome`",
         "action": "recovery action that is carried out",
@@ -131,8 +131,8 @@ def _decision(event: Event) -> str:
         "seconds": "seconds of the rollback",
         "bytes_read": "bytes of tensors that each rank read",
         "set_aside": "checkpoints of the branch that was abandoned, which were renamed",
-        "verified": "names of what the next step uses as the checkpoint recorded it",
-        "differing": "name: [recorded, found] of what differs",
+        "verified": "names of the inputs of the next step that are equal to the checkpoint's record",
+        "differing": "name: [recorded, found] of the inputs that differ",
     },
     style="bad",
     mark=Mark(colour="red", symbol="←", step=_step_of_intent),
@@ -140,7 +140,7 @@ def _decision(event: Event) -> str:
 def _rollback(event: Event) -> str:
     if event["phase"] == "intent":
         return f"Going back from step {event['from_step']} to the checkpoint of step {event['to_step']} ({event['action']})."
-    verified = f"As recorded: {', '.join(event['verified'])}" if event["verified"] else "Nothing could be compared"
+    verified = f"Same as recorded: {', '.join(event['verified'])}" if event["verified"] else "Nothing could be compared"
     differing = f"; changed: {', '.join(event['differing'])}" if event["differing"] else ""
     steps_given_up = counted(event["steps_given_up"], "step")
     return (
