@@ -72,10 +72,10 @@ moments, or Adam's step count reset, losses differ by more than 1e-4. Written by
 
 HOST = """# Host RAM while a model is loaded: measured
 
-Anonymous and shared memory of all 4 ranks of a host together, above what they held before, while `causal_lm` loads and
-prepares a Llama whose bf16 file has 0.43 GB. It is trained in fp32, and a copy of its weights in fp32 is 1. Pages of the
-mapped file are page cache, and not counted. *Planned* is the planner's figure for loading. On a CPU, ZeRO-3's prepare also
-makes its masters and gradients, which stay. Written by `make test-full`.
+The additional anonymous and shared memory of all 4 ranks of a host together, while `causal_lm` loads and prepares a Llama.
+The unit is a copy of its weights in fp32. Its file is in bf16 and has 0.43 GB. Pages of the mapped file are page cache, and
+are not included. *Planned* is the planner's figure for loading. On a CPU, the preparation of ZeRO-3 also allocates its master
+copies and gradients, which are kept. Written by `make test-full`.
 """
 
 NODES = """# Faults of several hosts: measured

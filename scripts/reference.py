@@ -26,11 +26,11 @@ STRATEGIES = """\
 Memory is in bytes of each process's device at the peak of a step, in fp32 unless it says bf16, without activations. Traffic is
 in bytes sent, times (N - 1)/N. P is the number of trained parameters, N of processes, G of processes of a node, R of replicas.
 With LoRA, P counts the adapters; the frozen base adds 4 bytes a weight (2 under mixed precision), divided by N where weights
-are sharded (under `zero3_hpz.yaml` as much again, divided by G).
+are sharded. Under `zero3_hpz.yaml`, the second copy adds the same number, divided by G.
 
-The precision is set by `--mixed_precision` or by the strategy file. Where a DeepSpeed JSON fixes another one, the flag is
-taken, and a note says so. A file of your own from `accelerate config` works too. The header of each file has the source of its
-figures.
+The precision is set by `--mixed_precision` or by the strategy file. If a DeepSpeed JSON sets another precision, the flag has
+priority, and a note says so. You can also use a file that `accelerate config`
+wrote. The header of each file has the source of its figures.
 
 Two more files, in `accelerate_configs/published/`, are those of [two published examples](../../ds_configs/published/README.md).
 Their DeepSpeed files fix fp16.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FILES: dict[str, tuple[str, dict[str, str]]] = {
     "manifest.json": (
-        "Written last. A folder without it is no checkpoint.",
+        "Written last. A folder without this file is not a checkpoint.",
         {
             "format_version": "version of this layout: 4 for AdamW, 5 for other optimizers and for slices",
             "step": "optimizer steps done",
@@ -18,8 +18,8 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
             "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): [start, stop, file] "
             "of each piece, as positions in the flattened tensor, or [offset, shape, file] of a slice",
             "adam_steps": "steps that AdamW has counted; in format 5 `optimizer_steps`",
-            "state_shapes": "format 5: shapes of the optimizer's state where they are not the weight's",
-            "written_by": "strategy that wrote it, as read from the live objects",
+            "state_shapes": "format 5: shapes of optimizer state that are different from the weight's shape",
+            "written_by": "strategy that wrote the checkpoint",
         },
     ),
     "tensors-RRRRR-NNNNN.safetensors": (
@@ -32,15 +32,15 @@ FILES: dict[str, tuple[str, dict[str, str]]] = {
         {},
     ),
     "hooks.json": (
-        "The state of hooks, where there is any. Their tensors are pieces like those of weights, `hooks.HOOK.KEY/NAME`.",
-        {"values": "by hook: its state, but for tensors", "tensors": "by hook: the keys of its tensors"},
+        "The state of hooks, if they have any. Their tensors are stored in pieces like weights, as `hooks.HOOK.KEY/NAME`.",
+        {"values": "for each hook: its state without tensors", "tensors": "for each hook: the keys of its tensors"},
     ),
     "progress.json": ("The state of the loop: one `zerobook.checkpoint.progress.Progress` record.", {}),
     "config.json": (
         "The settings of the run that wrote it.",
         {
             "config": "every key of the recipe's config with its value",
-            "asked": "the config as YAML, flags and strategy file asked for it",
+            "asked": "the config before values were filled in, from YAML, flags and strategy file",
             "chat_template": "text of `--chat_template`; null for the tokenizer's own",
             "base_commit": "hub commit of the model that was loaded",
             "base": "config of that model; with adapters, also a digest of its weights",

@@ -14,10 +14,10 @@ _NEW = {"evaluations_without_progress", "held_out_fingerprint"}
 
 @dataclass(kw_only=True)
 class Progress:
-    """State of a run after a whole optimizer step. Independent of strategy and world size.
+    """State of a run after an optimizer step. It does not depend on the strategy and the world size.
 
-    Dropout draws from a generator seeded by (seed, step, rank) at every step, so ``seed`` and ``step`` are
-    the state of the random numbers: a continued run draws what an uninterrupted one would have.
+    The random numbers of dropout are seeded by (seed, step, rank) at every step. So ``seed`` and ``step`` are their state, and
+    a resumed run uses the same random numbers as an uninterrupted one.
     """
 
     step: int = 0
@@ -25,9 +25,9 @@ class Progress:
     cursor: int = 0
     """position in the sample order, over all epochs and processes"""
     samples: int = 0
-    """samples seen, fillers and skipped ones not counted"""
+    """samples trained on, without skipped ones and without the rows of weight 0 that fill the last batch"""
     tokens: int = 0
-    """supervised tokens seen"""
+    """supervised tokens trained on"""
     epoch: float = 0.0
     """passes over the data, cursor / samples per epoch"""
     seed: int = 0
@@ -47,11 +47,11 @@ class Progress:
     skip_ranges: list[list[int]] = field(default_factory=list)
     """[start, end) of sample ids left out of every epoch"""
     rate_cuts: list[list[float]] = field(default_factory=list)
-    """[step, factor, steps of the way back] of each cut of the learning rate"""
+    """[step, factor, steps until the full rate is reached again] of each reduction of the learning rate"""
     redone: int = 0
-    """steps that were done and abandoned: ``step + redone`` never goes backwards"""
+    """steps that were done and abandoned, so that ``step + redone`` never becomes smaller"""
     detector: dict[str, Any] = field(default_factory=dict)
-    """the spike detector's own state"""
+    """state of the spike detector"""
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
     held_out_fingerprint: str = ""
@@ -61,9 +61,9 @@ class Progress:
     evaluations_without_progress: int = 0
     """evaluations since the held-out loss last became lower, for early stopping"""
     following: dict[str, Any] = field(default_factory=dict)
-    """what the next step will use (learning rate, sample ids, random numbers), for a run that goes on to compare with"""
+    """inputs of the next step (learning rate, sample ids, random numbers), which a resumed run compares with its own"""
     eval_loss: float | None = None
-    """held-out loss at this very step; None where it was not evaluated here, or is not finite"""
+    """held-out loss at this step; None if it was not evaluated at this step, or is not finite"""
 
     def evaluated(self, loss: float) -> None:
         """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best."""
@@ -98,7 +98,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Progress:
-        """Return the record. Raises `CheckpointError` if keys are missing or unknown: part of a record would resume wrongly."""
+        """Return the record. Raises `CheckpointError` if keys are missing or unknown."""
         names = {field.name for field in fields(cls)}
         missing = names - set(record) - _NEW
         unknown = set(record) - names
