@@ -355,7 +355,7 @@ def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
     assert list(resolution.skipped) == [bad] and words in resolution.skipped[bad]
     assert command(["verify", str(tmp_path)]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("step-000001: whole") and words in said[1]
+    assert said[0].endswith("step-000001: undamaged") and words in said[1]
     with pytest.raises(CheckpointError, match=f"Use --resume_from_checkpoint {good}"):
         resolve_resume(tmp_path, str(bad), thorough=True)
 

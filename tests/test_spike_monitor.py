@@ -178,17 +178,17 @@ def test_odd_data_and_a_nan_or_two_do_nothing(tmp_path):
 
 def test_replicas_that_differ_are_named_and_tried_twice(tmp_path):
     run = Run(tmp_path)
-    run.replicas = SimpleNamespace(describe=lambda read: "rank 1's copy of w is not the others'")
+    run.replicas = SimpleNamespace(describe=lambda read: "rank 1's copy of w differs from those of the other ranks")
     measure = run.go(1, 80, **HIGH)
     assert measure.kind == "replay" and "rank 1's copy" in measure.reason
-    assert run.events("decision")[0]["hardware"] == "rank 1's copy of w is not the others'"
+    assert run.events("decision")[0]["hardware"] == "rank 1's copy of w differs from those of the other ranks"
 
 
 def test_replicas_are_compared_before_a_save(tmp_path):
     run = Run(tmp_path)
     run.go(1, 40)
     assert run.spikes.check_replicas(40) is None
-    run.replicas = SimpleNamespace(describe=lambda read: "rank 1's copy of w is not the others'")
+    run.replicas = SimpleNamespace(describe=lambda read: "rank 1's copy of w differs from those of the other ranks")
     measure = run.spikes.check_replicas(50)
     assert (measure.kind, measure.to_step) == ("replay", 30) and run.events("spike")[-1]["step"] == 50
     assert run.events("decision")[-1]["parent"] == run.events("spike")[-1]["seq"]

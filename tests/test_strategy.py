@@ -313,7 +313,9 @@ def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there
     from zerobook.strategy.replicas import Replicas
 
     three = Replicas("w", 1, [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
-    assert three.describe(None).startswith("rank 1's copy of w is not the others' (element 5: 0.5 on rank 0, 2e+30 on rank 1")
+    assert three.describe(None).startswith(
+        "rank 1's copy of w differs from those of the other ranks (element 5: 0.5 on rank 0, 2e+30 on rank 1"
+    )
     two = Replicas("w", 3, [7, 9], [5], [[math.nan], [0.5]])
     assert two.describe(lambda name, place: 0.49).startswith("rank 0's copy of w") and "2 more tensors differ" in two.describe(
         None

@@ -86,7 +86,7 @@ def _is_inside(offset: tuple[int, ...], size: tuple[int, ...], shape: list[int])
 
 
 def _overlap(first: Box, second: Box) -> bool:
-    """Return whether two slices have a number in common: their ranges meet in every dimension."""
+    """Return whether two slices have an element in common. Then their ranges overlap in every dimension."""
     for start, size, other_start, other_size in zip(*first, *second, strict=True):
         if start >= other_start + other_size or other_start >= start + size:
             return False

@@ -1,7 +1,7 @@
-"""Write checkpoints: each rank writes its own share, and rank 0 makes one checkpoint of them, at once or in the background.
+"""Write checkpoints: each rank writes its part, and rank 0 merges the parts into one checkpoint, also in the background.
 
-Ranks communicate through files only, so that a thread can write while the training runs collectives: each rank leaves
-``rank-N.json`` in the staging folder when its files are durable, or ``rank-N.failed`` with the reason.
+Ranks communicate through files only, so that a thread can write while the training runs collectives. When the files of a rank
+are flushed to disk, it writes ``rank-N.json`` into the staging folder, or ``rank-N.failed`` with the reason of an error.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class Saver:
 
 
 def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) -> dict[str, Any] | None:
-    """Return the index of what a rank has written, and delete its file; None if the rank is still writing.
+    """Return the index of the pieces of a rank, and delete its file; None if the rank is still writing.
 
     Args:
         names: of the files in ``staging``.
@@ -301,7 +301,7 @@ def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) ->
     done = staging / f"rank-{rank}.json"
     failed = staging / f"rank-{rank}.failed"
     if failed.name in names:
-        # The reason follows the file.
+        # The rank creates the file first, and writes the reason into it after that.
         time.sleep(_FIRST_PAUSE_S)
         raise CheckpointError(f"rank {rank}: {read_text(failed) or 'it could not write why; the disk may be full'}")
     if done.name in names:

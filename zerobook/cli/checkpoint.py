@@ -177,7 +177,7 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
 
     total = 0
     for checkpoint in checkpoints:
-        # The number of all bytes is the end of the bar.
+        # The progress bar needs the number of all bytes in advance.
         if checkpoint.is_dir():
             total += sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
     damage = {}
@@ -189,7 +189,7 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
         print(json.dumps(findings, indent=2))
     else:
         for checkpoint, reason in damage.items():
-            say(f"{checkpoint}: whole" if reason is None else f"damaged: {reason}")
+            say(f"{checkpoint}: undamaged" if reason is None else f"damaged: {reason}")
     return int(any(damage.values()))
 
 

@@ -321,10 +321,10 @@ class DecoderInput:
 
 
 def _with_a_token_in_each_row(labels: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Return labels in which rows of nothing but padding begin with another token.
+    """Return labels in which rows of padding alone begin with some other token.
 
-    The rows that fill up a batch have no label, and the rule of mBART, PLBart and FSMT begins a row with its last token. What
-    the decoder reads there has no effect: nothing is supervised.
+    mBART, PLBart and FSMT make the decoder's input by moving the last token of the labels to the front, and fail for a row
+    without tokens. The rows that fill up the last batch are such rows. The token has no effect, since nothing is supervised.
     """
     empty = ((labels == IGNORE) | (labels == pad_token_id)).all(dim=1)
     filled = labels.clone()

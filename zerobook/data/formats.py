@@ -313,11 +313,12 @@ def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     if isinstance(row, Segment):
         begins = row.begins
         ends = row.ends
-    # A part of a long text may be blank: it stands between other parts.
+    # A complete text must not be blank, but a part of a long text may be.
+    is_complete = begins and ends
     is_blank = is_empty(text) or (isinstance(text, str) and not text.strip())
-    if is_blank and begins and ends:
+    if is_blank and is_complete:
         raise EmptyText(f"{columns[0]} is empty")
-    return Text(read_text(text, columns[0], blank=not (begins and ends)), begins, ends)
+    return Text(read_text(text, columns[0], blank=not is_complete), begins, ends)
 
 
 PAIR_COLUMNS = (

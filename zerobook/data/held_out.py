@@ -36,7 +36,7 @@ def describe_empty_share(path: str, percentage: float, *, others: bool = False) 
         others: other datasets of the run have held-out rows.
     """
     # A mixture still measures a loss on its other datasets.
-    empty = f"WARNING: {path}: {percentage:g} % of it is not one row, so nothing of it is held out"
+    empty = f"WARNING: {path}: {percentage:g} % of it is less than one row, so nothing is held out"
     advice = "Give --validation_file, or a higher --validation_split_percentage."
     if others:
         return f"{empty}, and the held-out loss says nothing about it. {advice}"

@@ -1,8 +1,8 @@
 """Rendering of chats by a chat template, with the assistant's turns in the text.
 
-Where the template marks turns by ``{% generation %}``, the marks decide. Otherwise a turn is the text after the generation
-prompt when the chat is rendered up to that turn. Where the template renders a turn differently when more turns follow, that
-turn gets a row of its own.
+If the template marks turns with ``{% generation %}``, the marked text is the turn. Otherwise, the chat is rendered up to the
+turn, and the turn is the text after the generation prompt. If the template renders a turn differently when more turns follow,
+the turn gets a separate row.
 """
 
 from __future__ import annotations

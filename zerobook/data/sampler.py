@@ -78,10 +78,10 @@ class Permutation:
 
 
 class Mixture:
-    """The dataset of each position: by weight, evenly spread, and computable for any position.
+    """The dataset of each position: chosen by weight, evenly distributed, and computed directly for any position.
 
-    One period of `PERIOD` positions is laid out once: dataset i gets its share of them, at even distances. So the number of
-    samples that a dataset has given before any position is known without iterating.
+    The order of the datasets repeats after `PERIOD` positions. In a period, each dataset has a number of positions by its
+    weight, at equal distances. So the number of samples of a dataset before any position is computed without iterating.
 
     Args:
         sizes: rows per dataset.
@@ -109,7 +109,7 @@ class Mixture:
         self._before = np.stack(counts_before)
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (dataset, number of samples that it has given before), int64 [n] each."""
+        """Return (dataset of each position, number of its samples at earlier positions), int64 [n] each."""
         period, offset = np.divmod(positions, self.PERIOD)
         dataset = self._dataset[offset]
         return dataset, period * self.shares[dataset] + self._before[dataset, offset]

@@ -1,7 +1,7 @@
-"""Skeletons of chats: the text that a chat template writes around the contents, learnt once for all chats of the same roles.
+"""Skeletons of chats: the text that a chat template writes around the contents, computed once for all chats of the same roles.
 
-To find the turns of a chat, it would be rendered up to each of them. Under most templates the text around the contents
-depends on the roles alone: then the chat is the skeleton with the contents inserted, and rendering it once is enough.
+The general way to find the turns of a chat is to render it up to each of them. In most templates, the text around the contents
+depends on the roles only. Then the chat is the skeleton with the contents inserted, and rendering it once is enough.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Skeleton(NamedTuple):
             pieces += (slot.lead, content)
             start = position + len(slot.lead)
             position = start + len(content)
+            # The span is relative to the content: its start to the beginning, its stop to the end.
             if slot.span:
                 spans.append(TurnSpan(start + slot.span.start, position + slot.span.stop, slot.span.has_end))
         # The comparison finds templates that change a content, or that depend on more than the roles.

@@ -86,11 +86,11 @@ def paired(
 class CausalEncoder:
     """Encodes samples for a decoder. Can be pickled.
 
-    A text becomes its ids and an end-of-text token, and is never cut: the caller cuts it into blocks.
-    A chat is rendered by the chat template. A pair is not: it becomes source, target and end of text, with the loss on
-    the last two. Texts and pairs begin with a BOS where the tokenizer adds one; a template writes its own.
-    Tokens are used as they are. The text of a sample cannot give control tokens: a chat or a pair that names one is a
-    bad sample, and in running text the name is encoded as characters.
+    A text is encoded as its ids and an end-of-text token. It is never truncated, since the caller divides it into blocks.
+    A chat is rendered with the chat template. A pair is encoded without one, as source, target and end-of-text token, with
+    labels on the last two. Texts and pairs begin with a BOS if the tokenizer adds one. A template writes its own BOS.
+    Tokens are used without a change. The text of a sample never becomes a control token. A chat or a pair that contains the
+    name of one is a bad sample. In a text, the name is encoded as characters.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -159,7 +159,7 @@ class CausalEncoder:
         target = np.array([*target, *self._eos], np.int32)
         cut = False
         if self.length is not None:
-            # The target is worth more than the beginning of its source.
+            # A pair that is too long loses the beginning of its source, so that the target stays complete.
             room = max(0, self.length - len(self._bos) - len(target))
             cut = room < len(source)
             source = source[max(0, len(source) - room) :]

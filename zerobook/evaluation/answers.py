@@ -1,4 +1,4 @@
-"""Answers to held-out prompts, written at every evaluation, so that a person sees what the model has learnt."""
+"""Answers to held-out prompts, written at every evaluation, so that a user can read what the model generates."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Rows(Protocol):
 class GenerationScorer:
     """Generates for held-out rows and scores the texts; a `zerobook.training.recipe.Scorer`.
 
-    The rows are cut into batches of ``batch_size`` per process, and every process makes the same number of ``generate``
+    The rows are divided into batches of ``batch_size`` per process, and every process makes the same number of ``generate``
     calls, as sharded weights require. The last batch is filled up with rows whose texts are dropped, so each
     row counts once, in dataset order, whatever the number of rows and processes.
 
@@ -122,14 +122,14 @@ class GenerationScorer:
         return generated
 
     def _score(self, predictions: list[list[int]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        # Only the rows of the first batches have predictions, where the number of batches is limited.
+        # If the number of batches is limited, only the first rows have predictions.
         rows = [self.rows[index] for index in range(len(predictions))]
         texts = self._decode(predictions)
         targets = self._decode([row["labels"] for row in rows])
         metrics = text_metrics(texts, targets)
         metrics["generated_tokens"] = sum(map(len, predictions)) / len(predictions)
+        # The table has fewer rows than there are predictions: the first ``samples`` ones.
         sources = self._decode([row["input_ids"] for row in rows[: self.samples]])
-        # The sources are as many as the table has rows.
         samples = zip(sources, targets, texts, strict=False)
         return metrics, [{"source": source, "target": target, "prediction": text} for source, target, text in samples]
 

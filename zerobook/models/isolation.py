@@ -1,4 +1,4 @@
-"""Measurement, on the model itself, of whether tokens see others that they must not see."""
+"""Tests, on the model itself, whether tokens influence the logits of other tokens that must not depend on them."""
 
 from __future__ import annotations
 
@@ -58,25 +58,26 @@ def settled(
 
 
 def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
-    """Return a collator without an attention mask, where padding changes nothing for the tokens before it. Collective.
+    """Return a collator without an attention mask, if padding does not change the logits of the tokens before it. Collective.
 
-    In a model with causal attention no token sees the padding on its right, and the labels of padding are ignored, so loss
-    and gradients are the same. A mask costs time: SDPA uses no flash kernel with it, and the host waits for the device to
-    check whether it masks anything. A model that sees the padding keeps its mask.
+    In a model with causal attention, no token attends to the padding on its right, and the labels of padding are ignored. So
+    loss and gradients are the same without a mask. A mask costs time: with it, SDPA uses no flash kernel, and the host waits
+    for the device to check whether it masks anything. The mask is kept for models in which padding changes logits.
 
     Raises:
-        ConfigError: the model computes nothing from text alone.
+        ConfigError: the model fails with a batch of text.
     """
-    # A recipe's own model may take its arguments by other names.
+    # A recipe may have a model of its own, with other names of arguments, which cannot be tested.
     if not hasattr(strategy.unwrapped, "get_input_embeddings"):
         return collate
-    # The cheapest form comes first.
+    # The fastest collator comes first. The last one is the original, which needs no test.
     maskless = replace(collate, mask=False, lengths="flash" in _attention(strategy))
     candidates = [*_without_looking(strategy, maskless), maskless, collate]
     failure: Exception | None = None
     for candidate in candidates:
         try:
             influence_of_padding, noise = influence(strategy, _padded(candidate, strategy))
+        # A lack of memory says nothing about the candidate.
         except torch.OutOfMemoryError:
             raise
         # Architectures raise different errors for arguments that they do not take.

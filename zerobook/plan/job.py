@@ -111,8 +111,8 @@ class Job:
 
         Args:
             shape: shape of the micro-batch; None means the largest.
-            cast: ``bf16`` or ``fp16`` where the strategy casts the whole model, as DeepSpeed does; with ``no``, trained weights
-                are fp32 and others as loaded.
+            cast: ``bf16`` or ``fp16`` if the strategy casts the complete model, as DeepSpeed does. With ``no``, trained weights
+                are in fp32, and frozen weights keep their dtype.
             precision: the run's precision, in which a frozen base is loaded and quantised weights compute; None means the
                 config's.
         """

@@ -24,7 +24,7 @@ class Table(NamedTuple):
 
 def time_table(history: History) -> Table:
     spent = time_spent(history)
-    uses = [("training that was kept", spent.training, "")]
+    uses = [("training", spent.training, "")]
     for cause, seconds in spent.given_up.items():
         uses.append((f"training abandoned: {cause}", seconds, str(spent.steps_given_up[cause])))
     uses += [
@@ -32,7 +32,7 @@ def time_table(history: History) -> Table:
         ("evaluating", spent.evaluating, ""),
         ("saving", spent.saving, ""),
         ("between attempts", spent.stopped, ""),
-        ("starting up, and the rest", spent.other, ""),
+        ("starting, and other", spent.other, ""),
     ]
     rows = []
     for use, seconds, steps in uses:

@@ -43,10 +43,10 @@ class Engine(TrainingState):
             config: the optimizer's settings.
             total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
         """
-        # Before anything is cast: checkpoints and the saved model need the dtypes that it was loaded in.
+        # The dtypes of the loaded model are recorded before weights are cast. Checkpoints and the saved model need them.
         self._remember(model)
         self.max_grad_norm = config.max_grad_norm
-        # Trained weights are fp32, and their own masters: in half precision, small updates would round to 0.
+        # Trained weights are in fp32, since small updates of half-precision weights would be lost by rounding.
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = self._in_fp32(parameter.data)

@@ -164,6 +164,7 @@ class FullyShardedStrategy(Strategy):
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         tensor = self._tensor(parameter, key).detach()
         offset = shard_offset(tensor)
+        # The tensor is not sharded.
         if offset is None:
             return super().restore(parameter, key, read)
         _read_into(cast("DTensor", tensor).to_local(), offset, read)

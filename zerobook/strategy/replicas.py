@@ -45,7 +45,7 @@ class Replicas(NamedTuple):
         position = 0
         values = [math.nan] * len(self.values)
         if self.positions:
-            # One element is named, and decides where there is no majority.
+            # Only the first differing element is compared and printed.
             position = self.positions[0]
             values = [values_of_rank[0] for values_of_rank in self.values]
         majority, votes = Counter(self.checksums).most_common(1)[0]
@@ -56,7 +56,7 @@ class Replicas(NamedTuple):
         elif read is not None:
             ranks = _find_far_off(values, read(self.name, position))
         if len(ranks) == 1:
-            sentence = f"rank {ranks[0]}'s copy of {self.name} is not the others'"
+            sentence = f"rank {ranks[0]}'s copy of {self.name} differs from those of the other ranks"
         else:
             sentence = f"the copies of {self.name} on ranks {ranks or list(range(len(values)))} differ"
         listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))

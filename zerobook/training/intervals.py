@@ -254,7 +254,7 @@ class Timetable:
         self._step_seconds = 0.0
         self._evaluations = Schedule(eval_steps, total_steps)
         self._saves = Schedule(save_steps, total_steps)
-        # Each is None where a person has set the steps.
+        # Each is None if the user has set the steps.
         self._automatic_saves: AutomaticSaves | None = None
         if save_steps == AUTOMATIC and saves:
             self._automatic_saves = AutomaticSaves(

@@ -375,7 +375,7 @@ class Trainer:
         progress = self.progress
         self._metrics = {}
         self.hooks("before_step", self, progress.step + 1)
-        # Also within a group that shares a row: its processes drop out different tokens' activations.
+        # The processes that share a row also need different random numbers, since they apply dropout to different tokens.
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
         # Forward and backward passes.
@@ -387,7 +387,7 @@ class Trainer:
                 enter("forward")
                 with self.hooks.around_loss(self, batch):
                     loss, metrics = self._loss(batch)
-                # The divisor is of the global batch, so that the loss does not depend on how it is cut.
+                # The sum is divided by the weights of the global batch, so the loss does not depend on how it is divided.
                 loss = loss / plan.tokens
                 enter("backward")
                 strategy.backward(loss)

@@ -25,7 +25,7 @@ def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -
     line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(ranks)]
     if "--config_file" not in launcher:
         line += ["--num_machines", "1"]
-    # Port 0 is any that is free.
+    # With port 0, the system chooses a free port.
     line += ["--main_process_port", "0", str(script)]
     return [*line, *map(str, words)]
 

@@ -1,4 +1,4 @@
-"""Amounts as people write them: ``80GB``, ``1.5TiB``, ``400Gbps``, ``7.5B``."""
+"""Amounts with units, as users write them: ``80GB``, ``1.5TiB``, ``400Gbps``, ``7.5B``."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
 
 def _import_file(file: Path) -> ModuleType:
     """Return the module of a file, which is run if it is not loaded yet."""
-    # A copy: looking at a module can import others.
+    # `getattr` on a lazy module can import others, which would change the dict during the loop.
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
             return module
@@ -103,7 +103,7 @@ def _import_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        # Half a module must not be found by the next import.
+        # An incomplete module must not stay in the cache of imports.
         del sys.modules[name]
         raise
     return module
