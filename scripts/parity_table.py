@@ -99,13 +99,18 @@ Written by `make test-nodes`.
 
 PLAN = """# Planned against measured
 
-The fourth step of real runs through `accelerate launch` with the shipped files, micro-batches of 2 x 64 tokens, tiny models of
-real classes. Bytes of the rank whose figure is furthest off: weights, gradients and optimizer state between backward pass and
-step, which have to be equal; activations that autograd saved in the forward pass; and bytes sent in the step, counted in the
-collectives. zero3_hpz ran with groups of two, as on two nodes, zero3_nvme_little is zero3_nvme with 10^5 elements of a rank in
-host RAM. ZeRO-3 that is *forgetting* keeps nothing for a later use (`stage3_max_reuse_distance` and
-`stage3_prefetch_bucket_size` 0), *narrow* is 60,000 elements of reuse and 70,000 alive: what larger models meet with the
-shipped limits of 10^9. Written by `make test-full`.
+The fourth step of real runs, launched by `accelerate launch` with the project's strategy files, with micro-batches of 2 x 64
+tokens and tiny models of real classes. The figures are bytes, on the rank with the largest error:
+
+- weights, gradients and optimizer state between the backward pass and the step, which must be equal to the planned bytes
+- activations that autograd saved in the forward pass
+- bytes sent in the step, counted in the collectives
+
+zero3_hpz ran with groups of two, as on two nodes. zero3_nvme_little is zero3_nvme with 10^5 elements of a rank in host RAM.
+In the rows *forgetting*, ZeRO-3 keeps no gathered weights for later (`stage3_max_reuse_distance` and
+`stage3_prefetch_bucket_size` are 0). In the rows *narrow*, the limits are 60,000 elements for reuse and 70,000 for live
+parameters. They have the same effect on a tiny model as the default limits of 10^9 on large models. Written by `make
+test-full`.
 
 The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA allocator: [gpu.md](gpu.md) says what has run.
 """
