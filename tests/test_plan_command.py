@@ -264,7 +264,7 @@ V100 = {"gpus": "8", "gpu": "v100-32gb"}
         # half precision comes first, so nothing is recomputed that need not be
         ({"gpus": "8"}, "causal_lm", ["--block_size=1024", "--per_device_train_batch_size", "2"], "zero1",
          {"mixed_precision": "bf16"}),
-        pytest.param(*(V100, "causal_lm", ["--block_size", "512", "--per_device_train_batch_size", "1"], "zero3",
+        pytest.param(*(V100, "causal_lm", ["--block_size", "512", "--per_device_train_batch_size", "1"], "zero1",
          {"mixed_precision": "fp16"}), marks=pytest.mark.full),
         pytest.param(*({"gpu_memory": "16GB"}, "causal_lm", ["--block_size=512", "--per_device_train_batch_size=1"], "single",
          {"mixed_precision": "bf16", "activation_checkpointing": "full", "dtype": "bfloat16", "max_seq_length": 512}),
