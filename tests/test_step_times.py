@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,23 @@ def test_a_gpu_is_compared_with_the_others_by_its_own_seconds(monkeypatch):
     pace.measure(1)
     assert position.window()[3:] == (1, 4)
     position.reset()
+
+
+def test_another_thread_asks_the_gpu_of_this_process(monkeypatch):
+    from zerobook.training.pace import DeviceClock
+
+    chosen = []
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    position.reset()
+    clock = DeviceClock()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(clock.locate).result()
+    position.reset()
+
+    assert chosen == [3]
 
 
 def test_a_gpu_that_stops_is_where_it_stopped_although_its_host_went_on(monkeypatch):

@@ -33,6 +33,9 @@ def measure_ring(device: torch.device, group: dist.ProcessGroup | None = None) -
 
     Bandwidth-bound collectives send along such a ring.
     """
+    # NCCL makes its communicator in the first collective of a group, in which all ranks have to take part. In an exchange
+    # among an odd number of ranks, one of them waits for its turn.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
     # NCCL connects two ranks at their first message, which would be measured as a slow one.
     _exchange(PROBE_BYTES, device, group)
     # All ranks send as many bytes as the slowest link takes in `SECONDS`.

@@ -28,6 +28,8 @@ def compile_layers(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     # A higher limit of the user's stays.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+    # Under DDP, torch would cut each layer at the bounds of gradient buckets. Between layers there are cuts enough.
+    torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         # An option stays with the compiled code. A setting of torch holds only in the thread that made it, and backward has
         # threads of its own.

@@ -95,6 +95,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self._events: list[tuple[position.Position, torch.cuda.Event]] = []
         self._current = position.here()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         position.on_enter(self._record)
 
     def _record(self, phase: str) -> None:
@@ -118,6 +119,9 @@ class DeviceClock:
         device there. Any thread may call it.
         """
         host = position.here()
+        # A new thread is at the first GPU, where a query would take memory for a context of this process.
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(self._gpu)
         # A copy, since the main thread adds and removes events.
         events = self._events.copy()
         count = len(events)
