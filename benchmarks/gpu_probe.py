@@ -1,4 +1,4 @@
-"""What one GPU can show in seconds, before anything is trained for long: the part ``probe`` of benchmarks/gpu.py.
+"""Examine in seconds what a GPU can do, before anything is trained for long: the part ``probe`` of benchmarks/gpu.py.
 
 collectives   each collective of NCCL with one rank, and whether its flight recorder has them
 attention     which backend of torch's attention takes which dtypes, grouped heads and masks; its error and its seconds

@@ -1,4 +1,4 @@
-"""What the parts of benchmarks/gpu.py share: the device, its models and data, cases, and calls in processes of their own."""
+"""Device, models and data, cases, and calls in processes of their own, which the parts of benchmarks/gpu.py share."""
 
 from __future__ import annotations
 

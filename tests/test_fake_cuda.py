@@ -51,7 +51,9 @@ def steps(library: Path, cases: list[str]) -> dict[str, dict[str, list[str]]]:
     line = [sys.executable, str(ROOT / "tests" / "fake_cuda.py"), str(library), str(result), *cases]
     process = subprocess.run(line, env=environ, text=True, capture_output=True, timeout=600)
     assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(result.read_text())
+    of_cases = json.loads(result.read_text())
+    assert list(of_cases) == cases
+    return of_cases
 
 
 def check(case: str, step: dict[str, list[str]]) -> None:

@@ -241,6 +241,12 @@ def test_a_process_that_cannot_run_python_code_writes_its_stacks():
     assert "Timeout" in done.stderr and 'File "<string>"' in done.stderr
 
 
+def test_a_record_that_keeps_the_interpreters_lock_does_not_keep_the_process():
+    """A call to a GPU that hangs may do so, and Python cannot end the process then."""
+    done = alone("import ctypes\nwatch.record = lambda: ctypes.PyDLL(None).sleep(90)\nwaits_for_a_file_that_never_comes()")
+    assert done.returncode == 1 and "REPORT stuck data 2" in done.stdout
+
+
 def test_a_process_that_gets_on_is_left_alone():
     done = alone(
         "for step in range(2, 30):\n    position.enter('data', step)\n    time.sleep(0.05)\nwatch.stop(); print('ended')"

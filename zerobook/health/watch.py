@@ -191,6 +191,8 @@ class Watch:
     # --- the thread that never touches the store
     def _guard(self) -> None:
         while not self._done.wait(self.interval):
+            if self._ending.locked():
+                return
             # Written from C, to the standard error output, if no thread of this process can run Python code for so long.
             faulthandler.dump_traceback_later(self.hang_timeout, file=2)
             # Whoever looks for this process only connects.
@@ -239,6 +241,8 @@ class Watch:
         text += "\nAll ranks stop. Start the run again with --resume_from_checkpoint auto."
         # In a thread of its own, since the main thread may hold a lock that the report needs.
         writer = threading.Thread(target=self._write_reports, args=(verdict, text), daemon=True)
+        # A call to a GPU that hangs may keep Python's lock, so that no thread goes on. This one is written in C.
+        faulthandler.dump_traceback_later(REPORT_TIMEOUT_S + 5, file=2, exit=True)
         writer.start()
         writer.join(REPORT_TIMEOUT_S)
         os._exit(EXIT_CODE)

@@ -29,7 +29,7 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """What one micro-batch computes on a rank's device, forward and backward, by kind of operation."""
+    """Operations of one micro-batch on a rank's device, forward and backward, by kind."""
 
     # each product with the number of times that it runs
     products: Counter[Product] = field(default_factory=Counter)
