@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.cli.arguments import Parser, add_hardware, described
 from zerobook.errors import ConfigError
-from zerobook.plan import table
+from zerobook.plan import formulas, table
+from zerobook.plan.failures import RATES, FailurePlan, plan_failures
 from zerobook.plan.hardware import Cluster, nearest
 from zerobook.training.recipe_file import RUNS
 from zerobook.utils.devices import find_device
@@ -53,6 +54,12 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--recommend", action="store_true", help="recommend a strategy file and flags, with the rule for each")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
+    parser.add_argument(
+        "--failures",
+        metavar="RATE",
+        help=f"expected failures, best interval of saves, goodput: {', '.join(RATES)}, or hours between failures of a GPU; "
+        "then ,save=SECONDS and ,restart=SECONDS where they are known (several nodes: default llama3)",
+    )
     # The planner's flags stand in front of the model or recipe, and the recipe's flags after it.
     model_index = _find_model(argv)
     flags = parser.parse_args(argv[:model_index])
@@ -77,7 +84,17 @@ def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
     if flags.parameters is None:
         raise ConfigError("--formulas: the number of parameters is missing. Give --parameters 7.5B.")
     parameters = parse_count(flags.parameters, "--parameters")
-    show_formulas(parameters, cluster, mixed=flags.precision != "fp32", target=flags.json)
+    failures = _expect_failures(flags, cluster, formulas.CHECKPOINT_BYTES * parameters)
+    show_formulas(parameters, cluster, mixed=flags.precision != "fp32", target=flags.json, failures=failures)
+
+
+def _expect_failures(flags: argparse.Namespace, cluster: Cluster, checkpoint_bytes: float) -> FailurePlan | None:
+    """Return the failures of ``--failures``, or of a run on several nodes; None for one node without the flag, and where no
+    checkpoint was planned."""
+    is_wanted = flags.failures is not None or cluster.nodes > 1
+    if not is_wanted or checkpoint_bytes == 0:
+        return None
+    return plan_failures(flags.failures or "llama3", cluster.ranks, cluster.nodes, checkpoint_bytes)
 
 
 def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
@@ -89,13 +106,19 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
         advice = _recommend(request, cluster, flags.strategies, rows, traced)
     # With ``--json -``, standard output has the JSON document alone.
     output = sys.stderr if flags.json == "-" else sys.stdout
+    checkpoint_bytes = max(row.checkpoint / (row.checkpoints or 1) for row in rows)
+    failures = _expect_failures(flags, cluster, checkpoint_bytes)
     if flags.json:
         values = table.record(traced, rows, cluster)
+        if failures is not None:
+            values["failures"] = asdict(failures)
         if advice is not None:
             values["advice"] = advice.record()
         table.write_json(flags.json, values)
     if flags.json != "-":
         table.show(traced, rows, cluster)
+        if failures is not None:
+            say(failures.describe())
     if advice is not None:
         say(advice.describe(), file=output)
         if advice.row is not None:
@@ -111,7 +134,7 @@ _DESCRIPTION = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconne
 _EXCLUDED = {
     "here": (*_DESCRIPTION, "formulas"),
     "formulas": ("recommend", "measure", "strategies"),
-    "measure": ("recommend",),
+    "measure": ("recommend", "failures"),
 }
 """Mode -> flags that have no effect in it."""
 

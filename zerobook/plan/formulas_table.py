@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from zerobook.plan import formulas
+from zerobook.plan.failures import FailurePlan
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.literature import PaperFigures, paper_figures
 from zerobook.plan.sharding import ShardingSpec
@@ -16,7 +17,7 @@ from zerobook.plan.table import size_or_dash, write_json
 from zerobook.utils.units import count, gb, size
 
 
-def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str | None) -> None:
+def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str | None, failures: FailurePlan | None) -> None:
     """Print the papers' figures for a number of parameters under DDP and ZeRO's stages.
 
     Args:
@@ -51,6 +52,8 @@ def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str
             "rows": rows,
             "checkpoint": {"bytes": checkpoint_bytes, "formula": checkpoint_formula},
         }
+        if failures is not None:
+            values["failures"] = asdict(failures)
         write_json(target, values)
     if target == "-":
         return
@@ -63,6 +66,8 @@ def show_formulas(parameters: int, cluster: Cluster, *, mixed: bool, target: str
     if cluster.ranks > 1:
         _print_traffic(figures, cluster)
     print(f"a checkpoint with optimizer state: {size(checkpoint_bytes)} = {checkpoint_formula}")
+    if failures is not None:
+        print(failures.describe())
 
 
 def _print_states(figures: dict[str, PaperFigures]) -> None:
