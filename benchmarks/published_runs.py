@@ -122,12 +122,13 @@ class PublishedRun:
             flags["attn_implementation"] = "eager"
         recipe = "causal_lm"
         if method["kind"] != "full":
-            flags["dtype"] = "bfloat16"
+            flags["dtype"] = "float32" if facts["precision"] == "fp32" else "bfloat16"
             flags["lora_r"] = method["rank"]
             flags["lora_target_modules"] = TARGETS[method["targets"]]
             flags["modules_to_save"] = method.get("also_trained", [])
             flags["adapter"] = "dora" if method.get("dora") else "lora"
-            flags["load_in_4bit"] = method["kind"] == "qlora"
+            if method["kind"] == "qlora":
+                flags["load_in_4bit"] = True
             recipe = "lora_finetune"
         if facts["target_len"]:
             recipe = "seq2seq_chatbot"
@@ -141,7 +142,7 @@ class PublishedRun:
             raise UnplannedRunError(f"recipes/{recipe}.py has no {', '.join(sorted(unknown))}")
         job = make_job(kind(kind.config_class(**flags)))
         sources = {key: f"flag --{key}" if key in flags else "default" for key in kind.config_class.model_fields}
-        return replace(job, whole_logits=self.computes_whole_logits), ConfigSources(sources)
+        return replace(job, whole_logits=self.computes_whole_logits, is_plain=True), ConfigSources(sources)
 
     def cluster(self) -> Cluster:
         """Return the GPUs, and the network between nodes."""

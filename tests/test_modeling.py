@@ -22,7 +22,7 @@ from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, PreparedRows
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch.resolve import Hardware
-from zerobook.models.load import ORIGIN_FILE, absolute_positions, check_fit, choose_attention, load_model
+from zerobook.models.load import ORIGIN_FILE, absolute_positions, check_fit, choose_attention, fuse_tanh_gelu, load_model
 from zerobook.models.save import save_model
 from zerobook.strategy import Strategy
 
@@ -393,3 +393,26 @@ def test_a_start_from_scratch_on_the_embedded_models_architecture(tiny, tmp_path
     )  # fmt: skip
     assert len(run.steps) == 2
     assert run.event("run_start")["live"]["master_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_fast", "gelu_accurate"])
+def test_a_tanh_gelu_in_single_operations_becomes_one_kernel_of_the_same_values(activation):
+    facts = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    config = AutoConfig.for_model("gpt2", **facts, activation_function=activation)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(24)[None]
+
+    def loss_and_gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+    before = loss_and_gradients()
+    fuse_tanh_gelu(model)
+    after = loss_and_gradients()
+
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-6)
+    kernels = {type(block.mlp.act) for block in model.transformer.h}
+    assert kernels == {torch.nn.GELU}

@@ -337,6 +337,7 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
     """Turn off what harms training, turn on recomputation, and freeze the weights that text input does not use."""
     keep_4bit_layout(model)
     use_cache(model, False)
+    fuse_tanh_gelu(model)
     if model.config._attn_implementation == "flex_attention":
         # Each combination of shape, kind of mask and need of gradients is compiled; after 8 of them, torch's default, flex
         # attention computes without kernels.
@@ -374,6 +375,19 @@ def keep_all_layers(model: nn.Module) -> float:
             largest_rate = max(largest_rate, float(rate))
             module.layerdrop = 0.0  # type: ignore[assignment]  # a number; nn.Module declares tensors and modules
     return largest_rate
+
+
+def fuse_tanh_gelu(model: nn.Module) -> None:
+    """Replace GELU's tanh form (Hendrycks and Gimpel, 2016) by torch's kernel, where a model computes it in single operations,
+    as GPT-2 and Phi do. Values and gradients are equal up to rounding. The kernel keeps its input alone for the backward pass,
+    where the single operations keep seven tensors of this size."""
+    from transformers import activations
+
+    written_out = (activations.NewGELUActivation, activations.FastGELUActivation, activations.AccurateGELUActivation)
+    for module in model.modules():
+        for name, layer in module.named_children():
+            if type(layer) in written_out:
+                setattr(module, name, nn.GELU(approximate="tanh"))
 
 
 def drop_foreign_attention(config: PreTrainedConfig) -> None:

@@ -19,7 +19,15 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.launch.model_facts import unfit_for_text
 from zerobook.models import recompute
-from zerobook.models.load import DTYPES, attention_dropout, check_length, drop_foreign_attention, keep_all_layers, use_cache
+from zerobook.models.load import (
+    DTYPES,
+    attention_dropout,
+    check_length,
+    drop_foreign_attention,
+    fuse_tanh_gelu,
+    keep_all_layers,
+    use_cache,
+)
 from zerobook.models.quantise import base_of, check_layers
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
@@ -67,13 +75,15 @@ class UnplannableModelError(ConfigError):
 class Job:
     """A recipe with its model's config. ``name`` is the model's name in tables.
 
-    ``whole_logits`` is for runs of other programs, which compute the loss from all logits at once.
+    ``whole_logits`` and ``is_plain`` are for runs of other programs. They compute the loss from all logits at once, and train a
+    model as transformers and peft build it: in the dtype that it is loaded in, and without kernels of ours.
     """
 
     recipe: Recipe[Any]
     model_config: PreTrainedConfig
     name: str
     whole_logits: bool = False
+    is_plain: bool = False
 
     @property
     def config(self) -> RecipeConfig:
@@ -135,6 +145,8 @@ class Job:
         except Exception as error:  # whatever the code of a class raises
             raise UnplannableModelError(self.name, self.model_config.to_dict(), error) from error
         use_cache(model, False)
+        if not self.is_plain:
+            fuse_tanh_gelu(model)
         keep_all_layers(model)
         freeze_unused(model)
         dropout = attention_dropout(self.model_config.to_dict())
@@ -151,7 +163,7 @@ class Job:
             head.install(model)
         # Trained weights are fp32, whatever dtype the model is loaded in.
         for parameter in model.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not self.is_plain:
                 parameter.data = parameter.data.float()
         return model
 
