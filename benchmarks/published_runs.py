@@ -29,9 +29,16 @@ from zerobook.errors import ConfigError  # noqa: E402
 from zerobook.plan.gather_schedule import follow_gathers  # noqa: E402
 from zerobook.plan.hardware import Cluster, cluster  # noqa: E402
 from zerobook.plan.job import Job, make_job  # noqa: E402
-from zerobook.plan.roofline import StepSeconds, step_seconds  # noqa: E402
+from zerobook.plan.roofline import (  # noqa: E402
+    DEQUANTISED_BYTES,
+    LAUNCH_SECONDS,
+    MEMORY_SHARE,
+    StepSeconds,
+    step_seconds,
+)
 from zerobook.plan.rows import launch_plan  # noqa: E402
 from zerobook.plan.sharding import ShardingSpec, sharding_spec  # noqa: E402
+from zerobook.plan.state_bytes import ModelWeights  # noqa: E402
 from zerobook.plan.traced_job import trace_job  # noqa: E402
 from zerobook.plan.traffic import list_transfers  # noqa: E402
 from zerobook.plan.work import Work  # noqa: E402
@@ -63,6 +70,16 @@ NETWORKS = {"a100": "1600Gbps"}
 """GPU -> network of a node where a run does not name it; for newer GPUs 3200Gbps."""
 ATTENTION_SHARES = {"flash3": 0.68, "flash4": 0.65}
 """Attention kernels that torch does not have -> share of the listed operations a second that they reach."""
+TRITON_ATTENTION = 0.6
+"""Speed of Triton's attention kernel of 2022 relative to flash attention 2, whose paper (arXiv 2307.08691) compares them."""
+GPTQ_BYTES = 22.0
+"""Bytes that auto_gptq moves to unpack one weight in torch: shifts of int32, their cast and mask, the gathers of scales and
+zeros by group, the difference and the product."""
+FUSED_SOFTMAX_BYTES = 25
+"""Bytes of each attention score that Megatron's kernel for scale, mask and softmax does not move in a pass."""
+LOOP_OPTIMIZERS = {"HF Trainer 4": (110, 17), "composer": (88, 0)}
+"""Start of a framework's name -> bytes of each element and kernels of each tensor of an optimizer that is not fused:
+transformers' AdamW of 2021 with loss scaling and clipping, and composer's DecoupledAdamW, whose tensors are large."""
 SHORT_MODELS = (2, 4)
 """Layers of the models that are traced."""
 WIDE_MISS = 0.25
@@ -159,7 +176,37 @@ class PublishedRun:
             intra_node="pcie" if facts["intra_node"] == "pcie" else None,
         )
         share = ATTENTION_SHARES.get(facts["attention"], where.device.attention_share)
-        return replace(where, device=replace(where.device, attention_share=share))
+        if facts["attention"] == "triton":
+            share *= TRITON_ATTENTION
+        peer_to_peer = facts.get("peer_to_peer", where.device.peer_to_peer)
+        where = replace(where, device=replace(where.device, attention_share=share, peer_to_peer=peer_to_peer))
+        if "network_bytes_per_s" in facts:
+            where = replace(where, network=facts["network_bytes_per_s"], measured=("network",))
+        return where
+
+    def adapt_work(self, work: Work) -> Work:
+        """Return the operations of a micro-batch as the run's program computes them, where ours computes them otherwise."""
+        facts = self.facts
+        if facts["method"].get("quant") == "gptq-int4":
+            work = replace(work, dequantised_elements=int(work.dequantised_elements * GPTQ_BYTES / DEQUANTISED_BYTES))
+        if facts["attention"].startswith("megatron"):
+            architecture = facts["arch"]
+            scores = facts["micro_batch"] * architecture["heads"] * architecture["layers"] * facts["seq_len"] ** 2
+            # Forward, backward, and forward again where activations are recomputed.
+            passes = 3 if facts["activation_checkpointing"] == "full" else 2
+            work = replace(work, moved_bytes=work.moved_bytes - passes * scores * FUSED_SOFTMAX_BYTES)
+        return work
+
+    def adapt_time(self, time: StepSeconds, model: ModelWeights, sharding: ShardingSpec, where: Cluster) -> StepSeconds:
+        """Return the time with the optimizer of the run's program, where that is not fused."""
+        framework = self.facts["framework"]
+        for name, (moved_bytes, kernels) in LOOP_OPTIMIZERS.items():
+            if not framework.startswith(name) or "DeepSpeed" in framework:
+                continue
+            elements = model.trained_elements / sharding.optimizer_ranks
+            seconds = elements * moved_bytes / (MEMORY_SHARE * where.device.bandwidth)
+            return replace(time, optimizer=seconds + len(model.trained) * kernels * LAUNCH_SECONDS)
+        return time
 
 
 def _gpt2(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -284,7 +331,7 @@ class Planner:
         work, visits = self._work(run, sharding)
         gathers = follow_gathers(model.weights, sharding, (), accumulation)
         time = step_seconds(
-            work,
+            run.adapt_work(work),
             visits,
             list_transfers(model, sharding, accumulation, gathers),
             model,
@@ -294,6 +341,7 @@ class Planner:
             gathers=gathers,
             compiled=job.config.torch_compile,
         )
+        time = run.adapt_time(time, model, sharding, where)
         tokens = job.shape.rows * (job.shape.source + job.shape.target) * accumulation
         return Comparison(run, time, tokens / time.step)
 
@@ -395,12 +443,8 @@ GROUPS = {
 def _cause(comparison: Comparison) -> str:
     """Return the probable cause of a large distance; "not known" where there is none."""
     facts = comparison.run.facts
-    if "Omni-Path" in " ".join(facts["caveats"]) and facts["nodes"] > 1:
-        return "network: Omni-Path, listed with 400 Gbit/s a node"
-    if facts["attention"].startswith("megatron"):
-        return "attention: Megatron's fused softmax, planned as eager"
-    if facts["method"].get("quant") == "gptq-int4":
-        return "base: GPTQ, planned as NF4"
+    if "network_bytes_per_s" in facts:
+        return "network: its publisher saw times differ by 40% with its load"
     if facts["plannable"] != "yes":
         return facts["plannable"].removeprefix("approx: ")
     return "not known"

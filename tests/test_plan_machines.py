@@ -17,7 +17,7 @@ from zerobook.cli.plan import here
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
-from zerobook.plan.hardware import CONTEXT_BYTES, cluster
+from zerobook.plan.hardware import CONTEXT_BYTES, LINKS, NETWORK, cluster
 from zerobook.plan.memory import peak_memory
 from zerobook.plan.roofline import MEMORY_SHARE, step_seconds
 from zerobook.plan.rows import plan_row
@@ -223,7 +223,7 @@ def test_a_measured_rate_is_what_collectives_get(tmp_path, key):
         where = cluster(**{"gpus": "8", "nodes": "2", "interconnect": "400Gbps", key: rate})
         return getattr(step_seconds(Work(), 0, moved, ModelWeights([], []), spread, where, accumulation=1), part)
 
-    part, listed = {"interconnect": ("network", 0.62), "intra_node": ("links", 0.68)}[key]
+    part, listed = {"interconnect": ("network", NETWORK), "intra_node": ("links", LINKS)}[key]
     assert seconds(links(tmp_path, 25e9), part) == pytest.approx(30 / 25)
     assert seconds("25GB/s", part) == pytest.approx(30 / 25 / listed)
 

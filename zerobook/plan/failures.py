@@ -93,8 +93,8 @@ class FailurePlan:
 
     def describe(self) -> str:
         return (
-            f"failures: expect one every {duration(self.mean_time)} on {self.gpus:,} GPUs ({self.source}). "
-            f"Save every {duration(self.interval)}: goodput {self.goodput:.1%} with {duration(self.save)} a save and "
+            f"failures: expect one every {duration(self.mean_time)} on {self.gpus:,} GPUs ({self.source})\n"
+            f"  save every {duration(self.interval)}: goodput {self.goodput:.1%}, with {duration(self.save)} a save and "
             f"{duration(self.restart)} a restart"
         )
 

@@ -21,9 +21,9 @@ CONTEXT_BYTES = 800_000_000
 assumption, not a measurement of this project."""
 
 
-NETWORK = 0.62
+NETWORK = 0.64
 """Share of a network's listed bandwidth that collectives get."""
-LINKS = 0.68
+LINKS = 0.66
 """Share of the links' listed bytes a second that collectives get inside a node."""
 THROUGH_HOST = 3.5e9
 """Bytes a second that collectives get over PCIe where GPUs send through the host's memory."""

@@ -20,8 +20,8 @@ from zerobook.utils.devices import Device
 
 FP32_SHARE = 0.75
 """Share of the listed fp32 operations a second that large products reach."""
-HALF_RATE_ROWS = 120
-HALF_RATE_WIDTH = 175
+HALF_RATE_ROWS = 90
+HALF_RATE_WIDTH = 125
 """Rows, and depth and columns, at which a product reaches half of its rate: smaller ones leave tiles of the GPU empty."""
 SMALL_TILES = 0.3
 """Factor of these sizes for fp32 and for many products at once, whose tiles are smaller."""
@@ -29,22 +29,22 @@ FP32_ATTENTION_SHARE = 0.5
 """Share of the listed fp32 operations a second that the attention kernels for fp32 reach."""
 HALF_RATE_LENGTH = 256
 """Tokens of a row at which attention reaches half of its rate."""
-MEMORY_SHARE = 0.8
+MEMORY_SHARE = 0.82
 """Share of the listed bandwidth that kernels reach when they read and write."""
 DEQUANTISED_BYTES = 8.0
 """Bytes that unpacking one quantised weight costs, in time at the memory's rate."""
-FUSED_SHARE = 0.25
+FUSED_SHARE = 0.2
 """Share of the bytes of other operations that a compiled model moves."""
-LAUNCH_SECONDS = 14e-6
+LAUNCH_SECONDS = 16e-6
 """Seconds in which the host starts one kernel from Python, its share of autograd included."""
 COMPILED_LAUNCHES = 0.3
 """Share of the launches that a compiled model has."""
-HOOK_SECONDS = 1.5e-4
+HOOK_SECONDS = 1.1e-4
 """Seconds of the host for each of DeepSpeed's hooks: at visits of modules under ZeRO-3, which gather and free weights, and
 at gradients under ZeRO-1 and 2."""
-OVERLAP = {"deepspeed": 0.28, "fsdp": 0.8, "ddp": 0.8, "single": 0.0}
+OVERLAP = {"deepspeed": 0.16, "fsdp": 0.7, "ddp": 0.7, "single": 0.0}
 """Kind of strategy -> share of the communication, or of the passes if they are shorter, that the other hides."""
-CPU_ADAM_BYTES_PER_S = 165e9
+CPU_ADAM_BYTES_PER_S = 185e9
 """Bytes that the CPU optimizers of a node read and write in a second, as many as its memory gives."""
 NVME_BYTES_PER_S = 3e9
 """Rate of a node's NVMe disk, which its ranks share."""

@@ -73,9 +73,9 @@ def _device(
 
 # From NVIDIA's data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both directions
 # together; the rates here are for one direction. Rates that the sheets give with sparsity are halved.
-_OLD = {"bf16": False, "fused": False, "product_share": 0.6, "attention_share": 0.3}
-_HOPPER = {"product_share": 0.68, "attention_share": 0.32}
-_GEFORCE = {"product_share": 0.9, "attention_share": 0.6, "peer_to_peer": False}
+_OLD = {"bf16": False, "fused": False, "product_share": 0.42, "attention_share": 0.3}
+_HOPPER = {"product_share": 0.7, "attention_share": 0.3}
+_GEFORCE = {"product_share": 0.95, "attention_share": 0.6, "peer_to_peer": False}
 _ADA = {"product_share": 0.6, "attention_share": 0.5}
 _BLACKWELL = {"product_share": 0.66, "attention_share": 0.35}
 """Facts of a generation. Shares are fitted to published runs, see docs/measured/plan_accuracy.md."""
