@@ -20,17 +20,18 @@ from zerobook.utils.versions import versions
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = """# Any strategy, the same training: measured
 
-Ten steps of 4 chats of uneven lengths, with AdamW where no other optimizer is named, fp32, through `accelerate launch` with
-the shipped file, compared with one process that has the same settings. Between the steps, every run evaluates (before the first
-step, then every second one), generates, saves (every fourth step), and rolls back once, from step 6 to step 4. The columns
-*loss*, *gradient norm* and *held-out loss* are the largest relative differences of the whole run, the column *weights* is the
-largest absolute difference after it. Written by `make test-full`.
+Ten steps on 4 chats of different lengths in fp32, launched by `accelerate launch` with the shipped file, and compared with
+one process that has the same settings. The optimizer is AdamW if no other is named. Between the steps, every run evaluates
+(before the first step, then every second one), generates, saves (every fourth step), and rolls back once, from step 6 to step
+4. The columns *loss*, *gradient norm* and *held-out loss* are the largest relative differences of the whole run, the column
+*weights* is the largest absolute difference after it.
+Written by `make test-full`.
 
 Each row names its rate and AdamW's epsilon; the process that it is compared with has the same.
 
 - `causal_lm` trains all weights of a tiny Llama.
 - `lora_finetune` trains adapters of rank 32 on the same 4 chats at every step. Half of an adapter has no gradient at the first
-  step, where a small epsilon would turn rounding errors into whole steps.
+  step. With a small epsilon, AdamW would turn rounding errors into full steps.
 - `dora`, `pissa` and `ia3` are `lora_finetune` with that `--adapter`.
 - `joined` is `lora_finetune` with `--padding_free`, against one process that pads.
 - `moe` trains all weights of a tiny Mixtral with 4 experts in each layer, of which a token takes 2.
@@ -38,11 +39,11 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
   weights at each evaluation.
 - `int8` is `lora_finetune` with an int8 base. Its layers round activations to 256 values, so differences of 1e-6 between
   weights can change a held-out loss by 1e-4 (zero2_offload).
-- `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without a pause. Sums over so many
-  numbers lose digits in fp32.
-- `causal_lm, sgd`, `causal_lm, adafactor` and `causal_lm, adamw_8bit` are `causal_lm` with another optimizer, without a pause
-  between the steps. A strategy has a row where it can hold the optimizer. Where the order of a sum moves a moment over the
-  border between two of the 256 values of 8-bit state, that moment changes by hundredths.
+- `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without evaluations or
+  saves between them. Sums over so many numbers lose digits in fp32.
+- `causal_lm, sgd`, `causal_lm, adafactor` and `causal_lm, adamw_8bit` are `causal_lm` with another optimizer, without
+  evaluations or saves between the steps. A strategy has a row if it supports the optimizer. 8-bit state has 256 values: if the
+  order of a sum rounds a moment to another one, the moment changes by hundredths.
 - `router` trains a tiny Qwen3-MoE with the loss that balances its experts, which is one of a whole micro-batch: both runs have
   the same micro-batches. `gemma3`, `composite` (Gemma 3 beside a vision tower), `images` (Mllama), `marian`, `pegasus` and
   `mbart` train all weights of a tiny model of that class, `composite_lora` and `recurrent` (RecurrentGemma) adapters.
@@ -62,11 +63,11 @@ Written by `make test-full`.
 """
 RESUME = """# Any checkpoint, any strategy: measured
 
-Twenty AdamW steps of 4 chats, fp32, through `accelerate launch` with the shipped files. The tenth step's checkpoint goes on
-under another strategy or number of processes; the ten steps that follow are compared with those of a run never stopped.
-Losses and norms: the largest relative difference over the ten steps. Moments: the largest difference of any of Adam's moments
-after them, as a share of its tensor's largest. The tokens that reached the model were the same in every row. Rows of
-zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight steps, and continue from the fourth. With zeroed
+Twenty AdamW steps on 4 chats in fp32, launched by `accelerate launch` with the shipped files. The checkpoint of the tenth step
+is resumed under another strategy or number of processes. The next ten steps are compared with those of a run that was not
+stopped. Loss and gradient norm: the largest relative difference over the ten steps. Moments: the largest difference of Adam's
+moments after them, relative to the largest value of the tensor. The tokens that reached the model were the same in every row.
+Rows of zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight steps, and continue from the fourth. With zeroed
 moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
 """
 
@@ -112,7 +113,8 @@ In the rows *forgetting*, ZeRO-3 keeps no gathered weights for later (`stage3_ma
 parameters. They have the same effect on a tiny model as the default limits of 10^9 on large models. Written by `make
 test-full`.
 
-The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA allocator: [gpu.md](gpu.md) says what has run.
+The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA allocator: [gpu.md](gpu.md) says what
+has run.
 """
 
 PARITY_FIGURES = {"epsilon": "g", "loss": ".1e", "norm": ".1e", "held_out": ".1e", "weight": ".1e", "fall": ".0%"}

@@ -48,8 +48,9 @@ def page() -> str:
     parts = [
         "# Performance\n",
         "<!-- written by scripts/performance.py -->\n",
-        "Ratios compare two things that were measured in turns in one run, so a slow machine slows both. Training speed on\n"
-        "GPUs is measured by the part `speed` of `python benchmarks/gpu.py all`: [gpu.md](gpu.md) says what has run.\n",
+        "Ratios compare two programs that were measured in turns in one run, so a slow machine makes both slower. Training\n"
+        "speed on GPUs is measured by the part `speed` of `python benchmarks/gpu.py all`: [gpu.md](gpu.md) says what\n"
+        "has run.\n",
         *(write(load(name)) for name, write in TRAINING.items() if (RESULTS / f"{name}.json").exists()),
         section(
             "Checkpoints",
@@ -125,7 +126,7 @@ def of_the_loop(found: dict[str, Any]) -> str:
     return (
         "## The loop\n\n"
         f"By `python benchmarks/loop.py`. {where(found)}\n\n"
-        "A tiny Llama (hidden size 64, 4 layers), 4 rows of 64 tokens, so that the loop's share of a step is large. In each\n"
+        "A tiny Llama (hidden size 64, 4 layers), 4 rows of 64 tokens, so that the loop takes a large part of a step. In each\n"
         f"of {found['rounds']} rounds, every loop takes one step on the same model. *compute*: the model, clipping and AdamW.\n"
         "*+ wrapper*: through DDP or FSDP2. *+ data*: with a DataLoader. *accelerate*: the loop of accelerate's\n"
         "documentation. *recipe*: the recipe's run, with spike monitor, runlog, watch and a log point every 10 steps.\n\n"
@@ -134,7 +135,7 @@ def of_the_loop(found: dict[str, Any]) -> str:
         + "\nCounts of one step between log points: Python and C calls, times that the host reads a tensor, collectives,\n"
         "MB of their buffers, and blocks of memory that Python keeps after a step. Under FSDP2, the other loops reduce the\n"
         "norm by a DTensor, whose collective is not counted; the recipe's is.\n\n"
-        + table(["strategy", "loop", "calls", "reads", "collectives", "MB", "blocks kept"], counts)
+        + table(["strategy", "loop", "calls", "reads", "collectives", "MB", "blocks left"], counts)
     )
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks.fit_times import GENERATIONS, Fit, fit
 from benchmarks.published_runs import Comparison, Planner, PublishedRun, UnplannedRunError, read_runs, spread
 from zerobook.plan.roofline import StepSeconds
 
@@ -16,9 +17,14 @@ LARGER = ["qwen-030", "qwen-039", "llm-foundry-150", "llm-foundry-182", "ml-engi
 
 
 @pytest.fixture(scope="module")
-def comparisons():
+def planned():
     planner = Planner()
-    return {name: planner.compare(RUNS[name]) for name in SAMPLE}
+    return {name: planner.plan(RUNS[name]) for name in SAMPLE}
+
+
+@pytest.fixture(scope="module")
+def comparisons(planned):
+    return {name: run.compare() for name, run in planned.items()}
 
 
 def test_planned_times_are_near_published_ones(comparisons):
@@ -32,7 +38,7 @@ def test_planned_times_are_near_published_ones(comparisons):
 @pytest.mark.full
 def test_planned_times_of_larger_models_are_near_published_ones():
     planner = Planner()
-    errors = {name: round(planner.compare(RUNS[name]).error, 2) for name in LARGER}
+    errors = {name: round(planner.plan(RUNS[name]).compare().error, 2) for name in LARGER}
 
     assert sorted(errors.values())[len(errors) // 2] < 0.12 and max(errors.values()) < 0.3, errors
 
@@ -60,4 +66,20 @@ def test_a_run_without_a_recipe_is_refused_by_its_reason():
     bert["arch"]["family"] = "BertForSequenceClassification"
 
     with pytest.raises(UnplannedRunError, match="Bert"):
-        Planner().compare(PublishedRun(bert))
+        Planner().plan(PublishedRun(bert))
+
+
+def test_a_fit_finds_the_constants_of_its_runs(planned):
+    """Rates that follow from other constants: a fit to them reproduces the rates."""
+    runs = [planned["llm-foundry-013"], planned["peft-metamath-003"]]
+    start = Fit({}, {gpu: shares for gpu, (shares, _) in GENERATIONS.items()})
+    other = Fit({"MEMORY_SHARE": 0.9}, dict.fromkeys(GENERATIONS, (0.75, 0.4)))
+    rates = [run.compare(other).tokens_per_second for run in runs]
+
+    def ratios(fitted: Fit) -> list[float]:
+        return [run.compare(fitted).tokens_per_second / rate for run, rate in zip(runs, rates, strict=True)]
+
+    fitted = fit(["a/b", "c/d"], ratios)
+
+    assert max(abs(ratio - 1) for ratio in ratios(start)) > 0.05
+    assert max(abs(ratio - 1) for ratio in ratios(fitted)) < 0.03
