@@ -10,7 +10,7 @@ which ones have a target.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -157,6 +157,11 @@ def linear_cross_entropy(
     return cast("torch.Tensor", _LinearCrossEntropy.apply(hidden, weight, bias, targets))
 
 
+def chunk_starts(positions: int, chunk_length: int) -> Iterable[int]:
+    """Return the first position of each chunk."""
+    return range(0, positions, chunk_length)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Keeps the gradients for a gradient of 1, and multiplies them by the real one in the backward pass."""
 
@@ -183,7 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk_length = max(1, CHUNK.get(device, CHUNK["cuda"]) // len(weight))
             if chunk_length > TILE:
                 chunk_length -= chunk_length % TILE
-            for start in range(0, len(targets), chunk_length):
+            for start in chunk_starts(len(targets), chunk_length):
                 chunk = slice(start, start + chunk_length)
                 ignored = targets[chunk, None] == IGNORE
                 chunk_targets = targets[chunk, None].clamp(min=0)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,12 @@ from torch.utils.flop_counter import flop_registry
 from zerobook import head
 from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
+from zerobook.plan.repetition import Mark, Piece, Repetition, extend, find_repetitions, run_few
 from zerobook.plan.work import Product, Work
 from zerobook.utils.dtypes import HALF
 from zerobook.utils.replaced import replaced
+
+log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
@@ -121,16 +125,58 @@ class StorageCounter(TorchDispatchMode):
     collection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shortens: bool = False) -> None:
         super().__init__()
+        self.shortens = shortens
+        self.hooks: list[Any] = []
+        self.chunks: list[Repetition] = []
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.work = Work()
-        self.host_bytes = 0
+        # The last piece is the present one.
+        self.pieces = [Piece()]
         self.uncounted: set[str] = set()
-        self._counted: dict[int, weakref.ref] = {}
+        self._piece_start_bytes = 0
+        self._marks: set[Mark] = set()
+        # storage -> a reference to it, and the piece that made it
+        self._counted: dict[int, tuple[weakref.ref, Piece]] = {}
         # storages that do not count, such as those of weights
         self._excluded: set[int] = set()
+
+    @property
+    def work(self) -> Work:
+        return self.pieces[-1].work
+
+    def mark(self, mark: Mark) -> None:
+        """Begin a piece at a mark. Activation checkpointing enters a layer twice, and the second time is no mark."""
+        if mark not in self._marks:
+            self._marks.add(mark)
+            self.end_piece()
+            self.pieces[-1].mark = mark
+
+    def end_piece(self, gradient_elements: int | None = None) -> None:
+        """End the present piece, and begin another."""
+        piece = self.pieces[-1]
+        piece.gradient_elements = gradient_elements
+        piece.live_change = self.live_bytes - self._piece_start_bytes
+        piece.peak_bytes = self.peak_bytes - self._piece_start_bytes
+        self._piece_start_bytes = self.live_bytes
+        self.peak_bytes = self.live_bytes
+        self.pieces.append(Piece())
+
+    def run_few_chunks(self, positions: int, chunk_length: int) -> Iterator[int]:
+        """Yield the starts of few of the loss's chunks, in the place of `zerobook.head.chunk_starts`."""
+        starts = range(0, positions, chunk_length)
+        chunks = Repetition(f"chunks {len(self.chunks)}", 0, 1, len(starts))
+        self.chunks.append(chunks)
+        for index in chunks.run:
+            self.mark(Mark(chunks.name, index))
+            yield starts[index]
+
+    def count_saved(self, storage_bytes: dict[int, int]) -> None:
+        """Add the bytes of saved storages to the pieces that made them."""
+        for key, size in storage_bytes.items():
+            _, piece = self._counted.get(key, (None, self.pieces[0]))
+            piece.saved_bytes += size
 
     def exclude(self, tensor: torch.Tensor) -> None:
         """Stop counting ``tensor``'s storage."""
@@ -147,13 +193,7 @@ class StorageCounter(TorchDispatchMode):
             return
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._counted[key] = weakref.ref(storage, lambda _: self._forget(key, size))
-
-    def take_peak(self) -> int:
-        """Return the most bytes alive at once since the last call."""
-        peak_bytes = self.peak_bytes
-        self.peak_bytes = self.live_bytes
-        return peak_bytes
+        self._counted[key] = weakref.ref(storage, lambda _: self._forget(key, size)), self.pieces[-1]
 
     def _forget(self, key: int, size: int) -> None:
         if self._counted.pop(key, None) is not None:
@@ -229,7 +269,8 @@ class SavedTensors:
 
     def __init__(self, excluded: Callable[[], Iterable[torch.Tensor]]):
         self._excluded = excluded
-        self.bytes = 0
+        # storage -> its bytes
+        self.storage_bytes: dict[int, int] = {}
         # References keep the storages alive, so that no key is used twice.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
@@ -242,9 +283,13 @@ class SavedTensors:
         self._hooks.__exit__(*exception)
         for tensor in recompute.saved_tensors():
             self._pack(tensor)
-        self.bytes = sum(storage.nbytes() for storage in self._storages.values())
+        self.storage_bytes = {key: storage.nbytes() for key, storage in self._storages.items()}
         # Autograd still refers to the hooks. Without references here, the backward pass frees storages one after the other.
         self._storages.clear()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.storage_bytes.values())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -261,6 +306,7 @@ def trace_step(
     precision: str,
     *,
     device: str | None = None,
+    shorten: bool = False,
 ) -> Trace:
     """Run one micro-batch forward and backward. Call inside the fake mode that made ``model`` and ``batch``.
 
@@ -269,43 +315,28 @@ def trace_step(
         loss: an objective's loss, see `zerobook.objective.Objective.loss`.
         precision: the precision of autocast: ``no``, ``bf16`` or ``fp16``.
         device: the device, ``cpu`` or ``cuda``, whose attention is simulated; None for real tensors, which run their own.
+        shorten: run few of many equal layers, which gives the same trace.
     """
-    counter = StorageCounter()
-    timeline: list[TimelinePoint] = []
-    gradient_elements = 0
 
-    def free_gradient(parameter: torch.Tensor) -> None:
-        nonlocal gradient_elements
-        timeline.append(TimelinePoint(gradient_elements, counter.take_peak()))
-        gradient_elements += parameter.numel()
+    def free_gradient(counter: StorageCounter, parameter: torch.Tensor) -> None:
+        counter.end_piece(parameter.numel())
         parameter.grad = None
 
-    visits: list[Visit] = []
-    hooks = _record_visits(model, visits)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            hooks.append(parameter.register_post_accumulate_grad_hook(free_gradient))
-    excluded = [*model.parameters(), *model.buffers(), *batch.values()]
-    try:
-        with _simulate(counter, model, batch, precision, device):
-            with SavedTensors(lambda: excluded) as saved:
-                value = loss(model, batch)
-            if isinstance(value, tuple):
-                value = value[0]
-            timeline.append(TimelinePoint(0, counter.take_peak()))
-            value.backward()
-            timeline.append(TimelinePoint(gradient_elements, counter.take_peak()))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return Trace(
-        saved.bytes,
-        timeline,
-        work=counter.work,
-        visits=visits,
-        uncounted=tuple(sorted(counter.uncounted)),
-        host_bytes=counter.host_bytes,
-    )
+    def run_step(counter: StorageCounter) -> None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(partial(free_gradient, counter))
+                counter.hooks.append(hook)
+        excluded = [*model.parameters(), *model.buffers(), *batch.values()]
+        with SavedTensors(lambda: excluded) as saved:
+            value = loss(model, batch)
+        counter.count_saved(saved.storage_bytes)
+        if isinstance(value, tuple):
+            value = value[0]
+        counter.end_piece(gradient_elements=0)
+        value.backward()
+
+    return _trace(run_step, model, batch, precision, device, shorten=shorten)
 
 
 @torch.no_grad()
@@ -316,18 +347,83 @@ def trace_evaluation(
     precision: str,
     *,
     device: str | None = None,
+    shorten: bool = False,
 ) -> int:
     """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out. The arguments are those
     of `trace_step`."""
-    counter = StorageCounter()
+
+    def evaluate(counter: StorageCounter) -> None:
+        loss(model if precision == "no" else _Upcast(model), batch)
+
     was_training = model.training
     model.eval()
     try:
-        with _simulate(counter, model, batch, precision, device):
-            loss(model if precision == "no" else _Upcast(model), batch)
-            return counter.take_peak()
+        return _trace(evaluate, model, batch, precision, device, shorten=shorten).peak_bytes
     finally:
         model.train(was_training)
+
+
+def _trace(
+    run_passes: Callable[[StorageCounter], None],
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    precision: str,
+    device: str | None,
+    *,
+    shorten: bool,
+) -> Trace:
+    """Return the trace of the model's passes, from few of its equal layers where that is possible."""
+
+    def count(repetitions: Sequence[Repetition], *, shorten: bool) -> StorageCounter:
+        counter = StorageCounter(shortens=shorten)
+        try:
+            _record_visits(model, counter, repetitions)
+            with _simulate(counter, model, batch, precision, device), run_few(model, repetitions):
+                run_passes(counter)
+        finally:
+            for hook in counter.hooks:
+                hook.remove()
+        counter.end_piece(gradient_elements=0)
+        return counter
+
+    if shorten:
+        repetitions = find_repetitions(model)
+        try:
+            counter = count(repetitions, shorten=True)
+            return _join(extend(counter.pieces, repetitions + counter.chunks), counter.uncounted)
+        except Exception as error:
+            # The complete model tells what is wrong, if it fails too.
+            log.debug("%s is traced with all layers: %s", type(model).__name__, error)
+    counter = count((), shorten=False)
+    return _join(counter.pieces, counter.uncounted)
+
+
+def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
+    """Return the trace that consists of ``pieces``."""
+    trace = Trace(0, [], uncounted=tuple(sorted(uncounted)))
+    visits = []
+    live_bytes = peak_bytes = gradient_elements = 0
+    for piece in pieces:
+        trace.saved_bytes += piece.saved_bytes
+        trace.host_bytes += piece.host_bytes
+        trace.work.add(piece.work)
+        visits += piece.visits
+        peak_bytes = max(peak_bytes, live_bytes + piece.peak_bytes)
+        live_bytes += piece.live_change
+        if piece.gradient_elements is not None:
+            trace.timeline.append(TimelinePoint(gradient_elements, peak_bytes))
+            gradient_elements += piece.gradient_elements
+            peak_bytes = live_bytes
+    trace.visits = visits
+    return trace
+
+
+def _refuse_outputs_of_layers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` where the loss asks for an output of each layer: what it does with them grows with their number."""
+    config = getattr(module, "config", None)
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if kwargs.get(name) or getattr(config, name, False):
+            raise ValueError(f"{name} is set")
 
 
 class _Upcast(nn.Module):
@@ -358,6 +454,8 @@ def _simulate(
             stack.enter_context(_simulate_cuda(precision != "no", counter))
         if "position_ids" not in batch:
             stack.enter_context(_assume_unpacked())
+        if counter.shortens:
+            stack.enter_context(replaced(head, "chunk_starts", counter.run_few_chunks))
         stack.enter_context(_silence_fake_tensors())
         stack.enter_context(counter)
         stack.enter_context(_enable_autocast(next(model.parameters()).device.type, HALF.get(precision)))
@@ -384,14 +482,16 @@ class _VisitRecorder:
     """Hooks of one module that record its visits as DeepSpeed's hooks do: in the backward pass, at each output and after all
     inputs."""
 
-    def __init__(self, visit: Visit, visits: list[Visit]):
+    def __init__(self, visit: Visit, counter: StorageCounter, mark: Mark | None):
         self._visit = visit
-        self._visits = visits
+        self._counter = counter
+        # where the module begins, if it is a layer of a repetition
+        self._mark = mark
         # inputs that have no gradient yet
         self._pending_inputs = 0
 
     def before_forward(self, module: nn.Module, inputs: Any) -> Any:
-        self._visits.append(self._visit)
+        self._record(self._mark)
         self._pending_inputs = 0
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -403,33 +503,43 @@ class _VisitRecorder:
         return tree_map_only(torch.Tensor, watch, inputs)
 
     def after_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        self._visits.append(self._visit._replace(end=True))
+        self._record(end=True)
 
         def watch(tensor: torch.Tensor) -> torch.Tensor:
             return _CallInBackward.apply(tensor, self._record_output_gradient) if tensor.requires_grad else tensor
 
         return tree_map_only(torch.Tensor, watch, outputs)
 
+    def _record(self, mark: Mark | None = None, *, backward: bool = False, end: bool = False) -> None:
+        if mark is not None:
+            self._counter.mark(mark)
+        self._counter.pieces[-1].visits.append(self._visit._replace(backward=backward, end=end))
+
     def _record_output_gradient(self) -> None:
-        self._visits.append(self._visit._replace(backward=True))
+        mark = None if self._mark is None else self._mark._replace(backward=True)
+        self._record(mark, backward=True)
 
     def _record_input_gradient(self) -> None:
         self._pending_inputs -= 1
         if not self._pending_inputs:
-            self._visits.append(self._visit._replace(backward=True, end=True))
+            self._record(backward=True, end=True)
 
 
-def _record_visits(model: nn.Module, visits: list[Visit]) -> list[Any]:
-    """Register hooks that add the visits of all modules to ``visits``, and return the hooks' handles."""
+def _record_visits(model: nn.Module, counter: StorageCounter, repetitions: Sequence[Repetition]) -> None:
+    """Register hooks that add the visits of all modules to ``counter``."""
+    marks = {}
+    for repetition in repetitions:
+        for index in repetition.run:
+            marks[f"{repetition.name}.{index}"] = Mark(repetition.name, index)
+    if counter.shortens:
+        counter.hooks.append(model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True))
     # A shared weight has one name.
     names = {parameter: name for name, parameter in model.named_parameters()}
-    handles = []
     for path, module in model.named_modules():
         weight_names = [names[parameter] for parameter in module.parameters(recurse=False)]
-        recorder = _VisitRecorder(Visit(path, tuple(dict.fromkeys(weight_names))), visits)
-        handles.append(module.register_forward_pre_hook(recorder.before_forward))
-        handles.append(module.register_forward_hook(recorder.after_forward))
-    return handles
+        recorder = _VisitRecorder(Visit(path, tuple(dict.fromkeys(weight_names))), counter, marks.get(path))
+        counter.hooks.append(module.register_forward_pre_hook(recorder.before_forward))
+        counter.hooks.append(module.register_forward_hook(recorder.after_forward))
 
 
 @torch.library.custom_op("zerobook::attention", mutates_args=())
@@ -543,7 +653,7 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
         return lambda *args, **kwargs: operation(*tree_map_only(torch.Tensor, _to_fp32, args), **kwargs)
 
     def move_to_host(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-        counter.host_bytes += tensor.nbytes
+        counter.pieces[-1].host_bytes += tensor.nbytes
         return tensor.shape, tensor.dtype
 
     def move_back(description: tuple[torch.Size, torch.dtype]) -> torch.Tensor:

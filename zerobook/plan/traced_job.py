@@ -67,10 +67,10 @@ def trace_job(job: Job, cast: str, autocast: str, device: str) -> Trace:
         head_keeps_none = hasattr(model, "loss_head") and job.objective.takes_positions
         evaluation_shape = job.evaluation_shape(keeps_logits=not head_keeps_none)
         try:
-            trace = trace_step(model, batch, loss, autocast, device=device)
+            trace = trace_step(model, batch, loss, autocast, device=device, shorten=True)
             if evaluation_shape is not None:
                 batch = job.recipe.example_batch(evaluation_shape)
-                trace.evaluation_bytes = trace_evaluation(model, batch, loss, autocast, device=device)
+                trace.evaluation_bytes = trace_evaluation(model, batch, loss, autocast, device=device, shorten=True)
             return trace
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             reason: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")

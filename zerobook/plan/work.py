@@ -42,6 +42,13 @@ class Work:
     # operations that start a kernel
     kernels: int = 0
 
+    def add(self, other: Work) -> None:
+        self.products.update(other.products)
+        self.attention.update(other.attention)
+        self.moved_bytes += other.moved_bytes
+        self.dequantised_elements += other.dequantised_elements
+        self.kernels += other.kernels
+
     @property
     def flops(self) -> float:
         """Floating-point operations of all products and of attention."""

@@ -1,0 +1,221 @@
+"""Equal layers of a model, and equal chunks of its loss: a trace runs few of them and counts all.
+
+A trace is a list of pieces, the operations between two marks. A mark is where a layer begins, where the gradient of its output
+is available, or where a chunk begins. Layers may be equal in periods, as sliding and full attention in turn are. The first
+three periods and the last one run. If the second and the third period consist of equal pieces, the third stands for all that
+were left out. Otherwise the caller traces the complete model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from zerobook.plan.gather_schedule import Visit
+from zerobook.plan.work import Work
+
+RUN_PERIODS = 4
+"""Periods that run: the first, two that are compared, and the last."""
+
+
+class Mark(NamedTuple):
+    """Start of a part of the repetition ``name``, by its index; with ``backward``, of its backward pass."""
+
+    name: str
+    part: int
+    backward: bool = False
+
+
+@dataclass
+class Piece:
+    """What happens after a mark, until the next mark or the gradient of a weight."""
+
+    mark: Mark | None = None
+    # bytes alive at the end, and the most alive at once, above those alive at the start
+    live_change: int = 0
+    peak_bytes: int = 0
+    # bytes of the storages made here that autograd keeps for the backward pass
+    saved_bytes: int = 0
+    host_bytes: int = 0
+    work: Work = field(default_factory=Work)
+    visits: list[Visit] = field(default_factory=list)
+    # elements of the weight whose gradient ends the piece; 0 at the end of a pass, and None at a mark
+    gradient_elements: int | None = None
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Parts that are equal in periods of ``period`` parts, from part ``start`` to the last of ``count``. ``name`` is the path
+    of a list of layers, or names chunks."""
+
+    name: str
+    start: int
+    period: int
+    count: int
+
+    @property
+    def skipped(self) -> int:
+        """Number of parts that do not run: complete periods."""
+        periods = (self.count - self.start) // self.period
+        return max(periods - RUN_PERIODS, 0) * self.period
+
+    @property
+    def resumes(self) -> int:
+        """Index of the first part that runs after those that do not."""
+        return self.start + (RUN_PERIODS - 1) * self.period + self.skipped
+
+    @property
+    def run(self) -> list[int]:
+        """Indexes of the parts that run."""
+        skipped = range(self.resumes - self.skipped, self.resumes)
+        return [index for index in range(self.count) if index not in skipped]
+
+    def shift(self, pieces: Iterable[Piece], parts: int) -> list[Piece]:
+        """Return the pieces of a part as those of the part that comes ``parts`` later."""
+        shifted = []
+        for piece in pieces:
+            mark = piece.mark
+            if mark is not None:
+                mark = mark._replace(part=mark.part + parts)
+            visits = []
+            for visit in piece.visits:
+                weight_names = tuple(self._shift_name(name, parts) for name in visit.weight_names)
+                visits.append(visit._replace(module=self._shift_name(visit.module, parts), weight_names=weight_names))
+            shifted.append(replace(piece, mark=mark, visits=visits))
+        return shifted
+
+    def _shift_name(self, name: str, parts: int) -> str:
+        prefix = f"{self.name}."
+        if not name.startswith(prefix):
+            return name
+        index, dot, rest = name.removeprefix(prefix).partition(".")
+        return f"{prefix}{int(index) + parts}{dot}{rest}"
+
+
+def find_repetitions(model: nn.Module) -> list[Repetition]:
+    """Return the lists of layers in which enough periods are equal that some need not run."""
+    repetitions: list[Repetition] = []
+    for path, layers in model.named_modules():
+        is_inside = any(path.startswith(f"{other.name}.") for other in repetitions)
+        if not isinstance(layers, nn.ModuleList) or len(layers) <= RUN_PERIODS or is_inside:
+            continue
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        # A weight that layers share is gathered and gets its gradient at other moments in each of them.
+        if len(parameters) > len(set(parameters)):
+            continue
+        owner = model.get_submodule(path.rpartition(".")[0])
+        repetition = _best_repetition(path, _describe_layers(layers, getattr(owner, "config", None)))
+        if repetition.skipped:
+            repetitions.append(repetition)
+    return repetitions
+
+
+def _best_repetition(path: str, descriptions: Sequence[Any]) -> Repetition:
+    """Return the repetition with the fewest parts that run."""
+    count = len(descriptions)
+    best = Repetition(path, 0, count, count)
+    for period in range(1, count // RUN_PERIODS + 1):
+        start = count - period
+        while start > 0 and descriptions[start - 1] == descriptions[start - 1 + period]:
+            start -= 1
+        repetition = Repetition(path, start, period, count)
+        if repetition.skipped > best.skipped:
+            best = repetition
+    return best
+
+
+_INDEXES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}
+"""Attributes in which layers have their own number."""
+
+
+def _describe_layers(layers: nn.ModuleList, config: Any) -> list[Any]:
+    """Return for each layer what its operations depend on: modules, weights, their settings, and the config's lists with a
+    value a layer."""
+    settings_by_layer = []
+    for values in vars(config).values() if config is not None else ():
+        if isinstance(values, (list, tuple)) and len(values) == len(layers):
+            settings_by_layer.append(values)
+    descriptions = []
+    for index, layer in enumerate(layers):
+        description: list[Any] = [str(values[index]) for values in settings_by_layer]
+        for name, module in layer.named_modules():
+            description.append((name, type(module)))
+            for key, value in vars(module).items():
+                if isinstance(value, (bool, int, float, str)) and key not in _INDEXES:
+                    description.append((key, value))
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        description.append((key, tensor.shape, tensor.dtype, tensor.requires_grad))
+        descriptions.append(description)
+    return descriptions
+
+
+@contextmanager
+def run_few(model: nn.Module, repetitions: Iterable[Repetition]) -> Iterator[None]:
+    """Let the lists of layers hold only the layers that run."""
+    complete = []
+    try:
+        for repetition in repetitions:
+            layers: Any = model.get_submodule(repetition.name)
+            complete.append((layers, layers._modules))
+            running = [layers[index] for index in repetition.run]
+            layers._modules = {str(index): layer for index, layer in enumerate(running)}
+        yield
+    finally:
+        for layers, modules in complete:
+            layers._modules = modules
+
+
+class UnequalPartsError(ValueError):
+    """Error for parts of a repetition that differ in what they do."""
+
+
+def extend(pieces: list[Piece], repetitions: Iterable[Repetition]) -> list[Piece]:
+    """Return the pieces with those of the parts that did not run.
+
+    Raises:
+        UnequalPartsError: the compared periods differ.
+    """
+    for repetition in filter(attrgetter("skipped"), repetitions):
+        for backward in (False, True):
+            positions = {}
+            for position, piece in enumerate(pieces):
+                if piece.mark is not None and (piece.mark.name, piece.mark.backward) == (repetition.name, backward):
+                    positions[piece.mark.part] = position
+            # A chunk has no backward pass of its own, nor have layers in an evaluation.
+            if backward and not positions:
+                continue
+            if set(positions) != set(repetition.run):
+                raise UnequalPartsError(f"{repetition.name}: not every part begins once")
+            pieces = _insert_skipped(pieces, repetition, positions, backward=backward)
+    return pieces
+
+
+def _insert_skipped(pieces: list[Piece], repetition: Repetition, positions: dict[int, int], *, backward: bool) -> list[Piece]:
+    period = repetition.period
+    third = repetition.start + 2 * period
+    shifts = range(period, repetition.skipped + 1, period)
+    if backward:
+        # The backward pass begins with the last part of a period, and skipped parts come before the third period.
+        start = positions[third + period - 1]
+        end = positions[third - 1]
+        second = pieces[end : positions[third - period - 1]]
+        insertion = start
+        shifts = shifts[::-1]
+    else:
+        start = positions[third]
+        end = positions[repetition.resumes]
+        second = pieces[positions[third - period] : start]
+        insertion = end
+    if repetition.shift(second, period) != pieces[start:end]:
+        raise UnequalPartsError(f"{repetition.name}: the second and the third period differ")
+    inserted = []
+    for parts in shifts:
+        inserted += repetition.shift(pieces[start:end], parts)
+    return pieces[:insertion] + inserted + pieces[insertion:]
