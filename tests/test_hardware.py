@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from zerobook.plan.hardware import cluster
 from zerobook.utils.devices import find_device
 
 # name, GB, dense half precision and fp32 outside of tensor cores (10^12 operations a second), GB/s of memory, GB/s to each
-# other GPU of a node in one direction, NVIDIA's document. Documents give links for both directions, and newer ones half
+# other GPU of a node in one direction, the vendor's document. Documents give links for both directions, and newer ones half
 # precision with sparsity: both are halved here. Bridges that join pairs of cards are left out.
 SHEETS = [
     ("Tesla V100-SXM2-16GB", 16, 125, 15.7, 900, 150, "Tesla V100 data sheet"),
@@ -21,6 +23,9 @@ SHEETS = [
     ("Tesla T4", 16, 65, 8.1, 320, 16, "T4 data sheet"),
     ("NVIDIA GeForce RTX 3090", 24, 71, 35.6, 936, 32, "GA102 architecture white paper"),
     ("NVIDIA GeForce RTX 4090", 24, 165, 82.6, 1008, 32, "Ada architecture white paper"),
+    ("NVIDIA GeForce RTX 5090", 32, 209.5, 104.8, 1792, 64, "RTX Blackwell architecture white paper"),
+    ("NVIDIA GeForce RTX 5080", 16, 112.6, 56.3, 960, 64, "RTX Blackwell architecture white paper"),
+    ("NVIDIA GeForce RTX 5070 Ti", 16, 87.9, 43.9, 896, 64, "RTX Blackwell architecture white paper"),
     ("NVIDIA A10", 24, 125, 31.2, 600, 32, "A10 data sheet"),
     ("NVIDIA A10G", 24, 70, 35, 600, 32, "A10G data sheet, as AWS has it"),
     ("NVIDIA A30", 24, 165, 10.3, 933, 32, "A30 data sheet"),
@@ -35,13 +40,36 @@ SHEETS = [
     ("NVIDIA A100-PCIE-40GB", 40, 312, 19.5, 1555, 32, "A100 data sheet"),
     ("NVIDIA A100-SXM4-80GB", 80, 312, 19.5, 2039, 300, "A100 data sheet"),
     ("NVIDIA A100 80GB PCIe", 80, 312, 19.5, 1935, 32, "A100 data sheet"),
+    ("NVIDIA A800-SXM4-80GB", 80, 312, 19.5, 2039, 200, "A800 data sheet: an A100 with NVLink of 400 GB/s"),
+    ("NVIDIA A800 80GB PCIe", 80, 312, 19.5, 1935, 32, "A800 data sheet"),
     ("NVIDIA H100 80GB HBM3", 80, 989, 67, 3350, 450, "H100 data sheet"),
     ("NVIDIA H100 PCIe", 80, 756, 51, 2000, 64, "H100 data sheet of 2022"),
     ("NVIDIA H100 NVL", 94, 835, 60, 3900, 64, "H100 data sheet"),
+    ("NVIDIA H800", 80, 989, 67, 3350, 200, "H800 data sheet: an H100 with NVLink of 400 GB/s"),
+    ("NVIDIA H20", 96, 148, 44, 4000, 450, "H20 data sheet"),
+    (
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        96,
+        503.8,
+        125,
+        1792,
+        64,
+        "RTX PRO 6000 data sheet; RTX Blackwell PRO white paper",
+    ),
     ("NVIDIA GH200 480GB", 96, 989, 67, 4000, 64, "GH200 data sheet"),
     ("NVIDIA H200", 141, 989, 67, 4800, 450, "H200 data sheet"),
     ("NVIDIA H200 NVL", 141, 835, 60, 4800, 64, "H200 data sheet"),
     ("NVIDIA B200", 180, 2250, 75, 8000, 900, "HGX B200 data sheet"),
+    ("NVIDIA B300 SXM6 AC", 270, 2250, 75, 8000, 900, "HGX B300 data sheet; hosts have PCIe 5"),
+    (
+        "AMD Instinct MI300X",
+        192,
+        1307,
+        163.4,
+        5300,
+        448,
+        "Instinct MI300X data sheet: 7 Infinity Fabric links of 64 GB/s each way",
+    ),
 ]
 # the MIG user guide: a 1g instance has one of 7 compute slices (an A30's one of 4), and memory comes in eighths
 SLICES = [
@@ -66,7 +94,7 @@ def test_a_drivers_name_has_the_data_sheets_figures(name, memory, half, fp32, ba
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 SOMETHING NEW", "AMD Instinct MI300X", "NVIDIA A100-SXM4-40GB MIG ?"],
+    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 SOMETHING NEW", "AMD Instinct MI250X", "NVIDIA A100-SXM4-40GB MIG ?"],
 )
 def test_a_card_that_only_sounds_like_a_known_one_is_not_it(name):
     assert find_device(name) is None
@@ -126,3 +154,38 @@ def test_nvlink_is_refused_where_only_bridges_are():
         cluster(gpu="a6000", intra_node="nvlink")
     assert cluster(gpu="a6000", intra_node="56GB/s").link == 56e9
     assert cluster(gpu="h100-80gb", intra_node="pcie").link == 64e9
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [
+        ("4090", "rtx-4090"),
+        ("RTX 5070 Ti", "rtx-5070-ti"),
+        ("H100 NVL", "h100-nvl"),
+        ("A40", "a40"),
+        ("rtx-pro", "rtx-pro-6000"),
+    ],
+)
+def test_a_part_of_one_name_is_enough(name, device):
+    assert cluster(gpu=name).device.name == device
+
+
+@pytest.mark.parametrize(
+    "name, candidates",
+    [("a100", ["a100-40gb", "a100-80gb"]), ("h100", ["h100-80gb", "h100-nvl"]), ("rtx", ["rtx-4090"]), ("7", ["--gpus 7"])],
+)
+def test_a_part_of_several_names_is_answered_with_them(name, candidates):
+    from zerobook.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="--gpu: ") as caught:
+        cluster(gpu=name)
+    assert all(candidate in str(caught.value) for candidate in candidates)
+    assert ("l40s" in str(caught.value)) == (name == "7"), "candidates alone"
+
+
+def test_a_device_has_run_where_there_are_results_of_it():
+    from tests.harness import ROOT
+    from zerobook.utils.devices import DEVICES
+
+    names = [json.loads(file.read_text())["device"] for file in (ROOT / "benchmarks" / "results" / "gpu").glob("*.json")]
+    assert {device.name for device in DEVICES.values() if device.has_run} == {find_device(name).name for name in names}

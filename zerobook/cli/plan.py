@@ -116,9 +116,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
             values["advice"] = advice.record()
         table.write_json(flags.json, values)
     if flags.json != "-":
-        table.show(traced, rows, cluster)
-        if failures is not None:
-            say(failures.describe())
+        table.show(traced, rows, cluster, failures)
     if advice is not None:
         say(advice.describe(), file=output)
         if advice.row is not None:

@@ -193,13 +193,20 @@ def _choose_device(name: str | None, memory: int | None, problems: list[str]) ->
     default = DEVICES["a100-80gb"]
     if name is None:
         return default if memory is None else nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)
-    device = DEVICES.get(name.lower())
-    if device is None:
+    key = name.lower().replace(" ", "-")
+    # a100 is a part of several names, which are listed; 4090 of one alone, which is taken.
+    parts = set(key.split("-"))
+    candidates = [known for known in DEVICES if parts <= set(known.split("-"))]
+    if key in DEVICES:
+        candidates = [key]
+    if len(candidates) != 1:
         hint = f" Did you mean --gpus {name}?" if name.isdecimal() else ""
         problems.append(
-            f"--gpu: {name!r} is not known here.{hint} Known: {', '.join(DEVICES)}. Another: give --gpu_memory alone."
+            f"--gpu: {name!r} is not the name of one GPU.{hint} Known: {', '.join(candidates or DEVICES)}. Another: give "
+            "--gpu_memory alone."
         )
         return default
+    device = DEVICES[candidates[0]]
     if memory is None:
         return device
     if memory > 1.1 * device.memory:

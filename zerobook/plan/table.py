@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from zerobook.plan.failures import FailurePlan
     from zerobook.plan.rows import Row
     from zerobook.plan.traced_job import TracedJob
 
@@ -35,7 +36,7 @@ _DISPENSABLE = (
 """Headers of columns in the order in which a narrow terminal does without them. After them, columns go from the right."""
 
 
-def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> None:
+def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: FailurePlan | None = None) -> None:
     """Print a plan: what a GPU holds, what is sent, what does not fit and what would help."""
     from rich.markup import escape
 
@@ -83,6 +84,8 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> None:
         out.print("[red]no strategy file fits with these settings.[/]")
     for line in _footer(traced, rows, cluster):
         out.print(f"[dim]{escape(line)}[/]")
+    if failures is not None:
+        out.print(escape(failures.describe()))
 
 
 def _print_table(out: Console, title: str, rows: Sequence[Row], cells: dict[str, Cells]) -> None:
@@ -207,6 +210,8 @@ def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[st
     speed = "the GPU's listed speed"
     if cluster.device.like:
         speed = f"{cluster.device.like}'s listed speed, since this GPU's is not known"
+    if not (cluster.cpu or cluster.device.has_run):
+        speed += ", published by the vendor, never run here"
     largest = max(rows, key=lambda row: row.checkpoint)
     lines = [
         f"checkpoints: {_describe_checkpoints(largest)}; times follow from the operations, at a share of {speed}",

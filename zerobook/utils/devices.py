@@ -26,6 +26,7 @@ class Device:
         product_share: share of ``flops`` that large matrix products reach in a training.
         attention_share: share of ``flops`` that fused attention reaches.
         peer_to_peer: whether it sends to another GPU over PCIe without the host's memory. GeForce cards do not.
+        has_run: whether this project has run on it, see docs/measured/gpu.md.
         like: the device whose speed is used for this one, where its own speed is not known.
     """
 
@@ -42,6 +43,7 @@ class Device:
     product_share: float = 0.8
     attention_share: float = 0.55
     peer_to_peer: bool = True
+    has_run: bool = False
     like: str = ""
 
     @property
@@ -71,14 +73,17 @@ def _device(
     )
 
 
-# From NVIDIA's data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both directions
-# together; the rates here are for one direction. Rates that the sheets give with sparsity are halved.
+# From the vendors' data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both
+# directions together; the rates here are for one direction. Rates that the sheets give with sparsity are halved.
 _OLD = {"bf16": False, "fused": False, "product_share": 0.42, "attention_share": 0.3}
 _HOPPER = {"product_share": 0.7, "attention_share": 0.3}
 _GEFORCE = {"product_share": 0.95, "attention_share": 0.6, "peer_to_peer": False}
 _ADA = {"product_share": 0.6, "attention_share": 0.5}
 _BLACKWELL = {"product_share": 0.66, "attention_share": 0.35}
-"""Facts of a generation. Shares are fitted to published runs, see docs/measured/plan_accuracy.md."""
+_CDNA = {"product_share": 0.46, "attention_share": 0.3}
+"""Facts of a generation. Shares are fitted to published runs, see docs/measured/plan_accuracy.md. Those of CDNA are not: the
+products' share is Hopper's times 620 of 1307 over 720 of 989 TFLOPS, the bf16 products that SemiAnalysis measured on an MI300X
+and an H100 ("MI300X vs H100 vs H200 Benchmark Part 1: Training", 22 December 2024). That of attention is Hopper's."""
 DEVICES = {
     device.name: device
     for device in (
@@ -91,6 +96,9 @@ DEVICES = {
         _device("t4", "Tesla T4", 16, 65, 8.1, 320, 16, **_OLD),
         _device("rtx-3090", "GeForce RTX 3090", 24, 71, 35.6, 936, 32, **_GEFORCE),
         _device("rtx-4090", "GeForce RTX 4090", 24, 165, 82.6, 1008, 32, **_GEFORCE),
+        _device("rtx-5090", "GeForce RTX 5090", 32, 209.5, 104.8, 1792, 64, **_GEFORCE),
+        _device("rtx-5080", "GeForce RTX 5080", 16, 112.6, 56.3, 960, 64, **_GEFORCE),
+        _device("rtx-5070-ti", "GeForce RTX 5070 Ti", 16, 87.9, 43.9, 896, 64, **_GEFORCE),
         _device("a10", "A10", 24, 125, 31.2, 600, 32),
         _device("a10g", "A10G", 24, 70, 35, 600, 32),
         _device("a30", "A30", 24, 165, 10.3, 933, 32),
@@ -104,13 +112,20 @@ DEVICES = {
         _device("a100-40gb-pcie", "A100-PCIE-40GB", 40, 312, 19.5, 1555, 32),
         _device("a100-80gb", "A100-SXM4-80GB", 80, 312, 19.5, 2039, 32, 300),
         _device("a100-80gb-pcie", "A100 80GB PCIe; A100-PCIE-80GB", 80, 312, 19.5, 1935, 32),
+        _device("a800-80gb", "A800-SXM4-80GB", 80, 312, 19.5, 2039, 32, 200),
+        _device("a800-80gb-pcie", "A800 80GB PCIe", 80, 312, 19.5, 1935, 32),
         _device("h100-80gb", "H100 80GB HBM3", 80, 989, 67, 3350, 64, 450, **_HOPPER),
         _device("h100-80gb-pcie", "H100 PCIe", 80, 756, 51, 2000, 64, **_HOPPER),
         _device("h100-nvl", "H100 NVL", 94, 835, 60, 3900, 64, **_HOPPER),
+        _device("h800", "H800", 80, 989, 67, 3350, 64, 200, **_HOPPER),
         _device("gh200", "GH200 480GB", 96, 989, 67, 4000, 64, **_HOPPER),
+        _device("h20", "H20", 96, 148, 44, 4000, 64, 450, **_HOPPER),
+        _device("rtx-pro-6000", "RTX PRO 6000 Blackwell Workstation Edition", 96, 503.8, 125, 1792, 64, **_ADA),
         _device("h200", "H200", 141, 989, 67, 4800, 64, 450, **_HOPPER),
         _device("h200-nvl", "H200 NVL", 141, 835, 60, 4800, 64, **_HOPPER),
         _device("b200", "B200", 180, 2250, 75, 8000, 64, 900, **_BLACKWELL),
+        _device("b300", "B300 SXM6 AC", 270, 2250, 75, 8000, 64, 900, **_BLACKWELL),
+        _device("mi300x", "AMD Instinct MI300X", 192, 1307, 163.4, 5300, 64, 448, **_CDNA),
     )
 }
 _SLICES = {"a30": 4}
