@@ -15,7 +15,7 @@ from tests.distributed.test_parity import largest_difference
 from tests.harness import ROOT, launch
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
-from zerobook.models.quantise import check_base, check_layers, int8, nf4
+from zerobook.models.quantise import check_base, check_layers, int8, nf4, quantisable_layers
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import make_job
 from zerobook.plan.rows import plan_row
@@ -103,7 +103,7 @@ def test_a_base_has_one_format():
 
 @pytest.mark.parametrize("flag", ["load_in_4bit", "load_in_8bit"])
 def test_a_model_none_of_whose_layers_is_quantised_is_refused(tiny, flag):
-    """transformers leaves Falcon's own linear layers as they are; if it no longer does, the refusal can go."""
+    """transformers leaves a subclass of linear layers as it is; if it no longer does, the refusal can go."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     config = BitsAndBytesConfig(**{flag: True})
@@ -112,10 +112,21 @@ def test_a_model_none_of_whose_layers_is_quantised_is_refused(tiny, flag):
     base = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}[flag]
     with pytest.raises(ConfigError, match=f"{flag}: .*FalconLinear"):
         check_layers(model, base)
-    with pytest.raises(ConfigError, match=f"{flag}: .*FalconLinear"):
-        make_job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "falcon"), dataset_name="x", **{flag: True}))).weights()
     for name in ("llama", "gpt2"):
         check_layers(AutoModelForCausalLM.from_pretrained(tiny / name, quantization_config=config), base)
+
+
+def test_falcon_is_built_of_layers_that_are_quantised_with_equal_values(tiny):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    ids = torch.arange(8)[None]
+    expected = AutoModelForCausalLM.from_pretrained(tiny / "falcon")(ids).logits
+    with quantisable_layers():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tiny / "falcon")(ids).logits, expected)
+        config = BitsAndBytesConfig(load_in_4bit=True)
+        check_layers(AutoModelForCausalLM.from_pretrained(tiny / "falcon", quantization_config=config), "nf4")
+    job = make_job(LoraFinetune(LoraConfig(model_name_or_path=str(tiny / "falcon"), dataset_name="x", load_in_4bit=True)))
+    assert sum(weight.scale_bytes for weight in job.weights().weights) > 0, "the planner packs them too"
 
 
 WHOLE = 0.57

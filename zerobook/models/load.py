@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,7 @@ from zerobook.launch.groups import unfit_config
 from zerobook.launch.model_facts import unfit_for_text, unfit_for_zero3
 from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
 from zerobook.models import recompute
-from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout
+from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout, quantisable_layers
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import add_tokens
 from zerobook.objective import router_coefficient
@@ -313,7 +314,7 @@ def load_model(
         options["quantization_config"] = quantization
     if strategy.is_main and quantization is None:
         _warn_of_copies(hub.folder(name, revision), config, strategy)
-    with freed_blocks_returned():
+    with freed_blocks_returned(), quantisable_layers() if quantization is not None else nullcontext():
         model: Any = strategy.load(partial(_load_weights, kind, name), options)
     if quantization is not None and config.base_format is not None:
         check_layers(model, config.base_format)

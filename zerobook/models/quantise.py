@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.launch.quantised import refused_base
 from zerobook.utils.dtypes import compute_dtype
+from zerobook.utils.replaced import replaced
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,11 +96,24 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
         raise ConfigError(problem)
 
 
+@contextmanager
+def quantisable_layers() -> Iterator[None]:
+    """Return a context in which Falcon is built of torch's own linear layers.
+
+    transformers quantises no subclass of them, and Falcon's is one with the same weights and the same product.
+    """
+    from torch import nn
+    from transformers.models.falcon import modeling_falcon
+
+    with replaced(modeling_falcon, "FalconLinear", nn.Linear):
+        yield
+
+
 def check_layers(model: PreTrainedModel, base: str) -> None:
     """Check that a model has layers that transformers quantises. They may be quantised already.
 
     Raises:
-        ConfigError: all layers are of other classes, as in Falcon. transformers would quantise nothing, without a message.
+        ConfigError: all layers are of other classes. transformers would quantise nothing, without a message.
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +28,7 @@ from zerobook.models.load import (
     keep_all_layers,
     use_cache,
 )
-from zerobook.models.quantise import base_of, check_layers
+from zerobook.models.quantise import base_of, check_layers, quantisable_layers
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.objective import Objective
@@ -140,8 +140,12 @@ class Job:
         if self.config.attn_implementation == "eager":
             options["attn_implementation"] = "eager"
         model_class = auto_class(type(self.model_config), encoder_decoder=self.recipe.encoder_decoder)
+        # A checkpoint may be quantised already, without a flag.
+        base_format = self.config.base_format or base_of(self.model_config)
+        layers = quantisable_layers() if base_format is not None else nullcontext()
         try:
-            model = model_class.from_config(self.model_config, dtype=self._dtype(precision), **options)
+            with layers:
+                model = model_class.from_config(self.model_config, dtype=self._dtype(precision), **options)
         except Exception as error:  # whatever the code of a class raises
             raise UnplannableModelError(self.name, self.model_config.to_dict(), error) from error
         use_cache(model, False)
@@ -151,8 +155,6 @@ class Job:
         freeze_unused(model)
         dropout = attention_dropout(self.model_config.to_dict())
         recompute.enable(model, self.config.activation_checkpointing, attention_dropout=dropout)
-        # A checkpoint may be quantised already, without a flag.
-        base_format = self.config.base_format or base_of(self.model_config)
         if base_format is not None:
             check_layers(model, base_format)
             _quantise(model, base_format, compute_dtype(precision))
