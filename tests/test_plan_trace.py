@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.planning import logits_bytes, made, planned_rows, rows_of
+from tests.planning import FILES, ROOT, logits_bytes, made, rows_of
 from zerobook import head
 from zerobook.cli.main import main
+from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.models.load import DTYPES
 from zerobook.plan import formulas
+from zerobook.plan.advise import Request, advise
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import Job
-from zerobook.plan.recommend import recommend
 from zerobook.plan.rows import Row, check_limits
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import (
@@ -30,6 +31,7 @@ from zerobook.plan.trace import (
 )
 from zerobook.plan.traced_job import TracedJob
 from zerobook.training.recipe import BatchShape
+from zerobook.training.recipe_file import recipe_class
 
 CASES = {
     "llama": ("causal_lm", "llama", {}),
@@ -146,12 +148,17 @@ def test_an_evaluation_of_more_rows_than_training_has_counts(tmp_path):
     check_limits(row, made("lora_finetune", model, **flags).config, between)
     assert row.remedies == ["a smaller --per_device_eval_batch_size"]
 
-    def replan(changes: dict, recipe: str | None) -> tuple[TracedJob, list[Row]]:
-        traced, rows = planned_rows("lora_finetune", model, between, ("single",), **flags | changes)
-        return traced, list(rows.values())
-
-    advice = recommend(*replan({"per_device_eval_batch_size": 24}, None), between, replan)
-    assert advice.flags == {"per_device_eval_batch_size": 1} and advice.row.fits
+    kind = recipe_class(str(ROOT / "recipes" / "lora_finetune.py"))
+    config = kind.config_class(model_name_or_path=str(model), **flags | {"per_device_eval_batch_size": 24})
+    files = [file for file in FILES if file.stem == "single"]
+    request = Request(
+        ROOT / "recipes" / "lora_finetune.py",
+        kind(config),
+        ConfigSources(dict.fromkeys(config.model_fields_set, "flag")),
+        files,
+    )
+    best = advise(request, between).best
+    assert best is not None and best.flags["per_device_eval_batch_size"] == 1
 
 
 def test_saved_counts_each_storage_once_and_no_weights():

@@ -137,7 +137,7 @@ def test_all_gpus_are_used_on_a_slow_network(tmp_path, monkeypatch, capsys):
     make_model(tmp_path / "small")
     assert main(["recipe", "small", "--nodes", "2", "--interconnect", "1Mbps", "--dataset_name", "NAME"]) == 0
     said = told(capsys)
-    assert "single" not in said["strategy"] and "epoch" not in said
+    assert "single" not in said["strategy"] and "run" not in said
     (file,) = tmp_path.glob("*.yaml")
     assert "--machine_rank 1 on the other nodes" in file.read_text()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,9 @@ from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
 
 if TYPE_CHECKING:
-    from zerobook.config import ConfigSources
+    from zerobook.config import ConfigSources, RecipeConfig
+    from zerobook.plan.advise import Candidate, Request
     from zerobook.plan.measure import Figure
-    from zerobook.plan.recommend import Advice
-    from zerobook.plan.rows import Row
-    from zerobook.plan.traced_job import TracedJob
-    from zerobook.training.recipe import Recipe
 
 USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
 
@@ -51,7 +48,7 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--parameters", help="with --formulas: parameters of the model, such as 7.5B")
     parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
-    parser.add_argument("--recommend", action="store_true", help="recommend a strategy file and flags, with the rule for each")
+    parser.add_argument("--recommend", action="store_true", help="recommend the fastest run that fits, with its launch line")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
     parser.add_argument(
@@ -99,11 +96,16 @@ def _expect_failures(flags: argparse.Namespace, cluster: Cluster, checkpoint_byt
 
 def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
     """Print the rows, and the recommendation. Return 0 if at least one of them fits, otherwise 1."""
-    request = _read_request(model_arguments, data=False)
-    traced, rows = _plan_files(request.recipe, request.sources, cluster, flags.strategies)
-    advice = None
-    if flags.recommend:
-        advice = _recommend(request, cluster, flags.strategies, rows, traced)
+    from zerobook.plan.advise import advise
+    from zerobook.plan.rows import plan_recipe
+    from zerobook.utils.bars import tqdm
+
+    files = _strategy_files(flags.strategies)
+    request, words = _read_request(model_arguments, files, cluster, data=False)
+    traced, rows = plan_recipe(
+        request.recipe, request.sources, cluster, tqdm(files, desc="planning", unit=" files", leave=False)
+    )
+    advice = advise(request, cluster) if flags.recommend else None
     # With ``--json -``, standard output has the JSON document alone.
     output = sys.stderr if flags.json == "-" else sys.stdout
     checkpoint_bytes = max(row.checkpoint / (row.checkpoints or 1) for row in rows)
@@ -118,11 +120,10 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     if flags.json != "-":
         table.show(traced, rows, cluster, failures)
     if advice is not None:
-        say(advice.describe(), file=output)
-        if advice.row is not None:
-            launch_line = _launch_line(request, advice, advice.row.file, cluster)
-            say(f"\nto launch it:\n  {launch_line}", file=output)
-            return 0
+        table.show_lines(advice.describe(cluster), file=output)
+        if advice.best is not None:
+            say(f"\nto launch it:\n  {_launch_line(request, words, advice.best, cluster)}", file=output)
+        return 0 if advice.best is not None else 1
     something_fits = any(row.fits for row in rows)
     return 0 if something_fits else 1
 
@@ -224,36 +225,26 @@ def here(processes: str | None) -> Cluster:
     return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host_memory, disk=disk)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A request for a plan: the recipe's file, its flags as on the command line, the recipe with the config from these flags,
-    and the source of each value."""
-
-    file: Path
-    flags: list[str]
-    recipe: Recipe[Any]
-    sources: ConfigSources
-
-
-def _read_request(model_arguments: list[str], *, data: bool) -> _Request:
-    """Read the model or recipe, and the recipe's flags.
+def _read_request(model_arguments: list[str], files: list[Path], cluster: Cluster, *, data: bool) -> tuple[Request, list[str]]:
+    """Read the model or recipe, and return the request with the recipe's flags as they were typed.
 
     Code is run only where the command line names it: a recipe's YAML may be somebody else's.
 
     Raises:
         ConfigError: the YAML names code of which a plan needs to know the size.
     """
-    from zerobook.config import parse
+    from zerobook.config import changed, parse
     from zerobook.optimizer import names_code_in_yaml
+    from zerobook.plan.advise import Request
     from zerobook.training.recipe_file import recipe_class
 
-    model, *flags = model_arguments
+    model, *words = model_arguments
     file = Path(model)
     if file.suffix != ".py":
         file = shipped(f"recipes/{_recipe_for(model)}.py")
-        flags = ["--model_name_or_path", model, *flags]
+        words = ["--model_name_or_path", model, *words]
     kind = recipe_class(str(file))
-    config, sources, _ = parse(kind.config_class, flags, data=data)
+    config, sources, _ = parse(kind.config_class, words, data=data)
     if names_code_in_yaml(config, sources):
         raise ConfigError(
             f"optimizer: {sources['optimizer']} names {config.optimizer}, and a plan would have to run it. Add --optimizer "
@@ -262,7 +253,32 @@ def _read_request(model_arguments: list[str], *, data: bool) -> _Request:
     # A YAML may not allow code to run either.
     if sources.from_yaml("trust_remote_code"):
         config = config.model_copy(update={"trust_remote_code": False})
-    return _Request(file, flags, kind(config), sources)
+    for key, positions in _shorter_lengths(config, sources).items():
+        print(f"note: the model has {positions} positions, so this is planned with --{key} {positions}.", file=sys.stderr)
+        words += [f"--{key}", str(positions)]
+        config, sources = changed(config, sources, kind.config_class, {key: positions})
+    # Nobody trains in fp32 on a GPU that has a faster precision. A measurement takes the precision of the run.
+    if config.mixed_precision is None and not cluster.cpu and not data:
+        config = config.model_copy(update={"mixed_precision": cluster.half_precision})
+    return Request(file, kind(config), sources, files), words
+
+
+def _shorter_lengths(config: RecipeConfig, sources: ConfigSources) -> dict[str, int]:
+    """Return the model's positions for each length that nobody set and whose default is larger."""
+    from zerobook.checkpoint.result import find_result
+    from zerobook.plan.job import read_config
+    from zerobook.utils.model_config import text_config
+
+    name = config.model_name_or_path or config.initialised_from
+    if name is None:
+        return {}
+    model_config = read_config(find_result(name).model, config.model_revision, trust=config.trust_remote_code)
+    positions = getattr(text_config(model_config), "max_position_embeddings", None)
+    lengths = {}
+    for key in ("block_size", "max_seq_length", "max_source_length", "max_target_length"):
+        if positions and not sources.given(key) and getattr(config, key, 0) > positions:
+            lengths[key] = positions
+    return lengths
 
 
 def _recipe_for(model: str) -> str:
@@ -288,61 +304,34 @@ def _strategy_files(names: str | None) -> list[Path]:
     return [file for stem, file in files.items() if stem in chosen]
 
 
-def _plan_files(
-    recipe: Recipe[Any], sources: ConfigSources, cluster: Cluster, strategies: str | None
-) -> tuple[TracedJob, list[Row]]:
-    from zerobook.plan.rows import plan_recipe
-    from zerobook.utils.bars import tqdm
+def _launch_line(request: Request, words: list[str], best: Candidate, cluster: Cluster) -> str:
+    """Return the command that trains as recommended. Data that no flag names is a variable of the shell.
 
-    files = tqdm(_strategy_files(strategies), desc="planning", unit=" files", leave=False)
-    return plan_recipe(recipe, sources, cluster, files)
+    Args:
+        words: the recipe's flags as they were typed.
+    """
+    from zerobook.plan.rows import launch_flags
 
-
-def _recommend(request: _Request, cluster: Cluster, strategies: str | None, rows: list[Row], traced: TracedJob) -> Advice:
-    from zerobook.config import changed
-    from zerobook.plan.recommend import recommend
-    from zerobook.training.recipe_file import recipe_class
-
-    def replan(changes: dict[str, Any], other_recipe: str | None) -> tuple[TracedJob, list[Row]]:
-        # `recommend` plans the run again with changed values, and perhaps with another recipe of the same folder.
-        recipe_type = type(request.recipe)
-        if other_recipe is not None:
-            recipe_type = recipe_class(str(request.file.with_name(f"{other_recipe}.py")))
-        config, sources = changed(request.recipe.config, request.sources, recipe_type.config_class, changes)
-        return _plan_files(recipe_type(config), sources, cluster, strategies)
-
-    return recommend(traced, rows, cluster, replan)
-
-
-def _launch_line(request: _Request, advice: Advice, strategy: str, cluster: Cluster) -> str:
-    """Return the command that trains as recommended. Data that no flag names is a variable of the shell."""
-    from zerobook.training.recipe_file import recipe_class
-
-    processes = 1 if strategy == "single" else cluster.ranks
-    words = ["accelerate", "launch", "--config_file", f"accelerate_configs/{strategy}.yaml"]
-    words += ["--num_processes", str(processes)]
-    if cluster.nodes > 1:
-        words += ["--num_machines", str(cluster.nodes), "--machine_rank", "$RANK_OF_THIS_MACHINE"]
-        words += ["--main_process_ip", "$FIRST_MACHINE"]
     file = request.file
-    flags = request.flags
     config = request.recipe.config
-    if advice.recipe is not None:
+    if best.recipe is not None:
         # The other recipe's flags have other names, so only those that it knows are repeated.
-        file = file.with_name(f"{advice.recipe}.py")
-        known_keys = recipe_class(str(file)).config_class.model_fields
-        flags = []
+        file = file.with_name(f"{best.recipe}.py")
+        words = []
         for key in type(config).model_fields:
-            if key in known_keys and request.sources.given(key):
-                flags += _flag_words(key, getattr(config, key))
-    words.append(f"recipes/{file.name}" if file.parent.name == "recipes" else str(file))
-    words += flags
-    for key, value in advice.flags.items():
-        words += _flag_words(key, value)
+            if key in type(best.config).model_fields and request.sources.given(key):
+                words += _flag_words(key, getattr(config, key))
+    strategy = f"accelerate_configs/{best.row.file}.yaml"
+    line = ["accelerate", "launch"]
+    line += launch_flags(strategy, cluster, machine_rank="$RANK_OF_THIS_MACHINE", address="$FIRST_MACHINE")
+    line.append(f"recipes/{file.name}" if file.parent.name == "recipes" else str(file))
+    line += words
+    for key, value in best.flags.items():
+        line += _flag_words(key, value)
     if not config.names_data():
-        words += ["--train_file", "$TRAIN_FILE"]
+        line += ["--train_file", "$TRAIN_FILE"]
     # Variables of the shell are not quoted.
-    return " ".join(map(_quote_but_variables, words))
+    return " ".join(map(_quote_but_variables, line))
 
 
 def _quote_but_variables(word: str) -> str:
@@ -362,11 +351,11 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     from zerobook.plan.measure import measure
     from zerobook.utils.bars import tqdm
 
-    request = _read_request(model_arguments, data=True)
+    request, words = _read_request(model_arguments, _strategy_files(flags.strategies), cluster, data=True)
     job = make_job(request.recipe)
     measurements = []
-    for file in tqdm(_strategy_files(flags.strategies), desc="measuring", unit=" files", leave=False):
-        measurements.append(measure(file, job, request.file, request.flags, cluster, request.sources))
+    for file in tqdm(request.files, desc="measuring", unit=" files", leave=False):
+        measurements.append(measure(file, job, request.file, words, cluster, request.sources))
     # A strategy that cannot run here is no failure.
     has_failed = any(run.failure and not run.failure.startswith("cannot run") for run in measurements)
     exit_code = 1 if has_failed else 0

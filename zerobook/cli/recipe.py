@@ -7,9 +7,7 @@ import math
 import os
 import re
 import shlex
-import shutil
-import textwrap
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +15,13 @@ import yaml
 
 from zerobook.cli.arguments import Parser, add_hardware, described, positive
 from zerobook.errors import ConfigError
+from zerobook.plan import table
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
-from zerobook.utils.units import count, counted, duration
+from zerobook.utils.units import count, counted
 
 if TYPE_CHECKING:
-    from zerobook.plan.choice import Choice
+    from zerobook.plan.advise import Candidate, Request
     from zerobook.plan.hardware import Cluster
 
 USAGE = """zerobook recipe MODEL [hardware] [--method full|lora|qlora] [data] [--output FILE.yaml]
@@ -36,13 +35,32 @@ examples:
       --dataset_name databricks/databricks-dolly-15k
 """
 _DATA = ("train_file", "dataset_name")
-_BYTES_PER_TOKEN = 4
-"""Bytes of a data file for each token: about what tokenizers reach on English text."""
+_LARGE_MODEL = 20e9
+"""Parameters from which QLoRA's paper halves the rate, and the dropout of adapters."""
+_PUBLISHED: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
+    ("full", False): (
+        "rate, schedule and weight decay of Llama 2's paper, section 3.1 (https://arxiv.org/abs/2307.09288), batches of 64",
+        {"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
+    ),
+    ("lora", False): (
+        "rate, rank and schedule of QLoRA's paper, table 9 (https://arxiv.org/abs/2305.14314), batches of 16",
+        {"lora_r": 64, "lora_alpha": 16, "lora_dropout": 0.1, "learning_rate": 2e-4, "lr_scheduler_type": "constant"},
+    ),
+    ("full", True): (
+        "rate and schedule of https://www.philschmid.de/fine-tune-flan-t5, batches of 8",
+        {"learning_rate": 5e-5, "lr_scheduler_type": "linear"},
+    ),
+    ("lora", True): (
+        "rate and rank of https://www.philschmid.de/fine-tune-flan-t5-peft, batches of 8",
+        {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
+    ),
+}
+"""(method, whether the model is an encoder-decoder) -> source, and the training settings that it publishes."""
 
 
 def recipe(argv: list[str]) -> int:
     """Write the config. Return 0, or 1 if nothing fits."""
-    from zerobook.plan.choice import METHODS, choose
+    from zerobook.plan.advise import METHODS, advise
 
     parser = Parser("zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", help="a hub name, a folder, or a config.json")
@@ -63,34 +81,96 @@ def recipe(argv: list[str]) -> int:
     # The weights are beside a config.json.
     if Path(flags.model).name == "config.json":
         flags.model = str(Path(flags.model).parent)
-    # Without data, the config has a placeholder, which `_config_text` writes as a comment.
-    data = {key: getattr(flags, key) for key in _DATA if getattr(flags, key)}
-    choice = choose(
-        flags.model,
-        cluster,
-        method=flags.method,
-        global_batch=flags.global_batch,
-        length=flags.length,
-        data=data or {"dataset_name": "NAME"},
-        progress=_show_progress,
-    )
-    if isinstance(choice, list):
+    values = _fixed_values(flags, cluster)
+    request = _request(values, flags, cluster)
+    advice = advise(request, cluster)
+    # Where no method was asked for, another method is better than offload.
+    if flags.method is None and advice.best is not None and advice.best.row.offloads and advice.alternative is not None:
+        advice = replace(advice, best=advice.alternative, second=None, alternative=advice.best)
+    best = advice.best
+    if best is None:
         say(f"nothing fits {cluster.name}:")
-        for reason in choice:
-            say(f"  {reason}")
+        table.show_lines(advice.describe(cluster))
         return 1
-    file = Path(flags.output or _default_name(flags.model, choice.method, cluster))
+    source, settings = _published(best.method, request.recipe.encoder_decoder)
+    if best.traced.model.parameters >= _LARGE_MODEL and "lora_r" in settings:
+        settings |= {"lora_dropout": 0.05, "learning_rate": 1e-4}
+    # A value of the first recipe may have another name in the recipe of the method.
+    known_keys = type(best.config).model_fields
+    values = {key: value for key, value in (values | best.flags | settings).items() if key in known_keys}
+    file = Path(flags.output or _default_name(flags.model, best.method, cluster))
     _check_output(file)
-    header = _header(choice, cluster, flags, file)
-    file.write_text(_config_text(choice, header, file, has_data=bool(data)), encoding="utf-8")
-    _show(choice, cluster, header, file, flags)
+    header = _header(best, request, source, cluster, flags, file)
+    has_data = bool(flags.train_file or flags.dataset_name)
+    file.write_text(_config_text(values, header, file, best, has_data=has_data), encoding="utf-8")
+    say(f"{best.traced.job.name}: {count(best.traced.model.parameters)} parameters, on {cluster.name}\n")
+    notes = [("note", limit) for limit in header["Limits"].split("; ")]
+    table.show_lines([*advice.describe(cluster), ("settings", source), *notes])
+    say(f"\nwrote {file}")
+    if not has_data:
+        say("Name your data in it, train_file or dataset_name.")
+    launch_arguments = header["Launch"].removeprefix("accelerate launch ")
+    say(f"\nCheck it, then train:\n  zerobook doctor {launch_arguments}\n  accelerate launch {launch_arguments}")
     return 0
 
 
-def _show_progress(files: Iterable[Path], description: str) -> Iterable[Path]:
-    from zerobook.utils.bars import tqdm
+def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """Return the values that the planner does not choose."""
+    from zerobook.plan.job import read_config
 
-    return tqdm(list(files), desc=f"planning {description}", unit=" files", leave=False)
+    # Without data, the config has a placeholder, which `_config_text` writes as a comment.
+    data = {key: getattr(flags, key) for key in _DATA if getattr(flags, key)}
+    values: dict[str, Any] = {"model_name_or_path": flags.model, **(data or {"dataset_name": "NAME"})}
+    model_config = read_config(flags.model)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if model_config.is_encoder_decoder:
+        positions = positions or 512
+        values |= {"max_source_length": flags.length or min(512, positions), "max_target_length": min(128, positions)}
+    else:
+        key = "block_size" if flags.method in (None, "full") else "max_seq_length"
+        values |= {key: flags.length or min(2048, positions or 2048), "packing": True}
+    # Round to the nearest.
+    samples_per_rank = max(1, (flags.global_batch + cluster.ranks // 2) // cluster.ranks)
+    values["mixed_precision"] = cluster.half_precision
+    values["gradient_accumulation_steps"] = samples_per_rank
+    values["per_device_train_batch_size"] = 1
+    return values
+
+
+def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster) -> Request:
+    """Return the request for the method that was asked for; for all weights where none was."""
+    from zerobook.config import parse
+    from zerobook.plan.advise import Request
+    from zerobook.training.recipe_file import recipe_class
+
+    method = flags.method or "full"
+    encoder_decoder = "max_source_length" in values
+    if encoder_decoder and method == "qlora":
+        raise ConfigError("--method: qlora: the encoder-decoder recipe has no quantised base. Choose full or lora.")
+    name = "causal_lm" if method == "full" else "lora_finetune"
+    if encoder_decoder:
+        name = "seq2seq_chatbot"
+    recipe_file = shipped(f"recipes/{name}.py")
+    kind = recipe_class(str(recipe_file))
+    words = []
+    method_values: dict[str, dict[str, Any]] = {"qlora": {"load_in_4bit": True}, "lora": {"adapter": "lora"}}
+    for key, value in (values | method_values.get(method, {})).items():
+        words += [f"--{key}", "true" if value is True else str(value)]
+    config, sources, _ = parse(kind.config_class, words, data=False)
+    # The planner divides the samples of a step into micro-batches.
+    sources["per_device_train_batch_size"] = sources["gradient_accumulation_steps"] = "default"
+
+    def settings(method: str) -> dict[str, Any]:
+        return _published(method, encoder_decoder)[1]
+
+    files = sorted(shipped("accelerate_configs").glob("*.yaml"))
+    return Request(recipe_file, kind(config), sources, files, settings)
+
+
+def _published(method: str, encoder_decoder: bool) -> tuple[str, dict[str, Any]]:
+    """Return published training settings, with their source."""
+    source, settings = _PUBLISHED["full" if method == "full" else "lora", encoder_decoder]
+    return source, settings | {"validation_split_percentage": 1}
 
 
 def _check_output(file: Path) -> None:
@@ -117,47 +197,34 @@ def _shipped_path(name: str) -> str:
     return os.path.relpath(file, folder) if file.is_relative_to(folder) else str(file)
 
 
-def _launch_arguments(choice: Choice, cluster: Cluster, file: Path) -> str:
-    words = ["--config_file", _shipped_path(f"accelerate_configs/{choice.row.file}.yaml")]
-    words += ["--num_processes", str(cluster.ranks)]
-    if cluster.nodes > 1:
-        words += ["--num_machines", str(cluster.nodes), "--machine_rank", "0"]
-        words += ["--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
-    words += [_shipped_path(f"recipes/{choice.recipe}.py"), "--config", str(file)]
-    return shlex.join(words)
+def _header(
+    best: Candidate, request: Request, source: str, cluster: Cluster, flags: argparse.Namespace, file: Path
+) -> dict[str, str]:
+    from zerobook.plan.advise import METHODS
+    from zerobook.plan.rows import launch_flags
 
-
-def _header(choice: Choice, cluster: Cluster, flags: argparse.Namespace, file: Path) -> dict[str, str]:
-    from zerobook.plan.choice import METHODS
-
-    values = choice.values
-    row = choice.row
-    config = choice.traced.job.config
+    row = best.row
     assert row.memory is not None and row.time is not None
-    micro_batch = values["per_device_train_batch_size"]
-    accumulation = values["gradient_accumulation_steps"]
-    samples = micro_batch * accumulation * cluster.ranks
-    unit = "rows" if config.packing else "samples"
-    lengths = f"{config.row_length:,} tokens"
-    if "max_source_length" in values:
-        lengths = f"{values['max_source_length']} tokens and {values['max_target_length']} of target"
     hardware = f"{counted(cluster.nodes, 'node')} of {cluster.gpus} x {cluster.device.name}"
     if flags.host_memory:
         hardware += f", {flags.host_memory} of host RAM a node"
     if cluster.nodes > 1:
         hardware += f", {flags.interconnect} between nodes"
-    batch = f"{micro_batch} micro x {accumulation} accumulation x {cluster.ranks} processes"
-    memory = f"{row.memory.total / 1e9:.1f} of {cluster.device.memory / 1e9:.0f} GB a GPU"
+    strategy = _shipped_path(f"accelerate_configs/{row.file}.yaml")
+    launch_words = launch_flags(strategy, cluster, machine_rank="0", address="10.0.0.1")
+    if cluster.nodes > 1:
+        launch_words += ["--main_process_port", "29500"]
+    launch_words += [_shipped_path(f"recipes/{best.recipe or request.file.stem}.py"), "--config", str(file)]
     return {
-        "Purpose": f"{flags.model}, {METHODS[choice.method]}, on {cluster.name}",
-        "Source": choice.source,
+        "Purpose": f"{flags.model}, {METHODS[best.method]}, on {cluster.name}",
+        "Source": source,
         "Hardware": hardware,
         "Status": "planned by zerobook recipe, not run",
-        "Launch": f"accelerate launch {_launch_arguments(choice, cluster, file)}",
-        "Batch": f"{batch} = {samples} {unit} of {lengths}",
-        "Plan": f"{memory}; {duration(row.time.step)} a step, {row.tokens_per_second:,.0f} tokens/s",
-        "Override": f"--gradient_accumulation_steps {2 * accumulation}: another global batch",
-        "Limits": "; ".join(_limits(samples, cluster, flags)),
+        "Launch": f"accelerate launch {shlex.join(launch_words)}",
+        "Batch": best.describe_batch(),
+        "Plan": f"{best.describe_memory(cluster)}; {best.describe_time()}",
+        "Override": f"--gradient_accumulation_steps {2 * best.config.gradient_accumulation_steps}: another global batch",
+        "Limits": "; ".join(_limits(best.samples, cluster, flags)),
     }
 
 
@@ -176,11 +243,11 @@ def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[s
     return limits
 
 
-def _config_text(choice: Choice, header: dict[str, str], file: Path, *, has_data: bool) -> str:
+def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: Path, best: Candidate, *, has_data: bool) -> str:
     """Return the YAML with its header. Where no data is named, its key is a comment."""
     lines = [f"# {key + ':':<10} {value}" for key, value in header.items()]
     # These have no part in the plan.
-    values: dict[str, Any] = dict(choice.values)
+    values = dict(planned_values)
     values["num_train_epochs"] = 3
     values["save_steps"] = 100
     values["save_total_limit"] = 2
@@ -193,83 +260,6 @@ def _config_text(choice: Choice, header: dict[str, str], file: Path, *, has_data
             lines.append(f"{key}: {value:g}".replace("e-0", "e-"))
         else:
             lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()
-    if choice.recipe != "seq2seq_chatbot":
+    if not best.traced.job.recipe.encoder_decoder:
         lines.append("# chat_template: FILE.jinja  # where the model's tokenizer has none")
     return "\n".join(lines) + "\n"
-
-
-def _describe_epoch(choice: Choice, cluster: Cluster, train_file: str | None) -> str | None:
-    """Return steps and time of an epoch, estimated from the size of the data file; None if that says nothing."""
-    from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
-
-    file = Path(train_file or "").expanduser()
-    config = choice.traced.job.config
-    assert choice.row.time is not None
-    # The suffix of a compressed file is .gz, whose size says nothing.
-    suffix = file.suffix.lower()
-    if not file.is_file() or suffix not in (*JSON_LINES, ".json", *TABLE, *TEXT):
-        return None
-    if config.packing:
-        rows: float = file.stat().st_size / _BYTES_PER_TOKEN / config.row_length
-        basis = f"{_BYTES_PER_TOKEN} bytes of the file a token"
-    elif suffix in JSON_LINES:
-        samples = sum(1 for _ in file_source(file).read())
-        rows = samples
-        basis = counted(samples, "sample")
-    else:
-        return None
-    # A part is held out.
-    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * cluster.ranks
-    trained_rows = rows * (1 - config.validation_split_percentage / 100)
-    steps = math.ceil(trained_rows / batch)
-    return f"about {counted(steps, 'step')}, {duration(steps * choice.row.time.step)}, with {basis}"
-
-
-def _show(choice: Choice, cluster: Cluster, header: dict[str, str], file: Path, flags: argparse.Namespace) -> None:
-    from zerobook.plan.choice import METHODS
-
-    say(f"{choice.traced.job.name}: {count(choice.traced.model.parameters)} parameters, on {cluster.name}\n")
-    # What was chosen, in the order of the choices.
-    memory, _, step = header["Plan"].partition("; ")
-    method = METHODS[choice.method]
-    if flags.method:
-        method += ", as asked"
-    precision = choice.values["mixed_precision"]
-    if precision != "bf16":
-        precision += f"; {cluster.device.name} has no bf16"
-    if cluster.device.fused:
-        precision += "; flash attention where the package is installed"
-    rows = [("method", method)]
-    rows += [reason for reason in choice.reasons if reason[0] == "not taken"]
-    rows += [
-        ("strategy", f"accelerate_configs/{choice.row.file}.yaml ({choice.row.name})"),
-        ("precision", precision),
-        ("batch", header["Batch"]),
-    ]
-    rows += [reason for reason in choice.reasons if reason[0] != "not taken"]
-    rows += [
-        ("settings", choice.source),
-        ("memory", f"{memory}, planned for the fullest at its peak"),
-        ("time", f"{step}, planned"),
-    ]
-    epoch = _describe_epoch(choice, cluster, flags.train_file)
-    if epoch is not None:
-        rows.append(("epoch", epoch))
-    rows += [("note", limit) for limit in header["Limits"].split("; ")]
-
-    # Long values continue under their beginning.
-    key_width = max(len(key) for key, _ in rows) + 2
-    wrapper = textwrap.TextWrapper(
-        width=min(shutil.get_terminal_size((100, 0)).columns, 120),
-        subsequent_indent=" " * (key_width + 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    for key, value in rows:
-        wrapper.initial_indent = f"  {key:<{key_width}}"
-        say(wrapper.fill(value))
-    say(f"\nwrote {file}")
-    if not (flags.train_file or flags.dataset_name):
-        say("Name your data in it, train_file or dataset_name.")
-    launch_arguments = header["Launch"].removeprefix("accelerate launch ")
-    say(f"\nCheck it, then train:\n  zerobook doctor {launch_arguments}\n  accelerate launch {launch_arguments}")

@@ -81,6 +81,28 @@ class Row:
         return self.tokens_per_step / self.time.step if self.time else 0.0
 
 
+def launch_flags(file: str, cluster: Cluster, *, machine_rank: str, address: str) -> list[str]:
+    """Return the flags of ``accelerate launch`` for a strategy file on a cluster.
+
+    Args:
+        machine_rank: the number of the machine that the line is typed on, where there are several.
+        address: of the first machine.
+    """
+    stem = Path(file).stem
+    ranks = cluster.ranks
+    nodes = cluster.nodes
+    if stem == "single":
+        ranks = nodes = 1
+    flags = ["--config_file", file, "--num_processes", str(ranks)]
+    if nodes > 1:
+        flags += ["--num_machines", str(nodes), "--machine_rank", machine_rank, "--main_process_ip", address]
+    # A replica for each node sends no weights between nodes.
+    if stem == "fsdp_hybrid" and nodes > 1:
+        flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
+        flags += ["--parallelism_config_dp_shard_size", str(cluster.gpus)]
+    return flags
+
+
 def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
     """Resolve a strategy file for a cluster, which may be another than this machine. The plan's ``problems`` list
     disagreements.
@@ -88,14 +110,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
     Raises:
         ConfigError: accelerate refuses the file.
     """
-    ranks = cluster.ranks
-    nodes = cluster.nodes
-    if file.stem == "single":
-        ranks = nodes = 1
-    # The flags and the environment of ``accelerate launch``, on the planned machines.
-    flags = ["--config_file", str(file), "--num_processes", str(ranks), "--num_machines", str(nodes)]
-    if nodes > 1:
-        flags += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
+    flags = launch_flags(str(file), cluster, machine_rank="0", address="127.0.0.1")
     environ, precision = worker_environment(flags)
     # It describes this machine, not the planned one.
     environ.pop("DS_ACCELERATOR", None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from zerobook.plan.hardware import Cluster
 from zerobook.utils.terminal import console, say
@@ -48,10 +50,13 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
     hardware = f"{cluster.name}, {gb(cluster.device.memory)} GB each"
     if cluster.host_memory:
         hardware += f", host {size(cluster.host_memory)}"
+    config = traced.job.config
+    settings = [config.mixed_precision or "fp32", f"activation checkpointing {config.activation_checkpointing}"]
+    settings.append("eager attention" if config.attn_implementation == "eager" else "fused attention")
     out.print(
         f"[bold]{escape(traced.job.name)}[/]: {count(traced.model.parameters)} parameters, "
         f"{count(traced.model.trained_elements)} trained | micro-batch {shape.rows} x {lengths} tokens, "
-        f"accumulation {traced.job.config.gradient_accumulation_steps} | {hardware}"
+        f"accumulation {config.gradient_accumulation_steps} | {', '.join(settings)} | {hardware}"
     )
 
     memory_cells = {row.file: _memory_cells(row) for row in rows}
@@ -239,6 +244,20 @@ def _describe_checkpoints(row: Row) -> str:
 
 def size_or_dash(amount: float) -> str:
     return size(amount) if amount else "-"
+
+
+def show_lines(lines: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
+    """Print (what, text) in two columns. A long text continues under its beginning."""
+    key_width = max(len(key) for key, _ in lines) + 2
+    wrapper = textwrap.TextWrapper(
+        width=min(shutil.get_terminal_size((100, 0)).columns, 120),
+        subsequent_indent=" " * (key_width + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    for key, text in lines:
+        wrapper.initial_indent = f"  {key:<{key_width}}"
+        say(wrapper.fill(text), file=file)
 
 
 def record(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> dict[str, Any]:
