@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from tests.planning import made
-from zerobook.plan.repetition import find_repetitions
-from zerobook.plan.trace import Trace, trace_evaluation, trace_step
+from zerobook.plan.repetition import UnequalPartsError, find_repetitions, keep_few
+from zerobook.plan.trace import trace_step
+from zerobook.plan.traced_job import trace_job
 
 LAYERS = 6
 WIDTH = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 96}
@@ -63,28 +64,8 @@ def make(folder: Path, model: str, values: dict, setting: str = "full"):
         flags |= {"max_seq_length": 48}
     else:
         flags |= {"block_size": 48}
+    flags["validation_split_percentage"] = 5
     return made(recipe, file, per_device_train_batch_size=2, **flags)
-
-
-def trace_both(job, precision: str) -> tuple[Trace, Trace, int]:
-    """Return the trace of few layers, that of all, and how many times a layer ran in the first, forward."""
-    runs = 0
-
-    def count(*_) -> None:
-        nonlocal runs
-        runs += 1
-
-    loss = job.objective.loss
-    with job.build() as (model, batch):
-        short = trace_step(model, batch, loss, precision, device="cuda", shorten=True)
-        short.evaluation_bytes = trace_evaluation(model, batch, loss, precision, device="cuda", shorten=True)
-        complete = trace_step(model, batch, loss, precision, device="cuda")
-        complete.evaluation_bytes = trace_evaluation(model, batch, loss, precision, device="cuda")
-        for repetition in find_repetitions(model):
-            for layer in model.get_submodule(repetition.name):
-                layer.register_forward_pre_hook(count)
-        trace_evaluation(model, batch, loss, precision, device="cuda", shorten=True)
-    return short, complete, runs
 
 
 CASES = []
@@ -100,13 +81,23 @@ for name in MODELS:
 
 @pytest.mark.parametrize("model, setting", CASES)
 def test_few_layers_give_the_trace_of_all(tmp_path, model, setting):
+    precision = SETTINGS[setting].get("mixed_precision", "no")
     job = make(tmp_path, model, MODELS[model], setting)
+    module = job.build_on_meta()
+    stacks = [module.get_submodule(repetition.name) for repetition in find_repetitions(module)]
+    layers_that_ran = set()
+    for layers in stacks:
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda layer, _: layers_that_ran.add(layer))
 
-    short, complete, runs = trace_both(job, SETTINGS[setting].get("mixed_precision", "no"))
+    short = trace_job(job, "no", precision, "cuda", module)
+    ran = len(layers_that_ran)
+    complete = trace_job(job, "no", precision, "cuda", module, all_layers=True)
 
     assert short == complete
-    stacks = 2 if model in ENCODER_DECODERS else 1
-    assert 0 < runs < stacks * MODELS[model].get("num_hidden_layers", LAYERS)
+    assert complete.evaluation_bytes is not None
+    assert len(stacks) == (2 if model in ENCODER_DECODERS else 1)
+    assert 0 < ran < len(layers_that_ran)
 
 
 class Layer(nn.Module):
@@ -134,16 +125,17 @@ class Stack(nn.Module):
         return hidden
 
 
-def test_layers_that_differ_in_what_they_do_are_all_traced():
+def test_layers_that_differ_in_what_they_do_are_found():
     model = Stack([Layer(index) for index in range(8)])
+    repetitions = find_repetitions(model)
     batch = {"inputs": torch.ones(2, 8)}
 
     def loss(model: nn.Module, batch: dict) -> torch.Tensor:
         return model(**batch).sum()
 
-    assert find_repetitions(model)
-    short = trace_step(model, batch, loss, "no", shorten=True)
-    assert short == trace_step(model, batch, loss, "no")
+    assert repetitions
+    with keep_few(model, repetitions), pytest.raises(UnequalPartsError):
+        trace_step(model, batch, loss, "no", repetitions=repetitions)
 
 
 def test_layers_of_other_widths_are_not_left_out():
@@ -162,15 +154,12 @@ def test_layers_that_share_a_weight_are_all_traced():
     assert not find_repetitions(Stack(layers))
 
 
-def test_a_loss_that_takes_an_output_of_each_layer_runs_all(tmp_path):
+def test_a_loss_that_takes_an_output_of_each_layer_is_not_traced_with_few(tmp_path):
     job = make(tmp_path, "llama", MODELS["llama"])
 
     def loss(model: nn.Module, batch: dict) -> torch.Tensor:
         output = model(input_ids=batch["input_ids"], output_hidden_states=True)
         return torch.stack(output.hidden_states).float().sum()
 
-    with job.build() as (model, batch):
-        short = trace_step(model, batch, loss, "no", device="cuda", shorten=True)
-        complete = trace_step(model, batch, loss, "no", device="cuda")
-
-    assert short == complete
+    with job.build() as (model, batch), pytest.raises(ValueError, match="output_hidden_states"):
+        trace_step(model, batch, loss, "no", device="cuda", repetitions=[])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +32,7 @@ from zerobook.models.quantise import base_of, check_layers, quantisable_layers
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.objective import Objective
+from zerobook.plan.repetition import Repetition, keep_few
 from zerobook.plan.state_bytes import ModelWeights, Weight, ceil_div
 from zerobook.strategy.weights import parameter_groups
 from zerobook.training.recipe import BatchShape, Recipe
@@ -115,7 +116,13 @@ class Job:
 
     @contextmanager
     def build(
-        self, shape: BatchShape | None = None, *, cast: str = "no", precision: str | None = None
+        self,
+        shape: BatchShape | None = None,
+        *,
+        cast: str = "no",
+        precision: str | None = None,
+        model: nn.Module | None = None,
+        repetitions: Sequence[Repetition] = (),
     ) -> Iterator[tuple[nn.Module, dict[str, torch.Tensor]]]:
         """Yield the model in training mode and a micro-batch for it, both valid inside this context.
 
@@ -125,16 +132,27 @@ class Job:
                 are in fp32, and frozen weights keep their dtype.
             precision: the run's precision, in which a frozen base is loaded and quantised weights compute; None means the
                 config's.
+            model: what `build_on_meta` returned; None builds it.
+            repetitions: equal layers, of which the model has few inside this context.
         """
-        with torch.device("meta"), _silence_libraries():
-            model = self._build_on_meta(precision or self.config.mixed_precision or "no")
-            if cast != "no":
-                model = model.to(HALF[cast])
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            _to_fake(model)
+        model = model or self.build_on_meta(precision)
+        with ExitStack() as stack:
+            stack.enter_context(keep_few(model, repetitions))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(_fake_tensors(model, HALF.get(cast)))
             yield model.train(), self.recipe.example_batch(shape or self.shape)
 
-    def _build_on_meta(self, precision: str) -> nn.Module:
+    def build_on_meta(self, precision: str | None = None) -> nn.Module:
+        """Return the model, of tensors on the meta device.
+
+        Raises:
+            ConfigError: the recipe does not train this model.
+        """
+        self.recipe.check_model_config(self.model_config)
+        with torch.device("meta"), _silence_libraries():
+            return self._build(precision or self.config.mixed_precision or "no")
+
+    def _build(self, precision: str) -> nn.Module:
         """Return the model as the recipe's loading and adapting leave it, in the same order."""
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
         if self.config.attn_implementation == "eager":
@@ -177,30 +195,32 @@ class Job:
             return dtype
         return getattr(self.model_config, "dtype", None) or torch.float32
 
-    def weights(self) -> ModelWeights:
+    def weights(self, model: nn.Module | None = None) -> ModelWeights:
         """Return the model's weights.
+
+        Args:
+            model: what `build_on_meta` returned; None builds it.
 
         Raises:
             ConfigError: the lengths are more than the model has positions for, as in the recipe.
         """
-        self.recipe.check_model_config(self.model_config)
-        with self.build() as (model, _):
-            check_length(cast("PreTrainedModel", model), max(self.shape.source, self.shape.target))
-            units = _units(model)
-            quantised_layers = {m.weight: m for m in model.modules() if isinstance(m, _QuantisedLinear)}
-            weights: dict[nn.Parameter, Weight] = {}
-            for name, parameter in model.named_parameters():
-                shape = tuple(parameter.shape)
-                weight = Weight(name, shape, parameter.element_size(), parameter.requires_grad, units.get(name, ""))
-                if parameter in quantised_layers:
-                    layer = quantised_layers[parameter]
-                    packed_parameters = layer.in_features * layer.out_features
-                    weight = replace(weight, packed_parameters=packed_parameters, scale_bytes=layer.scale_bytes)
-                weights[parameter] = weight
-            groups = []
-            for group in parameter_groups(model, self.config.weight_decay):
-                groups.append([weights[parameter] for parameter in group["params"]])
-            return ModelWeights(list(weights.values()), groups)
+        model = model or self.build_on_meta()
+        check_length(cast("PreTrainedModel", model), max(self.shape.source, self.shape.target))
+        units = _units(model)
+        quantised_layers = {m.weight: m for m in model.modules() if isinstance(m, _QuantisedLinear)}
+        weights: dict[nn.Parameter, Weight] = {}
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            weight = Weight(name, shape, parameter.element_size(), parameter.requires_grad, units.get(name, ""))
+            if parameter in quantised_layers:
+                layer = quantised_layers[parameter]
+                packed_parameters = layer.in_features * layer.out_features
+                weight = replace(weight, packed_parameters=packed_parameters, scale_bytes=layer.scale_bytes)
+            weights[parameter] = weight
+        groups = []
+        for group in parameter_groups(model, self.config.weight_decay):
+            groups.append([weights[parameter] for parameter in group["params"]])
+        return ModelWeights(list(weights.values()), groups)
 
 
 def make_job(recipe: Recipe[Any]) -> Job:
@@ -368,21 +388,31 @@ def _quantised_like(layer: nn.Linear, base_format: str, dtype: torch.dtype) -> _
     return quantised
 
 
-def _to_fake(model: nn.Module) -> None:
-    """Replace the model's meta tensors with fake CPU tensors, since operations on meta tensors keep no account of memory."""
+@contextmanager
+def _fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Give the model fake CPU tensors in the place of its meta tensors, since operations on meta tensors keep no account of
+    memory. They have ``dtype`` where it is given and they have fractions."""
     fakes: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                # A shared tensor stays shared.
-                if id(tensor) not in fakes:
-                    fake: torch.Tensor = torch.empty_like(tensor, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    fakes[id(tensor)] = fake
-                tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]
+    originals = []
+    try:
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                originals.append((tensors, dict(tensors)))
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    # A shared tensor stays shared.
+                    if id(tensor) not in fakes:
+                        fake_dtype = dtype if tensor.is_floating_point() else None
+                        fake: torch.Tensor = torch.empty_like(tensor, device="cpu", dtype=fake_dtype)
+                        if isinstance(tensor, nn.Parameter):
+                            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        fakes[id(tensor)] = fake
+                    tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]
+        yield
+    finally:
+        for tensors, original_tensors in originals:
+            tensors.update(original_tensors)  # type: ignore[arg-type]
 
 
 @contextmanager

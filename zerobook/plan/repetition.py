@@ -75,25 +75,28 @@ class Repetition:
         skipped = range(self.resumes - self.skipped, self.resumes)
         return [index for index in range(self.count) if index not in skipped]
 
-    def shift(self, pieces: Iterable[Piece], parts: int) -> list[Piece]:
-        """Return the pieces of a part as those of the part that comes ``parts`` later."""
+    def shift(self, pieces: Iterable[Piece], parts: int, *, first: int = 0) -> list[Piece]:
+        """Return the pieces with names of the parts that come ``parts`` later, from the part ``first`` on."""
         shifted = []
         for piece in pieces:
             mark = piece.mark
-            if mark is not None:
+            if mark is not None and mark.name == self.name and mark.part >= first:
                 mark = mark._replace(part=mark.part + parts)
             visits = []
             for visit in piece.visits:
-                weight_names = tuple(self._shift_name(name, parts) for name in visit.weight_names)
-                visits.append(visit._replace(module=self._shift_name(visit.module, parts), weight_names=weight_names))
+                module = self._shift_name(visit.module, parts, first)
+                weight_names = tuple(self._shift_name(name, parts, first) for name in visit.weight_names)
+                visits.append(visit._replace(module=module, weight_names=weight_names))
             shifted.append(replace(piece, mark=mark, visits=visits))
         return shifted
 
-    def _shift_name(self, name: str, parts: int) -> str:
+    def _shift_name(self, name: str, parts: int, first: int) -> str:
         prefix = f"{self.name}."
         if not name.startswith(prefix):
             return name
         index, dot, rest = name.removeprefix(prefix).partition(".")
+        if int(index) < first:
+            return name
         return f"{prefix}{int(index) + parts}{dot}{rest}"
 
 
@@ -157,8 +160,8 @@ def _describe_layers(layers: nn.ModuleList, config: Any) -> list[Any]:
 
 
 @contextmanager
-def run_few(model: nn.Module, repetitions: Iterable[Repetition]) -> Iterator[None]:
-    """Let the lists of layers hold only the layers that run."""
+def keep_few(model: nn.Module, repetitions: Iterable[Repetition]) -> Iterator[None]:
+    """Let the lists of layers hold only the layers that run, with indexes from 0 on."""
     complete = []
     try:
         for repetition in repetitions:
@@ -179,10 +182,14 @@ class UnequalPartsError(ValueError):
 def extend(pieces: list[Piece], repetitions: Iterable[Repetition]) -> list[Piece]:
     """Return the pieces with those of the parts that did not run.
 
+    Args:
+        pieces: with the indexes that parts have among those that run.
+
     Raises:
         UnequalPartsError: the compared periods differ.
     """
     for repetition in filter(attrgetter("skipped"), repetitions):
+        pieces = repetition.shift(pieces, repetition.skipped, first=repetition.resumes - repetition.skipped)
         for backward in (False, True):
             positions = {}
             for position, piece in enumerate(pieces):

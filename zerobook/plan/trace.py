@@ -28,12 +28,10 @@ from torch.utils.flop_counter import flop_registry
 from zerobook import head
 from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
-from zerobook.plan.repetition import Mark, Piece, Repetition, extend, find_repetitions, run_few
+from zerobook.plan.repetition import Mark, Piece, Repetition, extend
 from zerobook.plan.work import Product, Work
 from zerobook.utils.dtypes import HALF
 from zerobook.utils.replaced import replaced
-
-log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
@@ -168,8 +166,8 @@ class StorageCounter(TorchDispatchMode):
         starts = range(0, positions, chunk_length)
         chunks = Repetition(f"chunks {len(self.chunks)}", 0, 1, len(starts))
         self.chunks.append(chunks)
-        for index in chunks.run:
-            self.mark(Mark(chunks.name, index))
+        for position, index in enumerate(chunks.run):
+            self.mark(Mark(chunks.name, position))
             yield starts[index]
 
     def count_saved(self, storage_bytes: dict[int, int]) -> None:
@@ -306,7 +304,7 @@ def trace_step(
     precision: str,
     *,
     device: str | None = None,
-    shorten: bool = False,
+    repetitions: Sequence[Repetition] | None = None,
 ) -> Trace:
     """Run one micro-batch forward and backward. Call inside the fake mode that made ``model`` and ``batch``.
 
@@ -315,7 +313,11 @@ def trace_step(
         loss: an objective's loss, see `zerobook.objective.Objective.loss`.
         precision: the precision of autocast: ``no``, ``bf16`` or ``fp16``.
         device: the device, ``cpu`` or ``cuda``, whose attention is simulated; None for real tensors, which run their own.
-        shorten: run few of many equal layers, which gives the same trace.
+        repetitions: the equal layers of the complete model, of which ``model`` has few; the trace is that of all. None where
+            it has all.
+
+    Raises:
+        UnequalPartsError: these layers are not equal in what they do.
     """
 
     def free_gradient(counter: StorageCounter, parameter: torch.Tensor) -> None:
@@ -336,7 +338,7 @@ def trace_step(
         counter.end_piece(gradient_elements=0)
         value.backward()
 
-    return _trace(run_step, model, batch, precision, device, shorten=shorten)
+    return _trace(run_step, model, batch, precision, device, repetitions)
 
 
 @torch.no_grad()
@@ -347,7 +349,7 @@ def trace_evaluation(
     precision: str,
     *,
     device: str | None = None,
-    shorten: bool = False,
+    repetitions: Sequence[Repetition] | None = None,
 ) -> int:
     """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out. The arguments are those
     of `trace_step`."""
@@ -358,7 +360,7 @@ def trace_evaluation(
     was_training = model.training
     model.eval()
     try:
-        return _trace(evaluate, model, batch, precision, device, shorten=shorten).peak_bytes
+        return _trace(evaluate, model, batch, precision, device, repetitions).peak_bytes
     finally:
         model.train(was_training)
 
@@ -369,33 +371,22 @@ def _trace(
     batch: dict[str, torch.Tensor],
     precision: str,
     device: str | None,
-    *,
-    shorten: bool,
+    repetitions: Sequence[Repetition] | None,
 ) -> Trace:
-    """Return the trace of the model's passes, from few of its equal layers where that is possible."""
-
-    def count(repetitions: Sequence[Repetition], *, shorten: bool) -> StorageCounter:
-        counter = StorageCounter(shortens=shorten)
-        try:
-            _record_visits(model, counter, repetitions)
-            with _simulate(counter, model, batch, precision, device), run_few(model, repetitions):
-                run_passes(counter)
-        finally:
-            for hook in counter.hooks:
-                hook.remove()
-        counter.end_piece(gradient_elements=0)
-        return counter
-
-    if shorten:
-        repetitions = find_repetitions(model)
-        try:
-            counter = count(repetitions, shorten=True)
-            return _join(extend(counter.pieces, repetitions + counter.chunks), counter.uncounted)
-        except Exception as error:
-            # The complete model tells what is wrong, if it fails too.
-            log.debug("%s is traced with all layers: %s", type(model).__name__, error)
-    counter = count((), shorten=False)
-    return _join(counter.pieces, counter.uncounted)
+    """Return the trace of the model's passes."""
+    counter = StorageCounter(shortens=repetitions is not None)
+    try:
+        _record_visits(model, counter, repetitions or ())
+        with _simulate(counter, model, batch, precision, device):
+            run_passes(counter)
+    finally:
+        for hook in counter.hooks:
+            hook.remove()
+    counter.end_piece(gradient_elements=0)
+    pieces = counter.pieces
+    if repetitions is not None:
+        pieces = extend(pieces, [*repetitions, *counter.chunks])
+    return _join(pieces, counter.uncounted)
 
 
 def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
@@ -529,7 +520,7 @@ def _record_visits(model: nn.Module, counter: StorageCounter, repetitions: Seque
     """Register hooks that add the visits of all modules to ``counter``."""
     marks = {}
     for repetition in repetitions:
-        for index in repetition.run:
+        for index in range(len(repetition.run)):
             marks[f"{repetition.name}.{index}"] = Mark(repetition.name, index)
     if counter.shortens:
         counter.hooks.append(model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True))

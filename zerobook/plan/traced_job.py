@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from zerobook.plan.job import Job, UnplannableModelError
+from zerobook.plan.repetition import Repetition, find_repetitions
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import ModelWeights
 from zerobook.plan.trace import Trace, trace_evaluation, trace_step
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -20,12 +26,15 @@ class TracedJob:
     model: ModelWeights
     # the device whose kernels are simulated: "cpu" or "cuda"
     device: str
+    # on the meta device
+    module: nn.Module
     # (cast, autocast) -> the trace, or why there is none
     _traces: dict[tuple[str, str], Trace | UnplannableModelError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, device: str) -> TracedJob:
-        return cls(job, job.weights(), device)
+        module = job.build_on_meta()
+        return cls(job, job.weights(module), device, module)
 
     def trace(self, sharding: ShardingSpec) -> Trace:
         """Return the trace of a micro-batch with the casts of ``sharding``.
@@ -36,7 +45,7 @@ class TracedJob:
         casts = (sharding.cast, sharding.autocast)
         if casts not in self._traces:
             try:
-                self._traces[casts] = trace_job(self.job, *casts, self.device)
+                self._traces[casts] = trace_job(self.job, *casts, self.device, self.module)
             except UnplannableModelError as error:
                 self._traces[casts] = error
         trace = self._traces[casts]
@@ -51,30 +60,48 @@ class TracedJob:
         return failures[0] if failures and len(failures) == len(self._traces) else None
 
 
-def trace_job(job: Job, cast: str, autocast: str, device: str) -> Trace:
+def trace_job(
+    job: Job, cast: str, autocast: str, device: str, module: nn.Module | None = None, *, all_layers: bool = False
+) -> Trace:
     """Return the trace of a job's largest micro-batch, and of its evaluation's. All traces of plans are made here.
 
     Args:
         cast: the precision that the whole model is cast to.
         autocast: the precision that autocast casts single operations to.
         device: the device whose kernels are simulated: ``cpu`` or ``cuda``.
+        module: the job's model on the meta device; None builds it.
+        all_layers: run all of many equal layers, which gives the same trace.
 
     Raises:
         UnplannableModelError: the model's step cannot be traced.
     """
-    loss = job.objective.loss
-    with job.build(cast=cast) as (model, batch):
-        head_keeps_none = hasattr(model, "loss_head") and job.objective.takes_positions
-        evaluation_shape = job.evaluation_shape(keeps_logits=not head_keeps_none)
-        try:
-            trace = trace_step(model, batch, loss, autocast, device=device, shorten=True)
-            if evaluation_shape is not None:
-                batch = job.recipe.example_batch(evaluation_shape)
-                trace.evaluation_bytes = trace_evaluation(model, batch, loss, autocast, device=device, shorten=True)
-            return trace
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            reason: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
-        except Exception as error:  # some kernels do not accept fake tensors
-            reason = error
+    module = module or job.build_on_meta()
+    try:
+        if not all_layers:
+            try:
+                return _trace(job, cast, autocast, device, module, find_repetitions(module))
+            except Exception as error:
+                # The complete model tells what is wrong, if it fails too.
+                log.debug("%s is traced with all layers: %s", job.name, error)
+        return _trace(job, cast, autocast, device, module, None)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        reason: Exception = ValueError(f"its code looks at what tensors hold, as a loop over experts does ({error})")
+    except Exception as error:  # some kernels do not accept fake tensors
+        reason = error
     cannot = "its step cannot be traced on tensors without contents"
     raise UnplannableModelError(job.name, job.model_config.to_dict(), reason, cannot)
+
+
+def _trace(
+    job: Job, cast: str, autocast: str, device: str, module: nn.Module, repetitions: Sequence[Repetition] | None
+) -> Trace:
+    """Return the trace of a step and an evaluation, with few of the equal layers, or with all where they are None."""
+    loss = job.objective.loss
+    with job.build(cast=cast, model=module, repetitions=repetitions or ()) as (model, batch):
+        trace = trace_step(model, batch, loss, autocast, device=device, repetitions=repetitions)
+        head_keeps_none = hasattr(model, "loss_head") and job.objective.takes_positions
+        shape = job.evaluation_shape(keeps_logits=not head_keeps_none)
+        if shape is not None:
+            batch = job.recipe.example_batch(shape)
+            trace.evaluation_bytes = trace_evaluation(model, batch, loss, autocast, device=device, repetitions=repetitions)
+        return trace
