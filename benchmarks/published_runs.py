@@ -3,8 +3,7 @@
 usage: published_runs.py [--only SOURCE] [--page FILE]
 
 ``benchmarks/published_runs.jsonl`` has a measurement a line, with its source. Each is planned as it ran: its model, strategy,
-GPUs and micro-batch, with all logits at once where that program keeps them. Only a model of 2 layers and one of 4 are traced,
-since a step's operations grow in proportion to the layers. Nothing is downloaded and nothing is trained.
+GPUs and micro-batch, with all logits at once where that program keeps them. Nothing is downloaded and nothing is trained.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import date
@@ -79,8 +78,6 @@ FUSED_SOFTMAX_BYTES = 25
 LOOP_OPTIMIZERS = {"HF Trainer 4": (110, 17), "composer": (88, 0)}
 """Start of a framework's name -> bytes of each element and kernels of each tensor of an optimizer that is not fused:
 transformers' AdamW of 2021 with loss scaling and clipping, and composer's DecoupledAdamW, whose tensors are large."""
-SHORT_MODELS = (2, 4)
-"""Layers of the models that are traced."""
 RUNS_TO_FIT = 30
 """Runs of a source that constants are fitted to at most."""
 WIDE_MISS = 0.25
@@ -113,20 +110,20 @@ class PublishedRun:
         remarks = " ".join([self.facts["plannable"], self.facts["framework"], *self.facts["caveats"]]).lower()
         return not any(word in remarks for word in ("liger", "chunked", "fused cross"))
 
-    def model_config(self, layers: int) -> dict[str, Any]:
-        """Return the model's config.json with another number of layers."""
+    def model_config(self) -> dict[str, Any]:
+        """Return the model's config.json."""
         architecture = self.facts["arch"]
         make = MODEL_CONFIGS.get(architecture["family"])
         if make is None:
             raise UnplannedRunError(f"no recipe trains a {architecture['family']}")
-        return make(architecture, layers)
+        return make(architecture)
 
-    def make_job(self, folder: Path, layers: int) -> tuple[Job, ConfigSources]:
+    def make_job(self, folder: Path) -> tuple[Job, ConfigSources]:
         """Return the job that plans it, and the sources of its settings. The model's config is written to ``folder``."""
         facts = self.facts
         method = facts["method"]
         file = folder / "model.json"
-        file.write_text(json.dumps(self.model_config(layers)))
+        file.write_text(json.dumps(self.model_config()))
         checkpointing = facts["activation_checkpointing"]
         flags = {
             "model_name_or_path": str(file),
@@ -222,14 +219,14 @@ def _with_shares(device: Device, fitted: Fit) -> Device:
     return device
 
 
-def _gpt2(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+def _gpt2(architecture: dict[str, Any]) -> dict[str, Any]:
     # A run whose dropout is not known has that of the model's release.
     dropout = architecture.get("dropout")
     dropout = 0.1 if dropout is None else dropout
     return {
         "model_type": "gpt2",
         "n_embd": architecture["hidden_size"],
-        "n_layer": layers,
+        "n_layer": architecture["layers"],
         "n_head": architecture["heads"],
         "n_inner": architecture["intermediate"],
         "vocab_size": architecture["vocab"],
@@ -242,11 +239,11 @@ def _gpt2(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
     }
 
 
-def _llama(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+def _llama(architecture: dict[str, Any]) -> dict[str, Any]:
     values = {
         "model_type": architecture["family"].removesuffix("ForCausalLM").lower(),
         "hidden_size": architecture["hidden_size"],
-        "num_hidden_layers": layers,
+        "num_hidden_layers": architecture["layers"],
         "num_attention_heads": architecture["heads"],
         "num_key_value_heads": architecture["kv_heads"],
         "intermediate_size": architecture["intermediate"],
@@ -259,14 +256,14 @@ def _llama(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
     return values
 
 
-def _t5(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+def _t5(architecture: dict[str, Any]) -> dict[str, Any]:
     return {
         "model_type": architecture["family"].removesuffix("ForConditionalGeneration").lower(),
         "d_model": architecture["hidden_size"],
         "d_kv": architecture["d_kv"],
         "d_ff": architecture["intermediate"],
-        "num_layers": layers,
-        "num_decoder_layers": layers,
+        "num_layers": architecture["layers"],
+        "num_decoder_layers": architecture["layers"],
         "num_heads": architecture["heads"],
         "vocab_size": architecture["vocab"],
         "tie_word_embeddings": architecture["tied"],
@@ -274,11 +271,11 @@ def _t5(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
     }
 
 
-def _bloom(architecture: dict[str, Any], layers: int) -> dict[str, Any]:
+def _bloom(architecture: dict[str, Any]) -> dict[str, Any]:
     return {
         "model_type": "bloom",
         "hidden_size": architecture["hidden_size"],
-        "n_layer": layers,
+        "n_layer": architecture["layers"],
         "n_head": architecture["heads"],
         "vocab_size": architecture["vocab"],
         "tie_word_embeddings": architecture["tied"],
@@ -372,14 +369,14 @@ class Planner:
         strategy = run.facts["strategy"]
         file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
         with tempfile.TemporaryDirectory() as folder:
-            job, sources = run.make_job(Path(folder), run.facts["arch"]["layers"])
+            job, sources = run.make_job(Path(folder))
             plan = launch_plan(file, where, job.config, sources)
             if plan.problems:
                 raise UnplannedRunError(plan.problems[0])
             sharding = sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size))
             model = job.weights()
         accumulation = job.config.accumulation_on(plan.data_parallel_size)
-        work, visits = self._work(run, sharding)
+        work, visits = self._work(job, sharding)
         gathers = follow_gathers(model.weights, sharding, (), accumulation)
         return PlannedRun(
             run=run,
@@ -394,43 +391,15 @@ class Planner:
             tokens=job.shape.rows * (job.shape.source + job.shape.target) * accumulation,
         )
 
-    def _work(self, run: PublishedRun, sharding: ShardingSpec) -> tuple[Work, int]:
+    def _work(self, job: Job, sharding: ShardingSpec) -> tuple[Work, int]:
         """Return the operations of a micro-batch, and how often its passes enter and leave a module."""
-        few, many = SHORT_MODELS
-        traces = []
-        key = ""
-        with tempfile.TemporaryDirectory() as folder:
-            for layers in SHORT_MODELS:
-                job, _ = run.make_job(Path(folder), layers)
-                if not key:
-                    settings = job.config.model_dump_json(exclude={"model_name_or_path", "gradient_accumulation_steps"})
-                    config = job.model_config.to_json_string(use_diff=False)
-                    key = f"{settings} {config} {sharding.cast} {sharding.autocast} {job.whole_logits} {run.facts['arch']}"
-                    if key in self._works:
-                        return self._works[key]
-                traces.append(trace_job(job, sharding.cast, sharding.autocast, "cuda"))
-        short, longer = traces
-        steps = (run.facts["arch"]["layers"] - few) / (many - few)
-
-        def extend(of_short: float, of_longer: float) -> float:
-            return of_short + steps * (of_longer - of_short)
-
-        def extend_counts(of_short: Counter[Any], of_longer: Counter[Any]) -> Counter[Any]:
-            counts: Counter[Any] = Counter()
-            for operation in of_longer | of_short:
-                counts[operation] = extend(of_short[operation], of_longer[operation])  # type: ignore[assignment]
-            return counts
-
-        work = Work(
-            products=extend_counts(short.work.products, longer.work.products),
-            attention=extend_counts(short.work.attention, longer.work.attention),
-            moved_bytes=extend(short.work.moved_bytes, longer.work.moved_bytes),
-            dequantised_elements=int(extend(short.work.dequantised_elements, longer.work.dequantised_elements)),
-            kernels=int(extend(short.work.kernels, longer.work.kernels)),
-        )
-        visits = int(extend(len(short.visits), len(longer.visits)))
-        self._works[key] = (work, visits)
-        return work, visits
+        settings = job.config.model_dump_json(exclude={"model_name_or_path", "gradient_accumulation_steps"})
+        config = job.model_config.to_json_string(use_diff=False)
+        key = f"{settings} {config} {sharding.cast} {sharding.autocast} {job.whole_logits} {job.is_plain}"
+        if key not in self._works:
+            trace = trace_job(job, sharding.cast, sharding.autocast, "cuda")
+            self._works[key] = (trace.work, len(trace.visits))
+        return self._works[key]
 
 
 def read_runs(file: Path = RUNS) -> list[PublishedRun]:
