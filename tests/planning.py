@@ -81,7 +81,7 @@ def planned_rows(recipe: str, model: str | Path, where, files=None, **flags) -> 
 
 
 UNPLANNED = {"zero3_sequence", "fsdp_context", "fsdp_tensor", "fsdp_experts"}
-"""Strategy files that the planner has no figures for."""
+"""Strategy files that cannot run a GPT-2."""
 
 HALF = {"mixed_precision": "bf16", "per_device_train_batch_size": 1, "activation_checkpointing": True}
 

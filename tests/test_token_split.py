@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tests.planning import rows_of
+from tests.planning import rows_of, shortened
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
 from zerobook.constants import IGNORE
 from zerobook.errors import ConfigError
@@ -218,7 +218,14 @@ def test_models_that_can_be_split_are_none(tmp_path):
     assert not plan_for(sequence(tmp_path), model_name_or_path=str(folder))[0].problems
 
 
-def test_the_planner_gives_no_figures_for_split_rows():
-    rows = rows_of("causal_lm", "llama2_70b", cluster(gpus="8", gpu="a100-80gb"), ("zero3_sequence", "fsdp_context"))
-    for made in rows.values():
-        assert made.untraced and made.memory is None and not made.fits and "are not computed" in made.problems[0]
+def test_the_planner_halves_the_activations_of_rows_that_two_processes_share(tmp_path):
+    model = shortened(tmp_path, "llama2_70b", num_hidden_layers=2)
+    files = ("zero3", "zero3_sequence", "fsdp", "fsdp_context")
+    flags = {"mixed_precision": "bf16", "block_size": 4096, "per_device_train_batch_size": 1, "validation_split_percentage": 0}
+    rows = rows_of("causal_lm", model, cluster(gpus="8", gpu="a100-80gb"), files, **flags)
+    for whole, split in (("zero3", "zero3_sequence"), ("fsdp", "fsdp_context")):
+        share = rows[split].memory.device.activations / rows[whole].memory.device.activations
+        assert 0.5 < share < 0.7, "the logits of a chunk of tokens are as large"
+        assert 2 * rows[split].tokens_per_step == rows[whole].tokens_per_step, "groups of two read the same row"
+        assert rows[split].sent > rows[whole].sent, "attention needs the other process's tokens"
+        assert rows[split].states == rows[whole].states

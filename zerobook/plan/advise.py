@@ -107,17 +107,21 @@ class Candidate:
         return self.traced.job.config
 
     @property
+    def readers(self) -> int:
+        """Processes, or groups of them, that read different samples."""
+        assert self.row.sharding is not None
+        return self.row.sharding.ranks // self.row.sharding.token_ranks
+
+    @property
     def samples(self) -> int:
         """Samples of a step."""
-        assert self.row.sharding is not None
-        ranks = self.row.sharding.ranks
+        ranks = self.readers
         return self.config.per_device_train_batch_size * self.config.accumulation_on(ranks) * ranks
 
     def describe_batch(self) -> str:
         config = self.config
         shape = self.traced.job.shape
-        assert self.row.sharding is not None
-        ranks = self.row.sharding.ranks
+        ranks = self.readers
         batch = f"{config.per_device_train_batch_size} micro x {config.accumulation_on(ranks)} accumulation x {ranks} processes"
         lengths = f"{shape.source:,} tokens"
         if shape.target:
@@ -270,7 +274,7 @@ class _Search:
             self._plan_strategies(offloading, {})
             is_default = self.request.recipe.config.optimizer == "adamw" and not self.request.sources.given("optimizer")
             if self.method == "full" and is_default:
-                whole = [file for file in sharding if file.stem in ("single", "ddp")]
+                whole = [file for file in useful if file.stem in ("single", "ddp")]
                 self._plan_strategies(whole, {"optimizer": "adamw_8bit"})
         # Settings that were planned later need less memory, and have to be faster by more than the rates are exact.
         best: dict[tuple[str, str], Candidate] = {}

@@ -84,6 +84,8 @@ class Job:
     model_config: PreTrainedConfig
     name: str
     whole_logits: bool = False
+    # processes that share the tokens of a row; the job is that of one of them
+    token_ranks: int = 1
     is_plain: bool = False
 
     @property
@@ -97,7 +99,8 @@ class Job:
     @property
     def shape(self) -> BatchShape:
         """Shape of the largest possible micro-batch."""
-        return self.recipe.batch_shape()
+        shape = self.recipe.batch_shape()
+        return shape._replace(source=ceil_div(shape.source, self.token_ranks))
 
     def with_config(self, **changes: Any) -> Job:
         """Return the same job with other values in its config."""

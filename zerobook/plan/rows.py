@@ -24,7 +24,7 @@ from zerobook.plan.sharding import ShardingSpec, sharding_spec
 from zerobook.plan.state_bytes import FP32_BYTES, check_nvme_buffers, checkpoint_numbers, count_states, optimizer_numbers
 from zerobook.plan.trace import TimelinePoint, Trace
 from zerobook.plan.traced_job import TracedJob
-from zerobook.plan.traffic import count_sent, count_sent_between_nodes, list_transfers
+from zerobook.plan.traffic import count_sent, count_sent_between_nodes, list_token_transfers, list_transfers
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
 from zerobook.utils.units import size
@@ -126,19 +126,6 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
     return resolve(environ, hardware, config, sources, precision)[0]
 
 
-def _reason_without_figures(plan: LaunchPlan) -> str | None:
-    """Return why no figures are computed for a strategy that could run; None where they are."""
-    if plan.loaded_in_parts:
-        return "the memory and the traffic of layers whose parts stay with their processes are not computed"
-    if plan.sequence * plan.context == 1:
-        return None
-    equivalent = "fsdp" if plan.kind == "fsdp" else f"zero{plan.zero_stage}"
-    return (
-        "the activations of split rows, and the traffic of their attention, are not computed. Weights, gradients and optimizer "
-        f"state are those of {equivalent} on as many processes"
-    )
-
-
 def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSources) -> Row:
     """Return the plan of one strategy file."""
     job = traced.job
@@ -155,10 +142,9 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
     row.problems = plan.problems or unfit_config(plan, job.model_config)
     if row.problems:
         return row
-    reason = _reason_without_figures(plan)
-    if reason is not None:
+    if plan.loaded_in_parts:
         row.untraced = True
-        row.problems = [reason]
+        row.problems = ["the memory and the traffic of layers whose parts stay with their processes are not computed"]
         return row
     sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
     row.problems = check_nvme_buffers(traced.model, sharding)
@@ -210,6 +196,7 @@ def _set_figures(
         state_numbers=optimizer_numbers(model, sharding),
     )
     transfers = list_transfers(model, sharding, accumulation, gathers)
+    transfers += list_token_transfers(traced.job.model_config, shape.rows * shape.source, sharding, accumulation)
     row.sent = count_sent(transfers)
     row.between = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu)
     row.checkpoint, row.checkpoints = count_checkpoints(checkpoint_numbers(model, sharding), config)
@@ -226,7 +213,7 @@ def _set_figures(
             compiled=config.torch_compile,
         )
     row.uncounted = list(trace.uncounted)
-    row.tokens_per_step = shape.rows * (shape.source + shape.target) * accumulation * sharding.ranks
+    row.tokens_per_step = shape.rows * (shape.source + shape.target) * accumulation * sharding.ranks // sharding.token_ranks
 
 
 def count_checkpoints(numbers: int, config: RecipeConfig) -> tuple[int, int | None]:

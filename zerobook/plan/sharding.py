@@ -29,6 +29,8 @@ class ShardingSpec:
     shard_ranks: int = 1
     # hpZ: ranks that share a second copy of the weights; 1 without a second copy
     secondary_ranks: int = 1
+    # ranks that share the tokens of a row
+    token_ranks: int = 1
     precision: str = "no"
     # the value of --optimizer
     optimizer: str = "adamw"
@@ -120,6 +122,7 @@ def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_no
         "precision": plan.precision,
         "ranks": plan.world_size,
         "ranks_per_node": ranks_per_node or plan.world_size,
+        "token_ranks": plan.sequence * plan.context,
         "optimizer": plan.optimizer,
         "offload_optimizer": plan.offload_optimizer,
         "offload_param": plan.offload_param,

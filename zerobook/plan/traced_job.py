@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -28,8 +29,8 @@ class TracedJob:
     device: str
     # on the meta device
     module: nn.Module
-    # (cast, autocast) -> the trace, or why there is none
-    _traces: dict[tuple[str, str], Trace | UnplannableModelError] = field(default_factory=dict)
+    # (cast, autocast, ranks that share a row) -> the trace, or why there is none
+    _traces: dict[tuple[str, str, int], Trace | UnplannableModelError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, device: str) -> TracedJob:
@@ -37,18 +38,26 @@ class TracedJob:
         return cls(job, job.weights(module), device, module)
 
     def trace(self, sharding: ShardingSpec) -> Trace:
-        """Return the trace of a micro-batch with the casts of ``sharding``.
+        """Return the trace of a rank's part of a micro-batch with the casts of ``sharding``.
 
         Raises:
             UnplannableModelError: the model's step cannot be traced with these casts.
         """
-        casts = (sharding.cast, sharding.autocast)
-        if casts not in self._traces:
+        token_ranks = sharding.token_ranks
+        key = (sharding.cast, sharding.autocast, token_ranks)
+        if key not in self._traces:
             try:
-                self._traces[casts] = trace_job(self.job, *casts, self.device, self.module)
+                job = replace(self.job, token_ranks=token_ranks)
+                part = trace_job(job, sharding.cast, sharding.autocast, self.device, self.module)
+                # The queries of a part see the keys of the whole row, or a share of the heads sees the whole row.
+                whole_rows = {
+                    (n * token_ranks, flops * token_ranks): times for (n, flops), times in part.work.attention.items()
+                }
+                part.work.attention = Counter(whole_rows)
+                self._traces[key] = part
             except UnplannableModelError as error:
-                self._traces[casts] = error
-        trace = self._traces[casts]
+                self._traces[key] = error
+        trace = self._traces[key]
         if isinstance(trace, UnplannableModelError):
             raise trace
         return trace

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zerobook.plan.gather_schedule import Gathers, follow_gathers
 from zerobook.plan.sharding import ShardingSpec
@@ -23,6 +24,10 @@ from zerobook.plan.state_bytes import (
     shard_elements,
     weights_on_nvme,
 )
+from zerobook.utils.model_config import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # An all-reduce is a reduce-scatter and an all-gather, so each rank of a ring sends its bytes twice.
 ALL_REDUCE_PASSES = 2
@@ -67,6 +72,29 @@ def list_transfers(
     if sharding.kind == "fsdp":
         return _fsdp_transfers(model, sharding, accumulation)
     return _replicated_transfers(model, sharding, accumulation)
+
+
+def list_token_transfers(
+    model_config: PreTrainedConfig, tokens: int, sharding: ShardingSpec, accumulation: int
+) -> list[Transfer]:
+    """Return what the attention of ``tokens`` sends in a step among ranks that share the tokens of a row.
+
+    DeepSpeed exchanges tokens for heads, of queries, keys, values and results. Context parallelism sends keys and values to all
+    ranks in both passes, and their gradients back.
+    """
+    ranks = sharding.token_ranks
+    if ranks == 1:
+        return []
+    text = text_config(model_config)
+    key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    query_bytes = sharding.compute_bytes * text.hidden_size
+    key_bytes = query_bytes * key_heads / text.num_attention_heads
+    if sharding.kind == "deepspeed":
+        token_bytes = 2 * (2 * query_bytes + 2 * key_bytes) / ranks
+    else:
+        token_bytes = 3 * 2 * key_bytes
+    size_bytes = accumulation * text.num_hidden_layers * tokens * token_bytes
+    return [Transfer("attention", "all-to-all", size_bytes, ranks, within_node=ranks <= sharding.ranks_per_node)]
 
 
 def _replicated_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: int) -> list[Transfer]:
