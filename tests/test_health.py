@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ from hypothesis import strategies as st
 from tests.calls import function_calls
 from zerobook.health import position
 from zerobook.health.exchange import Exchange
-from zerobook.health.judge import Beat, Judge, Verdict, describe
+from zerobook.health.judge import GPU_SILENT, Beat, Judge, Verdict, describe
 from zerobook.health.position import Window
 from zerobook.health.presence import Presence, listen
 from zerobook.health.watch import EXIT_CODE, Watch, is_connection_error
@@ -235,10 +238,70 @@ def test_a_lock_that_the_main_thread_holds_does_not_stop_the_report():
     assert done.returncode == EXIT_CODE and "HANG: " in done.stderr
 
 
-def test_a_process_that_cannot_run_python_code_writes_its_stacks():
+def test_a_process_that_cannot_run_python_code_writes_its_stacks_and_ends():
     """A call into C that keeps the interpreter's lock stops all threads, those of the watch too."""
-    done = alone("import ctypes\ntime.sleep(0.5)\nposition.enter('start')\nctypes.PyDLL(None).sleep(2)\nwatch.stop()")
+    done = alone("import ctypes\ntime.sleep(0.2)\nposition.enter('start')\nctypes.PyDLL(None).sleep(60)\nwatch.stop()")
+    assert done.returncode == 1
     assert "Timeout" in done.stderr and 'File "<string>"' in done.stderr
+
+
+def test_a_process_is_not_ended_for_a_lock_that_is_kept_after_its_run():
+    done = alone("import ctypes\nwatch.stop()\nctypes.PyDLL(None).sleep(2)\nprint('ended')")
+    assert (done.returncode, done.stdout) == (0, "ended\n")
+
+
+ASKING = """
+import ctypes, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from zerobook.health import position
+from zerobook.health.watch import Watch
+rank, victim, port = map(int, sys.argv[1:])
+store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+watch = Watch(store, rank, 2, 6.0, local=[rank])
+def ask_a_gpu_that_hangs():
+    ctypes.PyDLL(None).sleep(120)
+position.enter("backward", 7)
+# Each rank is heard before one of them hangs.
+sys.stdin.readline()
+time.sleep(2)
+if rank == victim:
+    watch.locate = ask_a_gpu_that_hangs
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_whose_gpu_keeps_pythons_lock_ends_and_is_said_to_wait_for_its_gpu(victim):
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", ASKING, str(rank), str(victim), str(store.port)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        store.wait(["beat/0", "beat/1", "pulse"])
+        for rank in ranks:
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        printed = [rank.communicate(timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert (ranks[1 - victim].returncode, ranks[victim].returncode) == (EXIT_CODE, 1)
+    assert f"rank {victim} on" in printed[1 - victim]
+    assert 'phase "backward" of step 7, and its GPU has not answered' in printed[1 - victim]
+    assert "ask_a_gpu_that_hangs" in printed[victim]
+
+
+def test_a_heartbeat_before_a_question_to_the_gpu_shows_no_progress():
+    """Rank 0 waited for rank 1, and sends its last heartbeat again before it asks its GPU, which has got on since."""
+    judge = Judge(2, LIMIT, GRACE, 0.0)
+    waits = Beat(1, "a", 1, "backward", 3, 9, LIMIT + 1, LIMIT)
+    other = Beat(1, "b", 1, "optimizer", 3, 10, 0.1, LIMIT)
+    assert judge.update(50.0, {0: waits, 1: other}) is None
+    assert judge.update(51.0, {0: waits._replace(error=GPU_SILENT), 1: other._replace(number=2)}) is None
+    assert judge.last_heard[0] == 50.0
+    assert judge.update(52.0, {0: waits._replace(number=2, entered=10, seconds=0.5), 1: other._replace(number=3)}) is None
 
 
 def test_a_record_that_keeps_the_interpreters_lock_does_not_keep_the_process():
@@ -298,10 +361,12 @@ def test_heartbeats_tell_where_the_device_is_and_the_rank_of_a_stuck_gpu_is_name
     since = time.monotonic()
     for watch, (phase, entered) in zip(watches, [("backward", 12), ("forward", 11)], strict=True):
         watch.locate = partial(position.Position, phase, 3, entered, since, since)
-        watch._end = lambda verdict, **_: found.append(verdict) or time.sleep(60)
+        watch._end = lambda verdict, *, done=watch._done, **_: found.append(verdict) or done.wait()
     deadline = time.monotonic() + 10
     while not found and time.monotonic() < deadline:
         time.sleep(0.05)
+    for watch in watches:
+        watch.stop()
     position.reset()
     assert found and (found[0].kind, found[0].ranks, found[0].phase) == ("stuck", [1], "forward")
     assert found[0].others == [("backward", 3, [(0, 0)])]
@@ -369,13 +434,72 @@ def test_a_process_counts_as_ended_where_its_port_refuses_after_it_has_answered(
     listener = listen()
     endpoint = listener.getsockname()[:2]
     presence, late = Presence(patience=5.0), Presence(patience=5.0)
-    assert not presence.has_ended(endpoint, 0.0), "the first call only asks"
+    assert not presence.find_ended({endpoint: 0.0}), "the first call only asks"
     # Nothing accepts: a process that hangs is there all the same.
-    assert not presence.has_ended(endpoint, 6.0)
+    assert not presence.find_ended({endpoint: 6.0})
     listener.close()
-    assert not presence.has_ended(endpoint, 4.0) and presence.has_ended(endpoint, 6.0)
-    assert not late.has_ended(endpoint, 6.0) and not late.has_ended(endpoint, 7.0), "it may be a firewall that refuses"
-    assert not presence.has_ended(("", 0), 6.0), "a process without a port"
+    assert not presence.find_ended({endpoint: 4.0}) and presence.find_ended({endpoint: 6.0}) == {endpoint}
+    assert not late.find_ended({endpoint: 6.0}) and not late.find_ended({endpoint: 7.0}), "it may be a firewall that refuses"
+    assert not presence.find_ended({("", 0): 6.0}), "a process without a port"
+
+
+def test_ranks_behind_a_dead_switch_cost_one_wait_and_hide_no_ended_process():
+    listener = listen()
+    endpoint = listener.getsockname()[:2]
+    presence = Presence(patience=5.0)
+    # A full queue of connections that nobody accepts answers no further one, as a switch without power does.
+    full = socket.create_server(("127.0.0.2", 0), backlog=0)
+    target = full.getsockname()
+    waiting = []
+    for _ in range(4):
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.connect_ex(target)
+        waiting.append(connection)
+    presence.find_ended({endpoint: 0.0})
+    listener.close()
+    # Names of one address that does not answer: each is a connection of its own.
+    silences = {("127.0.0.2", target[1]): 6.0, ("::ffff:127.0.0.2", target[1]): 6.0, endpoint: 6.0}
+    begun = time.monotonic()
+    ended = presence.find_ended(silences)
+    seconds = time.monotonic() - begun
+    assert ended == {endpoint}
+    assert 0.4 < seconds < 0.9, "one after the other, two ranks without an answer take a second"
+    for connection in waiting:
+        connection.close()
+    full.close()
+
+
+FORKING = """
+import os, sys, time
+from multiprocessing import get_context
+from zerobook.health.presence import listen
+listener = listen()
+children = [get_context(method).Process(target=time.sleep, args=(30,)) for method in ("fork", "spawn")]
+if __name__ == "__main__":
+    for child in children:
+        child.start()
+    print(*listener.getsockname()[:2], *(child.pid for child in children), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_that_outlive_their_rank_do_not_keep_its_port(tmp_path):
+    (tmp_path / "rank.py").write_text(FORKING)
+    rank = subprocess.Popen([sys.executable, str(tmp_path / "rank.py")], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    address, port, *workers = rank.stdout.readline().split()
+    endpoint = (address, int(port))
+    presence = Presence(patience=5.0)
+    assert not presence.find_ended({endpoint: 0.0})
+    rank.kill()
+    rank.wait()
+    try:
+        alive = [Path(f"/proc/{worker}/status").exists() for worker in workers]
+        assert presence.find_ended({endpoint: 6.0}) == {endpoint}
+    finally:
+        for worker in workers:
+            os.kill(int(worker), signal.SIGKILL)
+    assert alive == [True, True]
 
 
 def test_a_store_that_closes_its_connection_ends_the_run_before_the_timeout():

@@ -142,12 +142,25 @@ def test_a_gpu_that_stops_is_where_it_stopped_although_its_host_went_on(monkeypa
     assert clock.locate() == stopped, "its time counts from when it was first seen there"
     monkeypatch.setattr(FakeEvent, "lag", 2)
     assert clock.locate().phase == "backward" and clock.locate().since > stopped.since
-    # A device that raises, and a host that has failed, are not asked.
+    # A device that raises is not asked again.
     monkeypatch.setattr(FakeEvent, "lag", -1)
     assert clock.locate() == position.here()
-    monkeypatch.setattr(FakeEvent, "lag", 2)
-    position.enter("failed")
-    assert clock.locate().phase == "failed"
+    position.reset()
+
+
+def test_a_gpu_that_has_failed_and_cannot_be_chosen_leaves_the_hosts_position(monkeypatch):
+    from zerobook.training.pace import DeviceClock
+
+    def fail(gpu):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "lag", 0)
+    position.reset()
+    clock = DeviceClock()
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.set_device", fail)
+    assert clock.locate() == position.here()
     position.reset()
 
 

@@ -9,8 +9,8 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from zerobook.health.judge import Beat, Judge, Verdict
-from zerobook.health.presence import Endpoint, Presence
+from zerobook.health.judge import NO_BEAT, Beat, Judge, Verdict
+from zerobook.health.presence import Presence
 from zerobook.health.stragglers import Slow, Stragglers
 from zerobook.utils import messages
 from zerobook.utils.messages import MessageError
@@ -41,7 +41,7 @@ class Exchange:
         interval: seconds between two heartbeats.
         verdict: the ranks that hold up the run, once it is known.
         pulse_time: when the last sign of rank 0 came.
-        main_host: rank 0's host, once it is known.
+        main_beat: rank 0's newest heartbeat.
     """
 
     def __init__(self, store: Store | SignedStore, rank: int, world_size: int, hang_timeout: float, now: float):
@@ -51,10 +51,8 @@ class Exchange:
         self.interval = min(MAX_INTERVAL_S, hang_timeout / BEATS_PER_TIMEOUT)
         self.verdict: Verdict | None = None
         self.pulse_time = now
-        self.main_host = ""
+        self.main_beat = NO_BEAT
         self.presence = Presence(MISSED_INTERVALS * self.interval)
-        self._main_endpoint: Endpoint = ("", 0)
-        self._pulse = 0
         self._newly_slow: list[Slow] = []
         self._stragglers = Stragglers()
         self._judge = Judge(world_size, hang_timeout, GRACE_S, now) if rank == 0 else None
@@ -67,13 +65,19 @@ class Exchange:
         del self._newly_slow[:count]
         return newly_slow
 
+    def send(self, beat: Beat) -> None:
+        """Send a heartbeat alone, to whoever may have to judge this rank: rank 0, or all others."""
+        self.store.set(f"beat/{self.rank}", json.dumps(beat))
+        if self.rank == 0:
+            self.store.set("pulse", json.dumps(beat))
+
     def step(self, beat: Beat, now: float) -> None:
         """Send a heartbeat, and read or make the verdict. It may block while the store is not reached."""
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if self._judge is not None:
             verdict = self._judge_all(self._judge, now)
             # After the judgement: a pulse tells the others that rank 0 still judges.
-            self.store.set("pulse", json.dumps((beat.number, beat.host, beat.endpoint)))
+            self.store.set("pulse", json.dumps(beat))
             if verdict is not None and self.verdict is None:
                 self.store.set("verdict", json.dumps(verdict))
                 self.verdict = verdict
@@ -98,17 +102,15 @@ class Exchange:
 
     def _read_pulse(self, now: float) -> None:
         with suppress(MessageError):
-            number, host, endpoint = messages.read(self.store.get("pulse"), tuple[int, str, Endpoint])
-            # The pulse holds the number of rank 0's heartbeat, so an equal one is no new sign.
-            if number != self._pulse:
-                self._pulse = number
+            beat: Beat = messages.read(self.store.get("pulse"), Beat)
+            # The store repeats rank 0's last heartbeat for ever, and only a new number is a sign of it.
+            if beat.number != self.main_beat.number:
                 self.pulse_time = now
-                self.main_host = host
-                self._main_endpoint = endpoint
+            self.main_beat = beat
 
     def has_main_ended(self, now: float) -> bool:
         """Return whether the process of rank 0, which judges the others, has ended."""
-        return self.rank != 0 and self.presence.has_ended(self._main_endpoint, now - self.pulse_time)
+        return self.rank != 0 and bool(self.presence.find_ended({self.main_beat.endpoint: now - self.pulse_time}))
 
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:
         ranks = []

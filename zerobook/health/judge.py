@@ -17,6 +17,8 @@ MAX_PLACES = 8
 """Places where ranks wait that a verdict lists."""
 NEARLY_SILENT = 0.75
 """Share of the silence after which a rank is gone together with a silent rank of its host."""
+GPU_SILENT = "its GPU has not answered"
+"""The last heartbeat is sent again with this error before its process asks the GPU, which may keep it from sending others."""
 Kind = Literal["silent", "ended", "stuck", "together", "failed", "lost"]
 RankRange = tuple[int, int]
 """A first and a last rank."""
@@ -26,8 +28,8 @@ class Beat(NamedTuple):
     """One heartbeat of a rank.
 
     ``number`` counts the heartbeats. ``seconds`` is the time that the process has spent in ``phase`` without progress, and
-    ``limit`` the time that it may. ``error`` is the error that it failed with, ``window`` has its times between the last two
-    log points. ``endpoint`` is where the process listens, see `presence`.
+    ``limit`` the time that it may. ``error`` is the error that it failed with, or `GPU_SILENT`. ``window`` has its times
+    between the last two log points. ``endpoint`` is where the process listens, see `presence`.
     """
 
     number: int
@@ -41,6 +43,10 @@ class Beat(NamedTuple):
     error: str = ""
     window: Window | None = None
     endpoint: Endpoint = ("", 0)
+
+
+NO_BEAT = Beat(0, "", 0, "start", 0, 0, 0.0, 0.0)
+"""In place of the heartbeat of a rank that was never heard."""
 
 
 class Verdict(NamedTuple):
@@ -93,10 +99,9 @@ class Judge:
         """Take in the newest heartbeat of each rank, and return the verdict if the run hangs."""
         for rank, beat in beats.items():
             # The store repeats a rank's last heartbeat for ever, and only a new number is a sign of the rank.
-            previous = self.beats.get(rank)
-            if previous is None or beat.number != previous.number:
-                self.beats[rank] = beat
+            if beat.number != self.beats.get(rank, NO_BEAT).number:
                 self.last_heard[rank] = now
+            self.beats[rank] = beat
         if any(beat.phase == "failed" for beat in self.beats.values()):
             # The others wait for the failed rank, so none of them is judged as stuck.
             return self._judge_failed(now) or self.judge_silent(now, self.silence)
@@ -107,7 +112,7 @@ class Judge:
         connection to some rank broke, since it is known then that one of them is gone."""
         quiet_seconds: dict[int, float] = {}
         for rank, heard in self.last_heard.items():
-            if now - heard > silence * NEARLY_SILENT and self._phase(rank) not in FINISHED_PHASES:
+            if now - heard > silence * NEARLY_SILENT and self.beats.get(rank, NO_BEAT).phase not in FINISHED_PHASES:
                 quiet_seconds[rank] = now - heard
         longest = max(quiet_seconds.values(), default=0.0)
         if longest <= silence:
@@ -119,11 +124,9 @@ class Judge:
 
     def judge_ended(self, now: float, presence: Presence) -> Verdict | None:
         """Return the verdict for silent ranks whose process has ended. The connections of a hanging one stay as they are."""
-        ended = []
-        for rank, beat in self.beats.items():
-            silence = now - self.last_heard[rank]
-            if beat.phase not in FINISHED_PHASES and presence.has_ended(beat.endpoint, silence):
-                ended.append(rank)
+        running = {beat.endpoint: rank for rank, beat in self.beats.items() if beat.phase not in FINISHED_PHASES}
+        silences = {endpoint: now - self.last_heard[rank] for endpoint, rank in running.items()}
+        ended = sorted(running[endpoint] for endpoint in presence.find_ended(silences))
         if not ended:
             return None
         return self._verdict("ended", ended, now - self.last_heard[ended[0]])
@@ -180,29 +183,18 @@ class Judge:
         beat = self.beats.get(rank)
         return beat.host if beat is not None else f"rank {rank}"
 
-    def _phase(self, rank: int) -> str:
-        beat = self.beats.get(rank)
-        return beat.phase if beat is not None else "start"
-
     def _verdict(self, kind: Kind, ranks: Sequence[int], seconds: float) -> Verdict:
-        phase = "start"
-        step = 0
-        error = ""
-        blamed_beats = [self.beats[rank] for rank in ranks if rank in self.beats]
-        # The first of them stands for all.
-        for beat in reversed(blamed_beats):
-            phase = beat.phase
-            step = beat.step
-            error = beat.error or error
+        blamed_beats = [self.beats.get(rank, NO_BEAT) for rank in ranks]
         return Verdict(
             kind=kind,
             ranks=sorted(ranks),
-            hosts=sorted({beat.host for beat in blamed_beats}),
-            phase=phase,
-            step=step,
+            hosts=sorted({beat.host for beat in blamed_beats} - {""}),
+            # The first rank stands for all. Its error may be empty, which an error of another rank is larger than.
+            phase=blamed_beats[0].phase,
+            step=blamed_beats[0].step,
             seconds=round(seconds, 1),
             others=self._waiting(ranks),
-            error=error,
+            error=max(beat.error for beat in blamed_beats),
         )
 
     def _waiting(self, blamed_ranks: Sequence[int]) -> list[tuple[str, int, list[RankRange]]]:
@@ -221,13 +213,11 @@ def describe(verdict: Verdict) -> str:
     ranks_on_hosts = f"{_named(rank_ranges(verdict.ranks))} on {hosts or 'an unknown host'}"
     position = f'in phase "{verdict.phase}" of step {verdict.step}'
     if verdict.kind == "silent":
-        what = f"{ranks_on_hosts} sent no heartbeat for {verdict.seconds:.0f} s"
-        if verdict.phase != "unknown":
-            what += f"; last seen {position}"
+        what = f"{ranks_on_hosts} sent no heartbeat for {verdict.seconds:.0f} s; last seen {position}"
+        if verdict.error == GPU_SILENT:
+            what += f", and {GPU_SILENT}"
     elif verdict.kind == "ended":
-        what = f"the process of {ranks_on_hosts} ended without a message"
-        if verdict.phase != "unknown":
-            what += f"; last seen {position}"
+        what = f"the process of {ranks_on_hosts} ended without a message; last seen {position}"
     elif verdict.kind == "lost":
         what = f"{hosts or 'the first host'} cannot be reached: {verdict.error}"
     elif verdict.kind == "stuck":

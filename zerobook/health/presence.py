@@ -5,14 +5,23 @@ Each rank listens at a port. The system refuses connections to it once the proce
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from contextlib import suppress
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 CONNECT_S = 0.5
-"""Seconds for a connection, at most: the host may be gone, or its link."""
+"""Seconds for connections, at most: a host may be gone, or its link."""
+MOST_CONNECTIONS = 256
+"""Connections that are made at once. Many systems allow a process 1024 open files."""
+UNANSWERED = (errno.EINPROGRESS, errno.EALREADY)
+"""Error numbers of a connection that is still being made."""
 Endpoint = tuple[str, int]
 """An address and a port."""
+_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def listen() -> socket.socket:
@@ -29,7 +38,18 @@ def listen() -> socket.socket:
         family = route_family
     listener = socket.create_server((address, 0), family=family, backlog=1024)
     listener.setblocking(False)
+    _listeners.add(listener)
     return listener
+
+
+def _close_listeners() -> None:
+    for listener in list(_listeners):
+        listener.close()
+
+
+# A child that is forked, such as a worker of the data loader, would keep the port open after this process has ended. Programs
+# that are started inherit no socket of Python.
+os.register_at_fork(after_in_child=_close_listeners)
 
 
 class Presence:
@@ -37,22 +57,46 @@ class Presence:
 
     def __init__(self, patience: float):
         self.patience = patience
-        # Address -> its first answer.
-        self._first_answers: dict[str, str] = {}
+        # Address -> its first answer, an error number.
+        self._first_answers: dict[str, int] = {}
 
-    def has_ended(self, endpoint: Endpoint, silence: float) -> bool:
-        """Return whether the process that listened at ``endpoint`` has ended; False where that is not known."""
-        address, port = endpoint
-        # Each address is tried once while all is well: where a firewall refuses, too, a refusal says nothing.
-        is_tried = address in self._first_answers
-        if not port or (is_tried and silence < self.patience):
-            return False
-        answer = "none"
-        try:
-            socket.create_connection(endpoint, CONNECT_S).close()
-            answer = "accepted"
-        except ConnectionRefusedError:
-            answer = "refused"
-        except OSError:
-            pass
-        return self._first_answers.setdefault(address, answer) == "accepted" and answer == "refused"
+    def find_ended(self, silences: Mapping[Endpoint, float]) -> set[Endpoint]:
+        """Return the endpoints whose process has ended; not those where that is not known.
+
+        Args:
+            silences: endpoint -> seconds without a sign of its process.
+        """
+        asked = []
+        for endpoint, silence in silences.items():
+            address, port = endpoint
+            # Each address is tried while all is well: where a firewall refuses, too, a refusal says nothing.
+            if port and (silence >= self.patience or address not in self._first_answers):
+                asked.append(endpoint)
+        ended = set()
+        # Addresses beyond these come with the next call.
+        for endpoint, answer in _connect(asked[:MOST_CONNECTIONS]).items():
+            if self._first_answers.setdefault(endpoint[0], answer) == 0 and answer == errno.ECONNREFUSED:
+                ended.add(endpoint)
+        return ended
+
+
+def _connect(endpoints: Sequence[Endpoint]) -> dict[Endpoint, int]:
+    """Connect to all endpoints at once. Return an error number for each: 0 for a connection, `UNANSWERED` for no answer."""
+    answers = {}
+    with ExitStack() as stack:
+        pending = {}
+        for endpoint in endpoints:
+            family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
+            pending[endpoint] = stack.enter_context(socket.socket(family))
+            pending[endpoint].setblocking(False)
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            for endpoint, connection in list(pending.items()):
+                # The first call begins to connect. The next ones tell what has become of it.
+                answers[endpoint] = connection.connect_ex(endpoint)
+                if answers[endpoint] not in UNANSWERED:
+                    del pending[endpoint]
+            # After the calls, since this thread may have waited for a core.
+            if not pending or time.monotonic() > deadline:
+                return answers
+            time.sleep(0.01)

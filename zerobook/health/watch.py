@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from zerobook.errors import ZerobookError
 from zerobook.health import position
 from zerobook.health.exchange import CONNECTION_ERRORS, GONE_INTERVALS, Exchange
-from zerobook.health.judge import Beat, Kind, Verdict, describe
+from zerobook.health.judge import GPU_SILENT, NO_BEAT, Beat, Kind, Verdict, describe
 from zerobook.health.presence import listen
 from zerobook.health.stragglers import Slow
 from zerobook.utils.terminal import say
@@ -62,7 +62,7 @@ class Watch:
     Attributes:
         report: called with (verdict, text) before this process ends, on one rank of each host.
         record: called before this process ends, on every rank that can.
-        locate: returns the position that heartbeats tell; by default the host's, which a GPU may not have reached.
+        locate: asks the GPU for the position that it has reached, which the host's is ahead of; None without a GPU.
         verdict: the ranks that hold up the run, once it is known.
     """
 
@@ -82,11 +82,11 @@ class Watch:
         self.local = local
         self.report: Callable[[Verdict, str], None] = lambda verdict, text: None
         self.record: Callable[[], None] = lambda: None
-        self.locate: Callable[[], position.Position] = position.here
-        self.host = socket.gethostname()
+        self.locate: Callable[[], position.Position] | None = None
         self._error = ""
         self._listener = listen()
-        self._beat_number = 0
+        endpoint = self._listener.getsockname()[:2]
+        self._beat = NO_BEAT._replace(host=socket.gethostname(), pid=os.getpid(), endpoint=endpoint)
         self._last_exchange_time = time.monotonic()
         self._exchange = Exchange(store, rank, world_size, hang_timeout, self._last_exchange_time)
         self.interval = self._exchange.interval
@@ -137,6 +137,8 @@ class Watch:
         position.enter("ended")
         self._done.set()
         self._wake.set()
+        # It sets the timer, so it ends first.
+        self._guard_thread.join(2 * self.interval + 1)
         faulthandler.cancel_dump_traceback_later()
         self._exchange_thread.join(2 * self.interval + 1)
         self._listener.close()
@@ -172,12 +174,16 @@ class Watch:
             self._wake.clear()
 
     def _next_beat(self) -> Beat:
-        here = self.locate()
-        self._beat_number += 1
-        return Beat(
-            number=self._beat_number,
-            host=self.host,
-            pid=os.getpid(),
+        here = position.here()
+        # A host that gets on is not held up by its GPU. After two intervals, its last heartbeat has told its phase.
+        is_waiting = time.monotonic() - here.since > 2 * self.interval and here.phase not in position.FINISHED_PHASES
+        if self.locate is not None and is_waiting:
+            # The number stays: this shows no progress.
+            self._exchange.send(self._beat._replace(error=GPU_SILENT))
+            # Where the GPU hangs, this may keep Python's lock, and no thread of this process goes on.
+            here = self.locate()
+        self._beat = self._beat._replace(
+            number=self._beat.number + 1,
             phase=here.phase,
             step=here.step,
             entered=here.entered,
@@ -185,16 +191,18 @@ class Watch:
             limit=here.limit(self.hang_timeout),
             error=self._error,
             window=position.window(),
-            endpoint=self._listener.getsockname()[:2],
         )
+        return self._beat
 
     # --- the thread that never touches the store
     def _guard(self) -> None:
         while not self._done.wait(self.interval):
             if self._ending.locked():
                 return
-            # Written from C, to the standard error output, if no thread of this process can run Python code for so long.
-            faulthandler.dump_traceback_later(self.hang_timeout, file=2)
+            # If no thread of this process can run Python code for so long, as where a call to a GPU that hangs keeps Python's
+            # lock, a thread in C writes the stacks to the standard error output and ends the process. The others have named
+            # it by then.
+            faulthandler.dump_traceback_later(2 * self.hang_timeout, file=2, exit=True)
             # Whoever looks for this process only connects.
             with suppress(OSError):
                 while True:
@@ -213,18 +221,18 @@ class Watch:
         return self._verdict_on_main("lost", time.monotonic() - self._last_exchange_time, error)
 
     def _verdict_on_main(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
-        """Return this rank's own verdict about rank 0, whose position it does not know."""
+        """Return this rank's own verdict about rank 0."""
         here = position.here()
-        main_host = self._exchange.main_host
+        main_beat = self._exchange.main_beat
         return Verdict(
             kind=kind,
             ranks=[0],
-            hosts=[main_host] if main_host else [],
-            phase="unknown",
-            step=here.step,
+            hosts=[main_beat.host] if main_beat.host else [],
+            phase=main_beat.phase,
+            step=main_beat.step,
             seconds=round(seconds, 1),
             others=[(here.phase, here.step, [(self.rank, self.rank)])],
-            error=error,
+            error=error or main_beat.error,
         )
 
     # --- the end of this process

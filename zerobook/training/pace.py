@@ -116,20 +116,20 @@ class DeviceClock:
         """Return the phase that the device has reached, or the host's where the device has done all its work.
 
         The host runs ahead: if one GPU stops, all hosts soon wait in the same phase. ``since`` is when a call first saw the
-        device there. Any thread may call it.
+        device there. Any thread may call it. If the device hangs, it may not return, and keep Python's lock.
         """
         host = position.here()
-        # A new thread is at the first GPU, where a query would take memory for a context of this process.
-        if torch.cuda.is_initialized():
-            torch.cuda.set_device(self._gpu)
         # A copy, since the main thread adds and removes events.
         events = self._events.copy()
         count = len(events)
         # A device that has failed raises, and the host will say so.
         with suppress(RuntimeError):
+            # A new thread is at the first GPU, where a query would take memory for a context of this process.
+            if torch.cuda.is_initialized():
+                torch.cuda.set_device(self._gpu)
             while events and not events[-1][1].query():
                 events.pop()
-        if not events or len(events) == count or host.phase in position.FINISHED_PHASES:
+        if not events or len(events) == count:
             return host
         reached, _ = events[-1]
         if reached.entered != self._current.entered:
