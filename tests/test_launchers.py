@@ -91,6 +91,28 @@ def test_slurm_starts_a_launcher_on_every_node(tmp_path, stubs):
     assert not (tmp_path / "scontrol").exists(), "a run that is done is not queued again"
 
 
+SMI = """#!/bin/bash
+echo "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)"
+echo "  MIG 3g.20gb     Device  0: (UUID: MIG-1)"
+echo "  MIG 3g.20gb     Device  1: (UUID: MIG-2)"
+echo "GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-2)"
+"""
+
+
+@pytest.mark.parametrize("visible, processes", [(None, 2), ("0,1,2,3", 4), ("GPU-1", 1), ("MIG-1,MIG-2", 1), ("", 1)])
+def test_slurm_starts_a_process_for_each_gpu_of_the_job_and_none_for_mig_instances(tmp_path, stubs, visible, processes):
+    smi = Path(stubs["PATH"].split(":")[0]) / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    for name in ("PROCESSES_PER_NODE", "CUDA_VISIBLE_DEVICES"):
+        stubs.pop(name, None)
+    if visible is not None:
+        stubs["CUDA_VISIBLE_DEVICES"] = visible
+    subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs, check=True, timeout=60)
+    words = (tmp_path / "launch-0").read_text().split("\n")
+    assert words[words.index("--num_processes") + 1] == str(2 * processes)
+
+
 @pytest.mark.parametrize("code, launches", [(3, 4), (77, 4), (2, 1), (76, 1)])
 def test_slurm_starts_a_failed_run_again_unless_a_person_is_needed(tmp_path, stubs, code, launches):
     done = subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"CODE": str(code)}, timeout=60)

@@ -194,7 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk_targets = targets[chunk, None].clamp(min=0)
                 # What is not finite would spread to the gradients of other positions.
                 inputs = hidden[chunk].to(dtype).masked_fill(ignored, 0.0)
-                # One kernel converts to fp32 and normalises.
+                # On a GPU, one kernel converts fp16 to fp32 and normalises. Other dtypes have an fp32 copy in between.
                 log_probabilities = log_softmax(linear(inputs, cast_weight, cast_bias), dim=-1, dtype=torch.float32)
                 target_log_probabilities = log_probabilities.gather(1, chunk_targets)
                 total -= target_log_probabilities.masked_fill(ignored, 0.0).sum()

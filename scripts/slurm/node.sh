@@ -19,7 +19,13 @@ if ! command -v zerobook >/dev/null; then
   exit 2
 fi
 
-gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
+# One process a GPU of the job: Slurm names those in CUDA_VISIBLE_DEVICES, and nvidia-smi may list others of the node, too. Below a
+# GPU, nvidia-smi lists its MIG instances. Those are not counted: CUDA gives a process one of them, and NCCL joins none.
+if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+  gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^(GPU-|[0-9])' || true)
+else
+  gpus=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | grep -c '^GPU ' || true)
+fi
 processes=${PROCESSES_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 
 trap '' USR1 # inherited by the launcher
