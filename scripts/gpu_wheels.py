@@ -19,7 +19,9 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 UNUSED = {"rouge-score", "sacrebleu", "matplotlib", "jinja2"}
@@ -46,15 +48,23 @@ def missing_packages(roots: list[str], installed: dict[str, str], python: str) -
         name = canonicalize_name(requirement.name)
         is_needed = requirement.marker is None or requirement.marker.evaluate(environment)
         installed_version = installed.get(name)
-        is_installed = installed_version == "" or (
-            installed_version is not None and requirement.specifier.contains(installed_version, prereleases=True)
-        )
+        is_installed = installed_version is not None and is_new_enough(installed_version, requirement.specifier)
         if is_installed or name in versions or not is_needed:
             continue
         package = distribution(name)
         versions[name] = package.version
         waiting += [Requirement(line) for line in package.requires or []]
     return dict(sorted(versions.items()))
+
+
+def is_new_enough(version: str, specifier: SpecifierSet) -> bool:
+    """Return whether an installed version meets a requirement; one that is not known does.
+
+    A pre-release counts as its release: NVIDIA's containers have builds such as ``2.11.0a0+git.nv26.01``.
+    """
+    if version == "" or specifier.contains(version):
+        return True
+    return Version(version).is_prerelease and specifier.contains(Version(version).base_version)
 
 
 def read_installed(file: Path) -> dict[str, str]:

@@ -34,6 +34,16 @@ def test_what_is_too_old_is_taken_too():
     assert list(gpu_wheels.missing_packages(["torch>=2.11", "psutil>=5.9"], installed, "3.12")) == ["psutil"]
 
 
+@pytest.mark.parametrize("version", ["2.11.0a0+1234567.nv26.01", "2.12.0.dev20260901+cu130", "2.11.0rc2", "2.11.0+cu130"])
+def test_a_build_of_a_new_enough_release_is_taken_as_it_is(version):
+    assert gpu_wheels.missing_packages(["torch>=2.11"], {"torch": version}, "3.12") == {}
+
+
+@pytest.mark.parametrize("version", ["2.10.0a0+1234567.nv25.12", "2.10.0+cu130"])
+def test_a_build_of_an_older_release_is_too_old(version):
+    assert "torch" in gpu_wheels.missing_packages(["torch>=2.11"], {"torch": version}, "3.12")
+
+
 def wheel(folder):
     path = folder / "bitsandbytes-1.0-py3-none-any.whl"
     files = ["__init__.py", *(f"libbitsandbytes_{name}.so" for name in ("cpu", "cuda121", "cuda130", "rocm70", "xpu2025"))]
