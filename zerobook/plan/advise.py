@@ -275,7 +275,12 @@ class _Search:
             is_default = self.request.recipe.config.optimizer == "adamw" and not self.request.sources.given("optimizer")
             if self.method == "full" and is_default:
                 whole = [file for file in useful if file.stem in ("single", "ddp")]
+                exact = list(self.roomy)
+                fastest = max((candidate.row.tokens_per_second for candidate in exact), default=0.0)
                 self._plan_strategies(whole, {"optimizer": "adamw_8bit"})
+                # They are an approximation, and so no equal of what is about as fast.
+                approximate = self.roomy[len(exact) :]
+                self.roomy = exact + [run for run in approximate if run.row.tokens_per_second > SAME_RATE * fastest]
         # Settings that were planned later need less memory, and have to be faster by more than the rates are exact.
         best: dict[tuple[str, str], Candidate] = {}
         for candidate in self.roomy or self.tight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,9 @@ def _set_figures(
             gathers=gathers,
             compiled=config.torch_compile,
         )
+        # Activations that are kept in host memory cross PCIe twice, in the stream of the passes.
+        activation_seconds = 2 * accumulation * trace.host_bytes / cluster.device.pcie
+        row.time = replace(row.time, offload=row.time.offload + activation_seconds)
     row.uncounted = list(trace.uncounted)
     row.tokens_per_step = shape.rows * (shape.source + shape.target) * accumulation * sharding.ranks // sharding.token_ranks
 
