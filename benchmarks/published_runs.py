@@ -140,6 +140,9 @@ class PublishedRun:
             flags["dtype"] = "float32" if facts["precision"] == "fp32" else "bfloat16"
             flags["lora_r"] = method["rank"]
             flags["lora_target_modules"] = TARGETS[method["targets"]]
+            # T5's classes have short names.
+            if facts["target_len"] and method["targets"] == "q,v":
+                flags["lora_target_modules"] = ["q", "v"]
             flags["modules_to_save"] = method.get("also_trained", [])
             flags["adapter"] = "dora" if method.get("dora") else "lora"
             if method["kind"] == "qlora":
@@ -582,7 +585,9 @@ def main() -> None:
         print(f"{run.facts['id']:<24} {planned[-1].compare().ratio:.2f}", flush=True)
     comparisons = [each.compare() for each in planned]
     left_out = leave_sources_out(planned)
-    flags.page.write_text(page(comparisons, left_out, unplanned))
+    # The section about memory, which benchmarks/published_memory.py writes, stays.
+    memory = flags.page.read_text().partition("\n## Memory\n") if flags.page.exists() else ("", "", "")
+    flags.page.write_text(page(comparisons, left_out, unplanned) + "".join(memory[1:]))
     print(f"sources weighted alike: {_percent(spread(comparisons))}, left out {_percent(spread(left_out))}; wrote {flags.page}")
 
 

@@ -86,7 +86,8 @@ SLICES = [
 def test_a_drivers_name_has_the_data_sheets_figures(name, memory, half, fp32, bandwidth, link, source):
     device = find_device(name)
     assert device is not None, source
-    assert device.memory == pytest.approx(memory * 1e9), source
+    # The sheets' GB are 2^30 bytes, of which programs get 92 to 99 %.
+    assert 0.9 < device.memory / (memory * 2**30) < 1.005, source
     assert device.flops == pytest.approx(half * 1e12, rel=5e-3), source
     assert (device.fp32, device.bandwidth) == pytest.approx((fp32 * 1e12, bandwidth * 1e9)), source
     assert device.link == pytest.approx(link * 1e9), source

@@ -115,7 +115,7 @@ def test_the_most_that_is_gathered_at_once(limits, most):
 def test_gathered_weights_take_room(ranks, offload, whole):
     spread = zero3(reuse=10**9, prefetch_bucket=20, ranks=ranks, offload_param=offload, reduce_bucket=1000)
     micro = Trace(0, [TimelinePoint(0, 10**6), TimelinePoint(1, 0)], visits=run(*PLAIN))
-    planned = peak_memory(MODEL, spread, micro, accumulation=1, gpus_per_node=ranks, context_bytes=0)
+    planned = peak_memory(MODEL, spread, micro, accumulation=1, gpus_per_node=ranks)
     assert planned.device.buffers == 4 * (1000 + whole)
 
 

@@ -11,9 +11,9 @@ from zerobook.cli.main import main
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
-from zerobook.plan.hardware import CONTEXT_BYTES, cluster
+from zerobook.plan.hardware import cluster
 from zerobook.plan.literature import paper_figures
-from zerobook.plan.memory import DeviceBytes, PeakMemory
+from zerobook.plan.memory import CONTEXT_BYTES, DeviceBytes, PeakMemory
 from zerobook.plan.roofline import StepSeconds
 from zerobook.plan.rows import Row, plan_row, rank_rows
 from zerobook.plan.sharding import ShardingSpec
@@ -50,7 +50,8 @@ def test_files_that_fit_come_first_and_the_simplest_of_those():
 
 
 def test_where_the_states_alone_are_too_much_nothing_is_traced():
-    alone = rows_of("causal_lm", WIDE, cluster(gpus="1", gpu="titan-rtx"), ("single", "zero3_offload"), **HALF | FP16)
+    small = cluster(gpus="1", gpu="titan-rtx", gpu_memory="24GB")
+    alone = rows_of("causal_lm", WIDE, small, ("single", "zero3_offload"), **HALF | FP16)
     assert alone["single"].bare and alone["single"].time is None and not alone["single"].fits
     assert not alone["zero3_offload"].bare and alone["zero3_offload"].fits
     assert alone["zero3_offload"].memory.device.activations > 0 and alone["zero3_offload"].tokens_per_second > 0
@@ -213,7 +214,9 @@ def test_what_the_paper_fits():
 
 def test_what_smaller_activations_would_fit_goes_before_what_nothing_would():
     def row_of(name: str, total: int, **facts) -> Row:
-        held = PeakMemory(device=DeviceBytes(parameters=total), when="step", host_at_load=0, host=0, disk=0)
+        held = PeakMemory(
+            device=DeviceBytes(parameters=total), when="step", host_at_load=0, host=0, disk=0, low=total, high=total
+        )
         return Row(file=name, name=name, memory=held, **facts)
 
     rows = [

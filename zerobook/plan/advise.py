@@ -132,7 +132,9 @@ class Candidate:
     def describe_memory(self, cluster: Cluster) -> str:
         assert self.row.memory is not None
         memory = f"{self.row.memory.total / 1e9:.1f} of {cluster.device.memory / 1e9:.0f} GB a GPU"
-        return f"{memory}, which is tight: fragmentation may end the run" if self.row.tight else memory
+        if not self.row.tight:
+            return memory
+        return f"{memory}, which is tight: a tenth of such runs need more than {self.row.memory.high / 1e9:.1f}"
 
     def describe_time(self) -> str:
         assert self.row.time is not None
@@ -367,7 +369,8 @@ class _Search:
         return self.settings | flags
 
     def _add(self, row: Row, traced: TracedJob, flags: dict[str, Any]) -> None:
-        if not row.fits:
+        # Remedies mean that the plan exceeds the GPU, even if its range begins below.
+        if not row.fits or row.remedies:
             self.misfits.append(row)
             return
         candidate = Candidate(self.method, self.recipe, self._unset(flags), traced, row)
@@ -385,7 +388,8 @@ class _Search:
     def nearest_to_fitting(self) -> str:
         """Return what the strategy that is nearest to fitting lacks."""
         nearest = rank_rows(self.misfits)[0]
-        text = f"{nearest.file} comes nearest: {'; '.join(nearest.over or nearest.problems)}"
+        reasons = nearest.over or nearest.problems or ["it may need more than the GPU has"]
+        text = f"{nearest.file} comes nearest: {'; '.join(reasons)}"
         return f"{text}. It wants {' or '.join(nearest.remedies)}" if nearest.remedies else text
 
 

@@ -16,10 +16,6 @@ from zerobook.utils.units import parse_bytes, parse_rate
 
 Parsed = TypeVar("Parsed")
 
-CONTEXT_BYTES = 800_000_000
-"""Bytes of a GPU that are in use before the first tensor: CUDA's context, cuBLAS's workspace and NCCL's buffers. An
-assumption, not a measurement of this project."""
-
 
 NETWORK = 0.64
 """Share of a network's listed bandwidth that collectives get."""
@@ -59,11 +55,6 @@ class Cluster:
     @property
     def half_precision(self) -> str:
         return "bf16" if self.device.bf16 else "fp16"
-
-    @property
-    def context_bytes(self) -> int:
-        """Bytes of a GPU that are in use before the first tensor; 0 for a CPU process."""
-        return 0 if self.cpu else CONTEXT_BYTES
 
     def rate(self, name: str) -> float:
         """Return the bytes a second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
@@ -185,7 +176,8 @@ def processor() -> str:
 def nearest(memory: int) -> Device:
     """Return the device with bf16 whose memory is closest to ``memory`` bytes."""
     recent = [device for device in DEVICES.values() if device.bf16]
-    return min(recent, key=lambda device: (abs(device.memory - memory), device.name != "a100-80gb"))
+    # Cards of the same size on paper differ by some hundred megabytes.
+    return min(recent, key=lambda device: (round(abs(device.memory - memory) / 1e9), device.name != "a100-80gb"))
 
 
 def _choose_device(name: str | None, memory: int | None, problems: list[str]) -> Device:

@@ -144,10 +144,8 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
                 accumulation=accumulation,
                 gpus_per_node=sharding.ranks_per_node,
                 gathers=gathers,
-                # The allocator does not see CUDA's context.
-                context_bytes=0,
             )
-            planned["GPU memory, peak"] = peak.total
+            planned["GPU memory, peak"] = peak.allocated
             measured["GPU memory, peak"] = probe["cuda"]["allocated"]
         for name, planned_bytes in planned.items():
             figure = Figure(planned_bytes, measured[name])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zerobook.plan.gather_schedule import Gathers, follow_gathers
-from zerobook.plan.hardware import CONTEXT_BYTES
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import (
     FP32_BYTES,
@@ -20,37 +19,70 @@ from zerobook.plan.state_bytes import (
 )
 from zerobook.plan.trace import Trace
 
+CONTEXT_BYTES = 900_000_000
+"""Bytes of a GPU that the driver shows before the first tensor: CUDA's context, kernels and cuBLAS's workspace."""
+NCCL_BYTES = 260_000_000
+"""Bytes of NCCL's buffers, where there are several ranks."""
+CACHED_SHARE = 0.04
+SHARED_CACHED_SHARE = 0.17
+"""Bytes of freed blocks that torch's allocator keeps at the peak, for each byte that is allocated. Strategies that share states
+among ranks allocate buffers of many sizes, which leave gaps."""
+RANGE = (0.9, 1.22)
+SHARED_RANGE = (0.88, 1.3)
+"""10th and 90th percentile of published over planned peaks, docs/measured/plan_accuracy.md; the second of strategies that share
+states among ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
-    """Bytes of one GPU at one moment. ``buffers`` are what the libraries allocate or gather; ``other`` is the CUDA context."""
+    """Bytes of one GPU at one moment. ``buffers`` are what the libraries allocate or gather, ``cached`` what torch's allocator
+    keeps of freed blocks, and ``other`` what CUDA and NCCL hold outside of torch."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     buffers: int = 0
+    cached: int = 0
     other: int = 0
 
     @property
+    def allocated(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.other
+        return self.allocated + self.cached + self.other
 
 
 @dataclass(kw_only=True)
 class PeakMemory:
     """Bytes of one GPU at the moment of the peak, which ``when`` names, and bytes of host RAM and disk of a node.
-    ``moments`` has the total of every moment."""
+    ``moments`` has what is allocated at every moment. Of published runs like this one, a tenth needed less than ``low``, and
+    a tenth more than ``high``."""
 
     device: DeviceBytes
     when: str
     host_at_load: int
     host: int
     disk: int
+    low: int
+    high: int
     moments: dict[str, int] = field(default_factory=dict)
 
     @property
+    def allocated(self) -> int:
+        """What torch allocates: ``torch.cuda.max_memory_allocated``."""
+        return self.device.allocated
+
+    @property
+    def reserved(self) -> int:
+        """What torch's allocator takes from the driver: ``torch.cuda.max_memory_reserved``."""
+        return self.device.allocated + self.device.cached
+
+    @property
     def total(self) -> int:
+        """What the driver shows, and what has to fit the card."""
         return self.device.total
 
 
@@ -61,7 +93,7 @@ def peak_memory(
     *,
     accumulation: int,
     gpus_per_node: int,
-    context_bytes: int = CONTEXT_BYTES,
+    on_gpu: bool = True,
     gathers: Gathers | None = None,
 ) -> PeakMemory:
     """Follow a step, and the evaluation after it, through their moments and return the moment with the most memory.
@@ -69,7 +101,7 @@ def peak_memory(
     Args:
         accumulation: micro-batches of a step.
         gpus_per_node: ranks that share a node's host RAM and disk.
-        context_bytes: bytes of the device that are in use before the first tensor; 0 on a CPU.
+        on_gpu: the allocator of CUDA caches blocks, and CUDA has a context.
         gathers: what the passes of ``trace`` gather; computed where it is None.
     """
     gathers = gathers or follow_gathers(model.weights, sharding, trace.visits, accumulation)
@@ -84,7 +116,6 @@ def peak_memory(
             optimizer=states.device.optimizer,
             activations=activations,
             buffers=buffers,
-            other=context_bytes,
         )
 
     # The passes: the fullest point of the forward pass, and of the backward pass.
@@ -97,7 +128,7 @@ def peak_memory(
         name = "backward" if gradient_elements else "forward and loss"
         gradients = _gradient_bytes(model, states, sharding, gradient_elements, accumulation)
         moment = at_moment(gradients, activations, buffers[name])
-        if name not in moments or moment.total > moments[name].total:
+        if name not in moments or moment.allocated > moments[name].allocated:
             moments[name] = moment
     moments["step"] = at_moment(states.device.gradients, 0, _step_buffers(model, sharding))
     if trace.evaluation_bytes is not None:
@@ -105,14 +136,25 @@ def peak_memory(
         gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
         moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, buffers["forward and loss"])
 
-    when = max(moments, key=lambda name: moments[name].total)
+    when = max(moments, key=lambda name: moments[name].allocated)
+    device = moments[when]
+    low = high = 1.0
+    if on_gpu:
+        is_shared = sharding.stage > 0 and sharding.ranks > 1
+        cached_share = SHARED_CACHED_SHARE if is_shared else CACHED_SHARE
+        outside_torch = CONTEXT_BYTES if sharding.ranks == 1 else CONTEXT_BYTES + NCCL_BYTES
+        device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
+        low, high = SHARED_RANGE if is_shared else RANGE
     return PeakMemory(
-        device=moments[when],
+        device=device,
+        # What is counted exactly is the least.
+        low=max(int(low * device.total), device.parameters + device.gradients + device.optimizer + device.other),
+        high=int(high * device.total),
         when=when,
         host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node),
         host=(states.host.total + _host_buffers(model, states, sharding) + trace.host_bytes) * gpus_per_node,
         disk=states.disk * gpus_per_node,
-        moments={name: moment.total for name, moment in moments.items()},
+        moments={name: moment.allocated for name, moment in moments.items()},
     )
 
 

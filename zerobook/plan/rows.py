@@ -29,9 +29,6 @@ from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import Recipe
 from zerobook.utils.units import size
 
-TIGHT = 0.92
-"""Share of a GPU's memory. Above it, a plan still fits by its figures, but fragmentation may end the run."""
-
 
 @dataclass(kw_only=True)
 class Row:
@@ -53,7 +50,7 @@ class Row:
     checkpoints: int | None = 1
     time: StepSeconds | None = None
     tokens_per_step: int = 0
-    # It fits, but fragmentation may end the run.
+    # Of published runs with such a plan, some ran and some ran out of memory.
     tight: bool = False
     # The states alone exceed a GPU, so activations were not traced and there is no time.
     bare: bool = False
@@ -184,7 +181,7 @@ def _set_figures(
         trace,
         accumulation=accumulation,
         gpus_per_node=sharding.ranks_per_node,
-        context_bytes=cluster.context_bytes,
+        on_gpu=not cluster.cpu,
         gathers=gathers,
     )
     row.paper = paper_figures(
@@ -232,14 +229,16 @@ def count_checkpoints(numbers: int, config: RecipeConfig) -> tuple[int, int | No
 def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
     """Add to a row what does not fit, and what would help."""
     assert row.memory is not None and row.sharding is not None
-    gpu_excess = row.memory.total - cluster.device.memory
-    exceeds_gpu = _exceeds(row, "GPU memory", row.memory.total, cluster.device.memory)
+    capacity = cluster.device.memory
+    if row.memory.low > capacity:
+        _exceeds(row, "GPU memory", row.memory.total, capacity)
     exceeds_at_load = _exceeds(row, "host RAM while loading", row.memory.host_at_load, cluster.host_memory)
     exceeds_host = _exceeds(row, "host RAM", row.memory.host, cluster.host_memory)
     exceeds_disk = _exceeds(row, "disk", row.checkpoint + row.memory.disk, cluster.disk)
-    row.tight = row.memory.total > TIGHT * cluster.device.memory
-    if exceeds_gpu:
-        row.remedies += _gpu_remedies(row.memory, row.sharding, config, gpu_excess)
+    row.tight = row.memory.high > capacity
+    # Where the plan alone exceeds the GPU, and its range does not, the run may fit; the remedies hold all the same.
+    if row.memory.total > capacity:
+        row.remedies += _gpu_remedies(row.memory, row.sharding, config, row.memory.total - capacity)
     elif exceeds_at_load:
         # Remedies for the GPU are sharding, which helps here too.
         remedy = "more host RAM" if row.sharding.is_zero3 else "zero3, whose ranks do not load a copy each"
@@ -329,6 +328,7 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
             return (2 if row.bare else 1, float(row.memory.total), 0)
         simplicity = SIMPLEST.index(row.file) if row.file in SIMPLEST else len(SIMPLEST)
         slowdown = fastest / row.tokens_per_second if row.tokens_per_second else 1.0
-        return (0, int(math.log(slowdown, SAME_RATE)), row.tight, simplicity)
+        # What is planned to exceed the GPU, and may fit all the same, comes after what fits.
+        return (0, bool(row.remedies), int(math.log(slowdown, SAME_RATE)), row.tight, simplicity)
 
     return sorted(rows, key=sort_key)

@@ -14,7 +14,7 @@ class Device:
     """A GPU with its manufacturer's figures.
 
     Args:
-        memory: bytes.
+        memory: bytes that programs can allocate.
         flops: dense operations a second in half precision, on tensor cores.
         fp32: operations a second in fp32, without tensor cores: by default, torch does not use TF32.
         bandwidth: bytes a second of its memory.
@@ -57,12 +57,13 @@ class Device:
 
 
 def _device(
-    name: str, drivers: str, gb: int, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: float
+    name: str, drivers: str, gib: float, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: float
 ) -> Device:
-    """Return a device whose figures are in the units of data sheets: GB, 10^12 operations a second, and GB a second."""
+    """Return a device. ``gib`` is in 2^30 bytes; other figures are in the units of data sheets: 10^12 operations a second, and
+    GB a second."""
     return Device(
         name=name,
-        memory=gb * 10**9,
+        memory=int(gib * 2**30),
         flops=tflops * 1e12,
         fp32=fp32 * 1e12,
         bandwidth=gbps * 1e9,
@@ -74,7 +75,12 @@ def _device(
 
 
 # From the vendors' data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both
-# directions together; the rates here are for one direction. Rates that the sheets give with sparsity are halved.
+# directions together; the rates here are for one direction. Rates that the sheets give with sparsity are halved. GiB are what
+# programs can allocate: the sheets' GB are 2^30 bytes, less what the driver keeps and error correction takes. The figures are
+# those of torch's errors of memory in public issues, such as "total capacity of 39.50 GiB" (A100 40 GB, TianheWu/CoSeR#10),
+# 79.15 to 79.35 (A100 80 GB, OSU-NLP-Group/TableLlama#10), 79.10 (H100, pytorch/torchtitan#1789), 31.74 (V100,
+# liucongg/ChatGLM-Finetuning#73), 44.42 (L40S, stepfun-ai/Step-Video-T2V#8), 44.40 (L40, QwenLM/Qwen3-VL#2097), 23.64 (RTX
+# 4090, 3DTopia/Phidias-Diffusion#8), 178.35 (B200, pytorch/ao#4002).
 _OLD = {"bf16": False, "fused": False, "product_share": 0.42, "attention_share": 0.3}
 _HOPPER = {"product_share": 0.7, "attention_share": 0.3}
 _GEFORCE = {"product_share": 0.95, "attention_share": 0.6, "peer_to_peer": False}
@@ -87,45 +93,45 @@ and an H100 ("MI300X vs H100 vs H200 Benchmark Part 1: Training", 22 December 20
 DEVICES = {
     device.name: device
     for device in (
-        #       name, the driver's names, GB, half, fp32 (10^12 operations/s), memory, PCIe, NVLink (GB/s)
-        _device("v100-16gb", "Tesla V100-SXM2-16GB", 16, 125, 15.7, 900, 16, 150, **_OLD),
-        _device("v100-32gb", "Tesla V100-SXM2-32GB; Tesla V100-SXM3-32GB", 32, 125, 15.7, 900, 16, 150, **_OLD),
-        _device("v100-16gb-pcie", "Tesla V100-PCIE-16GB", 16, 112, 14, 900, 16, **_OLD),
-        _device("v100-32gb-pcie", "Tesla V100-PCIE-32GB", 32, 112, 14, 900, 16, **_OLD),
-        _device("titan-rtx", "TITAN RTX", 24, 130, 16.3, 672, 16, **_OLD),
-        _device("t4", "Tesla T4", 16, 65, 8.1, 320, 16, **_OLD),
-        _device("rtx-3090", "GeForce RTX 3090", 24, 71, 35.6, 936, 32, **_GEFORCE),
-        _device("rtx-4090", "GeForce RTX 4090", 24, 165, 82.6, 1008, 32, **_GEFORCE),
-        _device("rtx-5090", "GeForce RTX 5090", 32, 209.5, 104.8, 1792, 64, **_GEFORCE),
-        _device("rtx-5080", "GeForce RTX 5080", 16, 112.6, 56.3, 960, 64, **_GEFORCE),
-        _device("rtx-5070-ti", "GeForce RTX 5070 Ti", 16, 87.9, 43.9, 896, 64, **_GEFORCE),
-        _device("a10", "A10", 24, 125, 31.2, 600, 32),
-        _device("a10g", "A10G", 24, 70, 35, 600, 32),
-        _device("a30", "A30", 24, 165, 10.3, 933, 32),
-        _device("l4", "L4", 24, 121, 30.3, 300, 32, **_ADA),
-        _device("a40", "A40", 48, 150, 37.4, 696, 32),
-        _device("a6000", "RTX A6000", 48, 155, 38.7, 768, 32),
-        _device("rtx-6000-ada", "RTX 6000 Ada Generation", 48, 364, 91.1, 960, 32, **_ADA),
-        _device("l40", "L40", 48, 181, 90.5, 864, 32, **_ADA),
-        _device("l40s", "L40S", 48, 362, 91.6, 864, 32, **_ADA),
-        _device("a100-40gb", "A100-SXM4-40GB", 40, 312, 19.5, 1555, 32, 300),
-        _device("a100-40gb-pcie", "A100-PCIE-40GB", 40, 312, 19.5, 1555, 32),
-        _device("a100-80gb", "A100-SXM4-80GB", 80, 312, 19.5, 2039, 32, 300),
-        _device("a100-80gb-pcie", "A100 80GB PCIe; A100-PCIE-80GB", 80, 312, 19.5, 1935, 32),
-        _device("a800-80gb", "A800-SXM4-80GB", 80, 312, 19.5, 2039, 32, 200),
-        _device("a800-80gb-pcie", "A800 80GB PCIe", 80, 312, 19.5, 1935, 32),
-        _device("h100-80gb", "H100 80GB HBM3", 80, 989, 67, 3350, 64, 450, **_HOPPER),
-        _device("h100-80gb-pcie", "H100 PCIe", 80, 756, 51, 2000, 64, **_HOPPER),
-        _device("h100-nvl", "H100 NVL", 94, 835, 60, 3900, 64, **_HOPPER),
-        _device("h800", "H800", 80, 989, 67, 3350, 64, 200, **_HOPPER),
-        _device("gh200", "GH200 480GB", 96, 989, 67, 4000, 64, **_HOPPER),
-        _device("h20", "H20", 96, 148, 44, 4000, 64, 450, **_HOPPER),
-        _device("rtx-pro-6000", "RTX PRO 6000 Blackwell Workstation Edition", 96, 503.8, 125, 1792, 64, **_ADA),
-        _device("h200", "H200", 141, 989, 67, 4800, 64, 450, **_HOPPER),
-        _device("h200-nvl", "H200 NVL", 141, 835, 60, 4800, 64, **_HOPPER),
-        _device("b200", "B200", 180, 2250, 75, 8000, 64, 900, **_BLACKWELL),
-        _device("b300", "B300 SXM6 AC", 270, 2250, 75, 8000, 64, 900, **_BLACKWELL),
-        _device("mi300x", "AMD Instinct MI300X", 192, 1307, 163.4, 5300, 64, 448, **_CDNA),
+        #       name, the driver's names, GiB, half, fp32 (10^12 operations/s), memory, PCIe, NVLink (GB/s)
+        _device("v100-16gb", "Tesla V100-SXM2-16GB", 15.77, 125, 15.7, 900, 16, 150, **_OLD),
+        _device("v100-32gb", "Tesla V100-SXM2-32GB; Tesla V100-SXM3-32GB", 31.74, 125, 15.7, 900, 16, 150, **_OLD),
+        _device("v100-16gb-pcie", "Tesla V100-PCIE-16GB", 15.77, 112, 14, 900, 16, **_OLD),
+        _device("v100-32gb-pcie", "Tesla V100-PCIE-32GB", 31.74, 112, 14, 900, 16, **_OLD),
+        _device("titan-rtx", "TITAN RTX", 23.64, 130, 16.3, 672, 16, **_OLD),
+        _device("t4", "Tesla T4", 14.75, 65, 8.1, 320, 16, **_OLD),
+        _device("rtx-3090", "GeForce RTX 3090", 23.69, 71, 35.6, 936, 32, **_GEFORCE),
+        _device("rtx-4090", "GeForce RTX 4090", 23.64, 165, 82.6, 1008, 32, **_GEFORCE),
+        _device("rtx-5090", "GeForce RTX 5090", 31.36, 209.5, 104.8, 1792, 64, **_GEFORCE),
+        _device("rtx-5080", "GeForce RTX 5080", 15.47, 112.6, 56.3, 960, 64, **_GEFORCE),
+        _device("rtx-5070-ti", "GeForce RTX 5070 Ti", 15.47, 87.9, 43.9, 896, 64, **_GEFORCE),
+        _device("a10", "A10", 22.06, 125, 31.2, 600, 32),
+        _device("a10g", "A10G", 22.19, 70, 35, 600, 32),
+        _device("a30", "A30", 23.50, 165, 10.3, 933, 32),
+        _device("l4", "L4", 22.16, 121, 30.3, 300, 32, **_ADA),
+        _device("a40", "A40", 44.43, 150, 37.4, 696, 32),
+        _device("a6000", "RTX A6000", 47.54, 155, 38.7, 768, 32),
+        _device("rtx-6000-ada", "RTX 6000 Ada Generation", 47.50, 364, 91.1, 960, 32, **_ADA),
+        _device("l40", "L40", 44.40, 181, 90.5, 864, 32, **_ADA),
+        _device("l40s", "L40S", 44.42, 362, 91.6, 864, 32, **_ADA),
+        _device("a100-40gb", "A100-SXM4-40GB", 39.50, 312, 19.5, 1555, 32, 300),
+        _device("a100-40gb-pcie", "A100-PCIE-40GB", 39.50, 312, 19.5, 1555, 32),
+        _device("a100-80gb", "A100-SXM4-80GB", 79.15, 312, 19.5, 2039, 32, 300),
+        _device("a100-80gb-pcie", "A100 80GB PCIe; A100-PCIE-80GB", 79.15, 312, 19.5, 1935, 32),
+        _device("a800-80gb", "A800-SXM4-80GB", 79.15, 312, 19.5, 2039, 32, 200),
+        _device("a800-80gb-pcie", "A800 80GB PCIe", 79.15, 312, 19.5, 1935, 32),
+        _device("h100-80gb", "H100 80GB HBM3", 79.10, 989, 67, 3350, 64, 450, **_HOPPER),
+        _device("h100-80gb-pcie", "H100 PCIe", 79.10, 756, 51, 2000, 64, **_HOPPER),
+        _device("h100-nvl", "H100 NVL", 93.10, 835, 60, 3900, 64, **_HOPPER),
+        _device("h800", "H800", 79.10, 989, 67, 3350, 64, 200, **_HOPPER),
+        _device("gh200", "GH200 480GB", 94.50, 989, 67, 4000, 64, **_HOPPER),
+        _device("h20", "H20", 95.00, 148, 44, 4000, 64, 450, **_HOPPER),
+        _device("rtx-pro-6000", "RTX PRO 6000 Blackwell Workstation Edition", 94.97, 503.8, 125, 1792, 64, **_ADA),
+        _device("h200", "H200", 139.72, 989, 67, 4800, 64, 450, **_HOPPER),
+        _device("h200-nvl", "H200 NVL", 139.72, 835, 60, 4800, 64, **_HOPPER),
+        _device("b200", "B200", 178.35, 2250, 75, 8000, 64, 900, **_BLACKWELL),
+        _device("b300", "B300 SXM6 AC", 267.70, 2250, 75, 8000, 64, 900, **_BLACKWELL),
+        _device("mi300x", "AMD Instinct MI300X", 191.98, 1307, 163.4, 5300, 64, 448, **_CDNA),
     )
 }
 _SLICES = {"a30": 4}

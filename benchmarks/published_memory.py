@@ -1,0 +1,325 @@
+"""Compare planned peaks of memory with published runs, for docs/measured/plan_accuracy.md.
+
+usage: published_memory.py [--only TEXT] [--cache FOLDER]
+
+Each row of ``benchmarks/published_runs.jsonl`` that names a peak, or says whether a run fitted its GPU, is planned as it ran.
+Programs print different counters: what torch allocated, what its allocator reserved, or what the driver shows. Each is compared
+with the planned figure of that counter. A trace is kept in ``--cache`` until the planner's code changes, so a run that was
+stopped continues where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.published_runs import (  # noqa: E402
+    PAGE,
+    RUNS,
+    STRATEGY_FILES,
+    WIDE_MISS,
+    PublishedRun,
+    UnplannedRunError,
+    _percent,
+    _quantiles,
+    _table,
+    spread,
+)
+from zerobook.errors import ConfigError  # noqa: E402
+from zerobook.plan import job as job_module  # noqa: E402
+from zerobook.plan import repetition  # noqa: E402
+from zerobook.plan import trace as trace_module  # noqa: E402
+from zerobook.plan.job import Job  # noqa: E402
+from zerobook.plan.memory import PeakMemory, peak_memory  # noqa: E402
+from zerobook.plan.rows import launch_plan  # noqa: E402
+from zerobook.plan.sharding import ShardingSpec, sharding_spec  # noqa: E402
+from zerobook.plan.state_bytes import ModelWeights, Weight  # noqa: E402
+from zerobook.plan.trace import TimelinePoint, Trace  # noqa: E402
+from zerobook.plan.traced_job import trace_job  # noqa: E402
+from zerobook.utils.versions import versions  # noqa: E402
+
+CACHE = Path(tempfile.gettempdir()) / "zerobook_published_memory"
+
+
+@dataclass(frozen=True)
+class MemoryComparison:
+    """A run with its planned peak. ``published`` are bytes of ``counter``; None where only ``ran`` is known."""
+
+    run: PublishedRun
+    memory: PeakMemory
+    capacity: int
+    counter: str
+    published: float | None
+    ran: bool
+
+    @property
+    def planned(self) -> int:
+        """Planned bytes of the counter that was published."""
+        return {"allocated": self.memory.allocated, "reserved": self.memory.reserved, "driver": self.memory.total}[self.counter]
+
+    @property
+    def ratio(self) -> float:
+        assert self.published is not None
+        return self.planned / self.published
+
+    @property
+    def error(self) -> float:
+        return abs(self.ratio - 1)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits its GPU by its range: yes, tight or no."""
+        if self.memory.low > self.capacity:
+            return "no"
+        return "tight" if self.memory.high > self.capacity else "yes"
+
+
+def read_memory_runs(file: Path = RUNS) -> list[PublishedRun]:
+    """Return the runs that have a peak, or of which it is known whether they fitted."""
+    runs = []
+    for line in file.read_text().splitlines():
+        run = PublishedRun(json.loads(line))
+        measured = run.facts["measured"]
+        if "peak_gb" in measured or "peak_gib" in measured or "fits" in measured:
+            runs.append(run)
+    # The quickest to trace first.
+    return sorted(runs, key=lambda run: (run.facts["seq_len"] > 65536, run.facts["params_b"]))
+
+
+def published_bytes(run: PublishedRun) -> float | None:
+    """Return the published peak of one GPU."""
+    measured = run.facts["measured"]
+    if "peak_gib" in measured:
+        return measured["peak_gib"] * 2**30
+    return measured["peak_gb"] * 1e9 if "peak_gb" in measured else None
+
+
+def read_counter(run: PublishedRun) -> str:
+    """Return what a run's peak counts: ``allocated``, ``reserved`` or ``driver``."""
+    counter = run.facts["measured"].get("counter", "driver")
+    for name in ("allocated", "reserved"):
+        if name in counter:
+            return name
+    return "driver"
+
+
+class MemoryPlanner:
+    """Plans the memory of runs. Traces are kept in a folder."""
+
+    def __init__(self, cache: Path = CACHE):
+        self._cache = cache
+        code = [Path(module.__file__ or "").read_bytes() for module in (trace_module, job_module, repetition)]
+        self._code = hashlib.sha256(b"".join(code) + repr(versions()).encode()).hexdigest()
+
+    def compare(self, run: PublishedRun) -> MemoryComparison:
+        """Plan one run.
+
+        Raises:
+            UnplannedRunError: no recipe or strategy file does what it did.
+        """
+        facts = run.facts
+        if facts["plannable"].startswith("no"):
+            raise UnplannedRunError(facts["plannable"].removeprefix("no: "))
+        # Compiled layers and operations that are recomputed selectively exclude each other here, and not in other programs.
+        if facts["compile"]:
+            run = PublishedRun(facts | {"compile": False})
+        where = run.cluster()
+        strategy = facts["strategy"]
+        file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
+        with tempfile.TemporaryDirectory() as folder:
+            job, sources = run.make_job(Path(folder))
+            plan = launch_plan(file, where, job.config, sources)
+            if plan.problems:
+                raise UnplannedRunError(plan.problems[0])
+            sharding = sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size))
+            model = job.weights()
+            trace = self._trace(run, job, sharding)
+        sharding = replace(sharding, **facts.get("deepspeed_elements", {}))
+        in_half = facts["trained_weights"].startswith("bf16")
+        model, sharding, trace = _keep_dtype(model, sharding, trace, in_half)
+        memory = peak_memory(
+            model,
+            sharding,
+            trace,
+            accumulation=job.config.accumulation_on(plan.data_parallel_size),
+            gpus_per_node=sharding.ranks_per_node,
+        )
+        ran = facts["measured"].get("fits", True)
+        return MemoryComparison(run, memory, where.device.memory, read_counter(run), published_bytes(run), ran)
+
+    def _trace(self, run: PublishedRun, job: Job, sharding: ShardingSpec) -> Trace:
+        """Return the timeline of a micro-batch's activations."""
+        cast = sharding.cast
+        autocast = sharding.autocast
+        # Programs that keep all weights in half precision use no autocast.
+        if run.facts["trained_weights"].startswith("bf16") and sharding.precision != "no":
+            cast = "bf16"
+            autocast = "no"
+        settings = job.config.model_dump_json(exclude={"model_name_or_path", "gradient_accumulation_steps"})
+        config = job.model_config.to_json_string(use_diff=False)
+        key = f"{self._code} {settings} {config} {cast} {autocast} {job.whole_logits}"
+        file = self._cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+        if not file.exists():
+            trace = trace_job(job, cast, autocast, "cuda")
+            self._cache.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"timeline": trace.timeline, "host_bytes": trace.host_bytes}))
+        facts = json.loads(file.read_text())
+        return Trace(0, [TimelinePoint(*point) for point in facts["timeline"]], host_bytes=facts["host_bytes"])
+
+
+def _keep_dtype(
+    model: ModelWeights, sharding: ShardingSpec, trace: Trace, in_half: bool
+) -> tuple[ModelWeights, ShardingSpec, Trace]:
+    """Return what has the bytes of a program that keeps trained weights, gradients and moments in two bytes each.
+
+    The planner counts four bytes for a number of each, so half as many numbers have these bytes.
+
+    Args:
+        in_half: all trained weights are kept in two bytes; otherwise those that were loaded so.
+    """
+    sharding_in_half = replace(sharding, precision="no") if in_half and sharding.kind != "deepspeed" else sharding
+
+    def shrink(weight: Weight) -> Weight:
+        if not weight.trained or (not in_half and weight.element_bytes == 4):
+            return weight
+        first, *others = weight.shape
+        return replace(weight, shape=(-(-first // 2), *others), element_bytes=4)
+
+    weights = [shrink(weight) for weight in model.weights]
+    shrunk = dict(zip((weight.name for weight in model.weights), weights, strict=True))
+    groups = [[shrunk[weight.name] for weight in group] for group in model.groups]
+    result = ModelWeights(weights, groups)
+    share = result.trained_elements / max(model.trained_elements, 1)
+    timeline = [TimelinePoint(int(point.gradient_elements * share), point.activation_bytes) for point in trace.timeline]
+    return result, sharding_in_half, replace(trace, timeline=timeline)
+
+
+INTRODUCTION = """
+Each run that names its peak, or says whether it fitted, is planned as it ran, and compared with the planned figure of the
+counter that it printed: `allocated`, `reserved`, or `driver`. Where a source does not name its counter, the row says which one
+is assumed. Errors are |planned / published - 1|: median / 90th percentile; the ratio is planned over published in the median.
+None of these runs ran here. The planner's shares and sizes are not fitted to single sources, so none is left out in turn.
+"""
+GROUPS: dict[str, Callable[[MemoryComparison], str]] = {
+    "source": lambda comparison: comparison.run.source,
+    "counter": lambda comparison: comparison.counter,
+    "GPU": lambda comparison: comparison.run.facts["plan_gpu"],
+    "strategy": lambda comparison: comparison.run.facts["strategy"],
+    "method": lambda comparison: comparison.run.facts["method"]["kind"],
+}
+"""Heading -> what runs are grouped by."""
+VERDICTS = ("yes", "tight", "no")
+
+
+def memory_section(comparisons: Sequence[MemoryComparison], unplanned: Sequence[tuple[PublishedRun, str]]) -> str:
+    """Return the page's section about memory as Markdown."""
+    with_peak = [comparison for comparison in comparisons if comparison.published is not None]
+    lines = ["## Memory", "", *INTRODUCTION.strip().splitlines(), ""]
+    overall = [["sources weighted alike", str(len(with_peak)), _percent(spread(with_peak)), _ratio(with_peak)]]
+    lines += _table(["", "runs", "error", "ratio"], overall)
+    for heading, group_of in GROUPS.items():
+        groups = defaultdict(list)
+        for comparison in with_peak:
+            groups[group_of(comparison)].append(comparison)
+        rows = []
+        for name, members in sorted(groups.items()):
+            errors = _quantiles([member.error for member in members])
+            rows.append([name, str(len(members)), _percent(errors), _ratio(members)])
+        lines += _table([heading, "runs", "error", "ratio"], rows)
+
+    lines += [
+        "### Does it fit?",
+        "",
+        "By the range of the plan, see [the guide](../guides/plan.md#where-the-figures-come-from).",
+        "",
+    ]
+    rows = []
+    for name, ran in (("ran", True), ("ran out of memory", False)):
+        of_kind = [comparison.verdict for comparison in comparisons if comparison.ran is ran]
+        rows.append([name, *(str(of_kind.count(verdict)) for verdict in VERDICTS)])
+    lines += _table(["run", *(f"planned {verdict}" for verdict in VERDICTS)], rows)
+
+    lines += [f"### Peaks more than {WIDE_MISS:.0%} off", ""]
+    rows = []
+    for miss in sorted(with_peak, key=lambda comparison: -comparison.error):
+        if miss.error <= WIDE_MISS:
+            continue
+        facts = miss.run.facts
+        what = f"{facts['model']}, {facts['method']['kind']}, {facts['seq_len']} x {facts['micro_batch']}"
+        where = f"{facts['nodes']} x {facts['gpus_per_node']} {facts['plan_gpu']}, {facts['strategy']}"
+        published = f"{miss.published / 1e9:.1f}" if miss.published is not None else ""
+        figures = published, f"{miss.planned / 1e9:.1f}", f"{miss.ratio:.2f}"
+        rows.append([facts["id"], what, where, *figures, miss.counter, _cause(facts)])
+    lines += _table(["run", "training", "GPUs", "published, GB", "planned, GB", "ratio", "counter", "probable cause"], rows)
+    lines += ["### Peaks that were not planned", ""]
+    lines += _table(["run", "reason"], [[run.facts["id"], reason] for run, reason in unplanned])
+    return "\n".join(lines)
+
+
+def _cause(facts: dict[str, Any]) -> str:
+    """Return the probable cause of a large distance; "not known" where there is none."""
+    if facts["attention"].startswith("megatron"):
+        return "Megatron-DeepSpeed of 2021; what it holds beside the states is not known"
+    if facts["method"].get("quant") == "gptq-int4":
+        return "base: GPTQ, planned as NF4"
+    if facts["plannable"] != "yes":
+        return facts["plannable"].removeprefix("approx: ")
+    return "not known"
+
+
+def _ratio(comparisons: Sequence[MemoryComparison]) -> str:
+    return f"{statistics.median(comparison.ratio for comparison in comparisons):.2f}"
+
+
+def append_section(page: Path, comparisons: Sequence[MemoryComparison], unplanned: Sequence[tuple[PublishedRun, str]]) -> None:
+    """Put the section at the end of the page, in place of an earlier one."""
+    text = page.read_text() if page.exists() else ""
+    before = text.partition("\n## Memory\n")[0].rstrip("\n")
+    page.write_text(f"{before}\n\n{memory_section(comparisons, unplanned)}")
+
+
+def compare_all(planner: MemoryPlanner, only: str = "") -> tuple[list[MemoryComparison], list[tuple[PublishedRun, str]]]:
+    """Plan the runs whose id contains ``only``. Return the comparisons, and the runs that cannot be planned with the reason."""
+    comparisons = []
+    unplanned = []
+    for run in read_memory_runs():
+        if only not in run.facts["id"]:
+            continue
+        try:
+            comparison = planner.compare(run)
+        except (UnplannedRunError, ConfigError) as error:
+            unplanned.append((run, str(error)))
+            continue
+        comparisons.append(comparison)
+        ratio = "" if comparison.published is None else f"{comparison.ratio:.2f}"
+        print(f"{run.facts['id']:<24} {comparison.verdict:<6} {ratio}", flush=True)
+    return comparisons, unplanned
+
+
+def main() -> None:
+    """Plan the runs, and write the section into the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="runs whose id contains this; the page is left as it is")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="the folder in which traces are kept")
+    flags = parser.parse_args()
+    comparisons, unplanned = compare_all(MemoryPlanner(flags.cache), flags.only)
+    if not flags.only:
+        append_section(PAGE, comparisons, unplanned)
+    with_peak = [comparison for comparison in comparisons if comparison.published is not None]
+    print(f"sources weighted alike: {_percent(spread(with_peak))}")
+
+
+if __name__ == "__main__":
+    main()
