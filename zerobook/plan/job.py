@@ -41,6 +41,7 @@ from zerobook.utils.dtypes import HALF, compute_dtype
 from zerobook.utils.library_messages import hush
 from zerobook.utils.model_config import auto_class
 from zerobook.utils.reading import read_json
+from zerobook.utils.replaced import replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -181,7 +182,9 @@ class Job:
             _quantise(model, base_format, compute_dtype(precision))
         if self.config.new_tokens:
             grow_embeddings(model, model.get_input_embeddings().num_embeddings + len(self.config.new_tokens))
-        model = self.recipe.adapt(model)
+        # peft imports bitsandbytes, which compiles kernels for the CPU: that loads torch's compiler, and a plan runs no kernel.
+        with replaced(torch, "compile", lambda function, **_: function):
+            model = self.recipe.adapt(model)
         if not self.whole_logits:
             head.install(model)
         # Trained weights are fp32, whatever dtype the model is loaded in.
