@@ -127,11 +127,13 @@ class RecipeFile:
 
     def figures(self, row: Any) -> str:
         """Return the header's line ``Plan`` for a planned row."""
-        assert row.fits and not row.tight, f"{self.name}: {row.problems or row.over or 'it is tight'}"
+        assert row.fits, f"{self.name}: {row.problems or row.over}"
         steps, where = self.steps(self.read()[0]), self.hardware
         hours = steps * row.time.step / 3600
         price = hours * where.ranks * PRICES[where.device.name]
-        memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
+        # Of like runs, a tenth need more than the GPU has.
+        tight = " (tight)" if row.tight else ""
+        memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB{tight} a GPU"
         return f"{memory}; {steps:,} steps of {row.time.step:.1f} s: {duration(hours)}, ${price:,.2f}"
 
     def write(self, figures: str) -> None:
