@@ -480,7 +480,7 @@ they are fitted to the runs of all others, from engineering values that none of 
 that is what to expect of a program and a cluster that are not among them. Where a program computes otherwise than ours, its
 runs are planned so, and their caveats say it: Triton's attention kernel, GPTQ, Megatron's softmax, an optimizer that is not
 fused, a network whose rate its own benchmark measured.
-Memory is not compared yet.
+Memory follows below.
 """
 
 
