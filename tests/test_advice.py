@@ -128,3 +128,14 @@ def test_activations_in_host_memory_cross_pcie_which_takes_time():
     offloaded = rows_of("causal_lm", WIDE, where, ("zero2",), **flags, activation_checkpointing="offload")["zero2"]
     assert offloaded.memory.host > recomputed.memory.host == 0
     assert offloaded.time.offload > recomputed.time.offload == 0
+
+
+def test_a_run_with_room_is_recommended_and_a_faster_one_that_is_tight_is_named():
+    flags = {"optimizer": "adamw", "block_size": 256, "per_device_train_batch_size": 1}
+    planned = {"mixed_precision": "bf16", "activation_checkpointing": "offload", "per_device_eval_batch_size": 1}
+    roomy = rows_of("causal_lm", WIDE, cluster(gpu="a100-80gb"), ("single",), **planned, **flags)["single"]
+    where = cluster(gpu_memory=f"{int(roomy.memory.total / 0.95)}B")
+    _, advice = ask("causal_lm", WIDE, where, flags)
+    assert advice.best is not None and advice.best.row.offloads and not advice.best.row.tight
+    assert advice.second is not None and advice.second.row.file == "single" and advice.second.row.tight
+    assert "tight" in dict(advice.describe(where))["second best"]

@@ -261,7 +261,7 @@ class _Search:
         self.misfits: list[Row] = []
 
     def run(self) -> list[Candidate]:
-        """Return the fastest candidate of each strategy that fits, the best first. Tight ones count where no other fits.
+        """Return the fastest candidate of each strategy that fits, the best first; those that are tight stand last.
 
         Raises:
             ConfigError: the method does not suit the model.
@@ -285,12 +285,13 @@ class _Search:
                 self.roomy = exact + [run for run in approximate if run.row.tokens_per_second > SAME_RATE * fastest]
         # Settings that were planned later need less memory, and have to be faster by more than the rates are exact.
         best: dict[tuple[str, str], Candidate] = {}
-        for candidate in self.roomy or self.tight:
+        for candidate in [*self.roomy, *self.tight]:
             key = (candidate.row.file, candidate.config.optimizer)
-            if key not in best or candidate.row.tokens_per_second > SAME_RATE * best[key].row.tokens_per_second:
+            is_faster = key in best and candidate.row.tokens_per_second > SAME_RATE * best[key].row.tokens_per_second
+            if key not in best or (is_faster and not candidate.row.tight):
                 best[key] = candidate
         order = [id(row) for row in rank_rows([candidate.row for candidate in best.values()])]
-        return sorted(best.values(), key=lambda candidate: order.index(id(candidate.row)))
+        return sorted(best.values(), key=lambda candidate: (candidate.row.tight, order.index(id(candidate.row))))
 
     def _plan_strategies(self, files: list[Path], more_settings: dict[str, Any]) -> None:
         """Plan the strategies with one setting after another, the fastest settings first.
@@ -435,6 +436,7 @@ def advise(request: Request, cluster: Cluster) -> Advice:
     if not firsts:
         return Advice(None, None, None, shortfalls)
     best = firsts[0]
-    second = ranked[best.method][1] if len(ranked[best.method]) > 1 else None
+    # It may be faster, where it is tight.
+    second = max(ranked[best.method][1:], key=lambda run: run.row.tokens_per_second, default=None)
     alternatives = [candidate for candidate in on_gpu if candidate is not best]
     return Advice(best, second, alternatives[0] if alternatives else None, shortfalls)
