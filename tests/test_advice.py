@@ -66,7 +66,7 @@ EXPECTED = {
     "Qwen3-8B, LoRA, 24 GB": ("lora", False),
     "Llama-3.1-70B on 2 x 8 A100": ("full", True),
     "Falcon-40B, QLoRA, 48 GB": ("qlora", False),
-    "Llama-2-7B on 4 A100 of 40 GB": ("full", False),
+    "Llama-2-7B on 4 A100 of 40 GB": ("full", True),
     "Mixtral, LoRA, 8 H100": ("lora", False),
     "BlenderBot, 2 of 24 GB": ("full", False),
     "8B at 131k tokens": ("full", False),
