@@ -10,7 +10,8 @@
 #   10.0.0.2 slots=8
 #
 # Variables: PORT (default 29500) must be free on the first host. SSH (default ssh) is the remote shell with its options.
-# Ctrl-C, or the end of one host's launcher with an error, ends all of them.
+# Ctrl-C: the run saves a checkpoint and ends; a second one ends it at once. The end of one host's launcher with an error ends all
+# of them.
 # Status: tested with a simulated ssh; not run on real hosts.
 set -euo pipefail
 
@@ -48,11 +49,21 @@ if ((${#hosts[@]} == 0)); then
   exit 2
 fi
 
-launchers=()
+launchers=() terminals=() interrupted=no
 stop() {
   kill "${launchers[@]}" 2>/dev/null || true
 }
-trap 'stop; exit 130' INT TERM
+trap 'stop; exit 143' TERM
+# shellcheck disable=SC2317 # called by the trap
+interrupt() {
+  interrupted=yes
+  # Ctrl-C in the remote terminals. A host that has ended already reads nothing.
+  for terminal in "${terminals[@]}"; do
+    (trap '' PIPE && printf '\003' >&"$terminal") 2>/dev/null || true
+  done
+}
+trap interrupt INT
+pipes=$(mktemp -d)
 
 for number in "${!hosts[@]}"; do
   words=(
@@ -60,15 +71,33 @@ for number in "${!hosts[@]}"; do
     --machine_rank "$number" --main_process_ip "${hosts[0]}" --main_process_port "${PORT:-29500}"
     "$recipe" --config "$config" --resume_from_checkpoint auto "$@"
   )
-  # -tt: the remote launcher ends with this connection
-  "${remote[@]}" -tt "${hosts[$number]}" "cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $(printf '%q ' "${words[@]}")" \
-    </dev/null > >(sed -u "s/^/${hosts[$number]}: /") 2>&1 &
+  mkfifo "$pipes/$number"
+  command="cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $(printf '%q ' "${words[@]}")"
+  # -tt: the remote launcher has a terminal, and ends with this connection. Ctrl-C is for the launcher, not for the connection.
+  (trap '' INT && exec "${remote[@]}" -tt "${hosts[$number]}" "$command") \
+    <"$pipes/$number" > >(trap '' INT && exec sed -u "s/^/${hosts[$number]}: /") 2>&1 &
   launchers+=($!)
+  exec {terminal}>"$pipes/$number"
+  terminals+=("$terminal")
 done
+rm -r "$pipes"
 
 code=0
-for _ in "${launchers[@]}"; do
-  wait -n "${launchers[@]}" || { code=$?; stop; break; }
+while ((${#launchers[@]})); do
+  sleep 0.5 || true # Ctrl-C ends it
+  for number in "${!launchers[@]}"; do
+    if kill -0 "${launchers[$number]}" 2>/dev/null; then
+      continue
+    fi
+    ended=0
+    wait "${launchers[$number]}" || ended=$?
+    unset "launchers[$number]"
+    # The others would wait for a host that has failed. After Ctrl-C, they may still save.
+    if [[ $ended != 0 && $code == 0 ]]; then
+      code=$ended
+      [[ $interrupted == yes ]] || stop
+    fi
+  done
 done
-wait
+wait # for the output
 exit "$code"

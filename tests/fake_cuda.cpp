@@ -1,6 +1,7 @@
 // A CUDA without devices, for tensors without contents: every device, stream and event is there, and does nothing.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace {
 
@@ -23,17 +24,32 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 };
 
 Guard guard;
-c10::impl::DeviceGuardImplRegistrar registrar(kType, &guard);
 
 struct Hooks : public at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}
   bool isBuilt() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return false; }
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
+};
+
+// DDP measures a step by events of CUDA.
+struct Timer : public c10d::Timer {
+  explicit Timer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
 
 }  // namespace
 
+// torch for CUDA registers its own later, with a lower priority.
 namespace at {
 using CUDAHooks = Hooks;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(TimerRegistry, kType, c10::REGISTRY_PREFERRED, ::Timer)
+}  // namespace c10d
+
+// To be called after torch for CUDA has been loaded, whose guard it replaces.
+extern "C" void register_guard() { c10::impl::DeviceGuardImplRegistrar(kType, &guard); }

@@ -4,7 +4,8 @@
 
 CASE is STRATEGY:RECIPE:PRECISION, such as ``fsdp:causal_lm:bf16``. For each, RESULT has the tensors that were not on the GPU,
 the collectives with the dtypes that they sent, and the dtypes of matrix products. LIBRARY is made of fake_cuda.cpp: torch for
-CPUs has no streams and events of CUDA, and this one's do nothing. It changes the whole process, so this file is a program.
+CPUs has no streams and events of CUDA, torch for CUDA has those of a GPU, and this one's do nothing. It changes the whole
+process, so this file is a program.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from unittest import mock
 
 if __name__ == "__main__":
     # Before torch, which looks for CUDA once.
-    ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+    LIBRARY = ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
 
 import peft  # noqa: F401  # it looks for GPUs when it is imported, so before any is pretended
 import torch
@@ -204,6 +205,7 @@ def take_step(name: str, recipe: str, precision: str) -> Watch:
 
 def main() -> None:
     _, _, result, *cases = sys.argv
+    LIBRARY.register_guard()
     seen = {}
     for case in cases:
         try:

@@ -224,6 +224,54 @@ def test_a_host_that_fails_ends_the_others(tmp_path, stubs):
     assert done.returncode == 9 and time.monotonic() - begun < 30
 
 
+TERMINAL = f"""#!{sys.executable}
+import os, pty, select, sys
+host, command = sys.argv[2:4]
+child, terminal = pty.fork()
+if child == 0:
+    os.execvp("bash", ["bash", "-c", "HOST_NAME=" + host + "; export HOST_NAME; " + command])
+watched = [0, terminal]
+while True:
+    for file in select.select(watched, [], [])[0]:
+        try:
+            data = os.read(file, 4096)
+        except OSError:  # the terminal's last process has ended
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if not data:
+            watched.remove(file)
+        os.write(1 if file == terminal else terminal, data)
+"""
+"""ssh -tt: the command has a terminal, to which what is typed goes."""
+SAVES = f"""#!{sys.executable}
+import os, signal, sys, time
+host = os.environ["HOST_NAME"]
+def save(*_):
+    time.sleep(0 if host == "10.0.0.1" else 2)
+    print("saved", flush=True)
+    sys.exit(130)
+signal.signal(signal.SIGINT, save)
+open(os.environ["RECORD"] + "/ready-" + host, "w").close()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_reaches_the_launchers_of_all_hosts_and_each_has_time_to_save(tmp_path, stubs):
+    file = tmp_path / "hostfile"
+    file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
+    folder = Path(stubs["PATH"].split(":")[0])
+    (folder / "ssh").write_text(TERMINAL)
+    (folder / "zerobook").write_text(SAVES)
+    line = ["bash", SSH, file, *JOB]
+    with subprocess.Popen(line, cwd=ROOT, env=stubs, stdout=subprocess.PIPE, text=True, start_new_session=True) as script:
+        wait_for([tmp_path / f"ready-10.0.0.{number}" for number in (1, 2)])
+        # A terminal sends it to all processes in its foreground.
+        os.killpg(script.pid, signal.SIGINT)
+        printed, _ = script.communicate(timeout=40)
+    assert script.returncode == 130
+    for number in (1, 2):
+        assert f"10.0.0.{number}: saved" in printed.replace("^C", "")
+
+
 @pytest.mark.parametrize("content, why", [
     ("", "no hosts"), ("a 8\n", "'a 8' is not of the form"), ("a slots=2\nb slots=4\n", "b has 4 processes and a has 2"),
 ])  # fmt: skip
