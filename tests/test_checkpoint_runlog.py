@@ -339,10 +339,21 @@ def test_checkpoints_of_two_runs_do_not_mix(tmp_path):
     assert resolve_resume(tmp_path / "link", str(mine)).checkpoint == mine
 
 
+def test_a_folder_that_takes_no_writes_at_any_place_is_refused(tmp_path, monkeypatch):
+    """A bucket that is mounted as a folder may write files from their beginning alone."""
+    monkeypatch.setattr(state, "uuid4", lambda: SimpleNamespace(hex="1"))
+    pipe = tmp_path / ".seen-by-all-1"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    alone = SimpleNamespace(is_main=True, from_main=lambda value: value)
+
+    with pytest.raises(ConfigError, match=r"output_dir.*bucket"):
+        state.check_shared(alone, str(tmp_path))
+    os.close(reader)
+
+
 def _on_a_node(rank, folder, cwds, output_dir, queue):
     """One process of two, each with a working folder of its own, as nodes have disks of their own."""
-    from types import SimpleNamespace
-
     import torch.distributed as dist
 
     from zerobook.strategy import ReplicatedStrategy

@@ -195,11 +195,13 @@ def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_pat
     assert [e["saved"] for e in told] == [False] and "step 3 was not saved" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("under_torchrun", [True, False])
-def test_a_save_that_torchrun_would_not_wait_for_is_said_once(tiny, tmp_path, monkeypatch, capfd, under_torchrun):
+@pytest.mark.parametrize("under_torchrun, limit", [(True, None), (False, None), (True, "3600")])
+def test_a_save_that_torchrun_would_not_wait_for_is_said_once(tiny, tmp_path, monkeypatch, capfd, under_torchrun, limit):
     monkeypatch.setattr(manager, "TORCHRUN_S", 0)
     if under_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    if limit is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", limit)
     run = train(tmp_path / "run", **flags(tiny) | {"max_train_steps": 4})
     assert len([e for e in run.events if e["type"] == "checkpoint"]) == 2
-    assert capfd.readouterr().out.count("WARNING: this save took") == under_torchrun
+    assert capfd.readouterr().out.count("WARNING: this save took") == (under_torchrun and limit is None)

@@ -36,6 +36,14 @@ def test_the_host_that_waits_for_its_data_is_named_once_and_again_after_it_recov
     assert len(found.update(beats(50, slow, [0.3] * 4, per_host=2))) == 1
 
 
+def test_forward_passes_that_wait_for_each_other_are_not_compared():
+    """Under ZeRO-3, the ranks that have their data wait in the first gather for the host that has not."""
+    late = beats(10, [0.01, 1.5], [2.1, 0.6])
+    coupled = {rank: beat._replace(window=beat.window._replace(forward=None)) for rank, beat in late.items()}
+
+    assert [(slow.what, slow.host) for slow in Stragglers().update(coupled)] == [("data", "host1")]
+
+
 def test_one_of_two_ranks_is_found():
     assert [s.host for s in Stragglers().update(beats(10, [0.0, 0.0], [0.2, 0.7]))] == ["host1"]
 

@@ -43,11 +43,14 @@ def test_nothing_is_said_of_models_whose_tokens_do_not_pass_all_weights():
 
 def test_the_share_of_the_peak(monkeypatch):
     plan = SimpleNamespace(precision="bf16")
-    strategy = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=8, plan=plan)
+    model = torch.nn.Linear(2, 2)
+    strategy = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=8, plan=plan, unwrapped=model)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     assert peak_flops(strategy) == 8 * 312e12
     plan.precision = "no"
     assert peak_flops(strategy) == 8 * 19.5e12
+    model.bfloat16()
+    assert peak_flops(strategy) == 8 * 312e12, "a base in half precision computes in it"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Abacus 9000")
     assert peak_flops(strategy) is None
     pace, now = Pace(torch.device("cpu")), [10.0]
@@ -60,7 +63,7 @@ def test_the_share_of_the_peak(monkeypatch):
         now[0] = 15.0
     now[0] = 16.0
     phases = {"forward": 2.0, "data": 0.5}
-    monkeypatch.setattr("zerobook.training.pace.position.log_point", lambda step, device_phases: phases)
+    monkeypatch.setattr("zerobook.training.pace.position.log_point", lambda step, device_phases, **_: phases)
     pace.measure(1)
     assert pace.seconds == phases and pace.data_wait == 0.25
     assert (pace.tokens_per_second, pace.all_tokens_per_second) == (15.0, 100.0)

@@ -24,7 +24,8 @@ from zerobook.utils.terminal import plain
 from zerobook.utils.units import counted, size
 
 TORCHRUN_S = 30
-"""Seconds after which torchrun kills processes that do not end at SIGTERM (torch 2.13, elastic/multiprocessing/api.py)."""
+"""Seconds after which torchrun kills processes that do not end at SIGTERM, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says others
+(torch 2.13, distributed/launcher/api.py)."""
 
 
 class CheckpointManager:
@@ -329,12 +330,14 @@ class CheckpointManager:
             self.strategy.on_main(lambda: self.report(log))
 
     def _warn_of_a_slow_save(self, seconds: float) -> None:
-        if self._has_warned_of_slow_save or seconds < TORCHRUN_S or "TORCHELASTIC_RUN_ID" not in os.environ:
+        limit = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_S))
+        if self._has_warned_of_slow_save or seconds < limit or "TORCHELASTIC_RUN_ID" not in os.environ:
             return
         self._has_warned_of_slow_save = True
         tqdm.write(
-            f"WARNING: this save took {seconds:.0f} s. At SIGTERM, torchrun kills its processes after {TORCHRUN_S} s, before "
-            "a save ends. Let the scheduler send SIGUSR1, and the launcher ignore it: docs/guides/checkpoints.md says how."
+            f"WARNING: this save took {seconds:.0f} s. At SIGTERM, torchrun kills its processes after {limit} s, before "
+            "a save ends. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to more seconds, as many as the scheduler leaves it, or let the "
+            "scheduler send SIGUSR1 to the ranks: docs/guides/checkpoints.md says how."
         )
 
     def finish(self, log: RunLog) -> None:

@@ -31,13 +31,12 @@ if TYPE_CHECKING:
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
-    """Check that all nodes see one ``output_dir``: all ranks write and read checkpoints there. Collective.
+    """Check that all nodes see one ``output_dir``, where all ranks write and read checkpoints, and that its filesystem writes
+    files as checkpoints and runlogs are written. Collective.
 
     Raises:
         ConfigError: on every rank, naming the nodes that do not see rank 0's folder.
     """
-    if strategy.world_size == 1:
-        return
     folder = Path(output_dir)
     token = ""
     problem = None
@@ -46,9 +45,12 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
         token = f".seen-by-all-{uuid4().hex}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / token).touch()
+            _write_and_append(folder / token)
         except OSError as error:
-            problem = f"output_dir: {folder.absolute()} cannot be written to: {error.strerror}."
+            problem = (
+                f"output_dir: {folder.absolute()} cannot be written to: {error.strerror or error}. Checkpoints are written "
+                "at any place of a file, and a runlog is appended to, which some mounted buckets do not allow."
+            )
     token, problem, main_folder = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
     if problem is not None:
         raise ConfigError(problem)
@@ -64,6 +66,16 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
             f"output_dir: files that rank 0 writes into {main_folder} are not visible on {', '.join(blind)}. Checkpoints are "
             "read by all nodes: give an --output_dir on a filesystem that they share, as an absolute path."
         )
+
+
+def _write_and_append(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.seek(1)
+        opened.write(b"1")
+        opened.seek(0)
+        opened.write(b"0")
+    with file.open("ab") as opened:
+        opened.write(b"2")
 
 
 def read_progress(checkpoint: Path) -> Progress:

@@ -60,15 +60,16 @@ class Position(NamedTuple):
 class Window(NamedTuple):
     """Seconds that this process spent between two log points: in all, waiting for data, and in forward passes.
 
-    A process enters ``backward`` after its own work and may wait there for the others, so these are its own seconds. Where it
-    has a GPU they are the GPU's: the host only says when work was given to it.
+    They are its own seconds, since it waits for other processes in ``backward`` alone. ``forward`` is None where forward passes
+    have collectives, in which it waits too. Where it has a GPU they are the GPU's: the host only says when work was given to
+    it.
     """
 
     step: int
     steps: int
     total: float
     data: float
-    forward: float
+    forward: float | None
 
     def after(self, earlier: Window | None) -> Window:
         """Return the window of the steps of ``earlier`` and of this one."""
@@ -79,7 +80,7 @@ class Window(NamedTuple):
             steps=self.steps + earlier.steps,
             total=self.total + earlier.total,
             data=self.data + earlier.data,
-            forward=self.forward + earlier.forward,
+            forward=None if self.forward is None or earlier.forward is None else self.forward + earlier.forward,
         )
 
 
@@ -139,11 +140,12 @@ def on_enter(listener: Callable[[str], None]) -> None:
     _state.listeners.append(listener)
 
 
-def log_point(step: int, device_phases: dict[str, float] | None = None) -> dict[str, float]:
+def log_point(step: int, device_phases: dict[str, float] | None = None, *, forward_waits: bool = False) -> dict[str, float]:
     """Close the window of the steps since the last log point, and return its seconds by phase.
 
     Args:
         device_phases: seconds of each phase on the device, which then take the place of the host's.
+        forward_waits: forward passes have collectives.
     """
     state = _state
     now = time.monotonic()
@@ -153,7 +155,7 @@ def log_point(step: int, device_phases: dict[str, float] | None = None) -> dict[
         steps=max(1, step - state.log_step),
         total=now - state.log_time,
         data=phases.get("data", 0.0),
-        forward=phases.get("forward", 0.0),
+        forward=None if forward_waits else phases.get("forward", 0.0),
     )
     state.phase_seconds = {}
     state.log_step = step

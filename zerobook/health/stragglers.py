@@ -66,7 +66,10 @@ class Stragglers:
         # Ranks wait for each other, so a step takes all of them about the same time.
         step_seconds = min(window.total / window.steps for window in windows.values())
         for what in ("data", "forward"):
-            seconds = {rank: getattr(window, what) / window.steps for rank, window in windows.items()}
+            totals = {rank: getattr(window, what) for rank, window in windows.items()}
+            if None in totals.values():
+                continue
+            seconds = {rank: totals[rank] / window.steps for rank, window in windows.items()}
             # The lower median: of two ranks, the faster one is typical.
             typical = sorted(seconds.values())[(len(seconds) - 1) // 2]
             slowest_normal = max(SLOW_RANK_RATIO * typical, typical + MIN_STEP_SHARE * step_seconds, typical + MIN_DIFFERENCE_S)

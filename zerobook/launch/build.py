@@ -121,7 +121,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     if plan.kind == "fsdp":
         return _build_fully_sharded(plan, options)
     # Otherwise DDP keeps each gradient twice.
-    options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True))
+    options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False))
     return ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
 
 

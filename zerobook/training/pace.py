@@ -42,6 +42,7 @@ class Pace:
         self.devices = 1
         self.tflops: float | None = None
         self.seconds: dict[str, float] = {}
+        self._forward_waits = False
         self.clock = DeviceClock() if device.type == "cuda" else None
         self.tokens_per_second = self.all_tokens_per_second = 0.0
         self.data_wait = 0.0
@@ -53,6 +54,8 @@ class Pace:
         self.flops = model_flops(strategy)
         self.peak = peak_flops(strategy)
         self.devices = strategy.world_size
+        # Weights are gathered in forward passes, and tokens or parts of layers exchanged.
+        self._forward_waits = strategy.shards_parameters or strategy.mesh.data_parallel_size < strategy.world_size
 
     def start(self) -> None:
         """Start a measurement."""
@@ -76,7 +79,7 @@ class Pace:
     def measure(self, step: int) -> None:
         """Close the measurement at a log point, update the attributes, and start a new one. The device has done its work."""
         # On a GPU the host's times say when work was given to the device, not how long it took.
-        self.seconds = position.log_point(step, self.clock.read() if self.clock else None)
+        self.seconds = position.log_point(step, self.clock.read() if self.clock else None, forward_waits=self._forward_waits)
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds

@@ -2,7 +2,8 @@
 
 Operations of a token are counted as in PaLM (arXiv 2204.02311, appendix B): two for each weight in the forward pass, two for
 its input's gradient, two for its own gradient, and 12 x layers x width x length for attention. Recomputed activations are not
-counted. A frozen weight has no gradient of its own, so LoRA needs 4 operations for a weight where full finetuning needs 6.
+counted, and the output layer is counted for every token, though it computes those with a target alone. A frozen weight has no
+gradient of its own, so LoRA needs 4 operations for a weight where full finetuning needs 6.
 """
 
 from __future__ import annotations
@@ -87,5 +88,7 @@ def peak_flops(strategy: Strategy) -> float | None:
     device = find_device(torch.cuda.get_device_name(strategy.device))
     if device is None:
         return None
-    # Without mixed precision, torch does not use the tensor cores.
-    return strategy.world_size * (device.fp32 if strategy.plan.precision == "no" else device.flops)
+    # Without mixed precision, torch does not use the tensor cores, unless the weights themselves are in half precision.
+    is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in strategy.unwrapped.parameters())
+    computes_in_fp32 = strategy.plan.precision == "no" and not is_half
+    return strategy.world_size * (device.fp32 if computes_in_fp32 else device.flops)
