@@ -255,6 +255,11 @@ time.sleep(60)
 """
 
 
+def _heed_interrupts() -> None:
+    """A shell that is started in the background ignores Ctrl-C, and cannot trap it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_reaches_the_launchers_of_all_hosts_and_each_has_time_to_save(tmp_path, stubs):
     file = tmp_path / "hostfile"
     file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
@@ -262,7 +267,8 @@ def test_ctrl_c_reaches_the_launchers_of_all_hosts_and_each_has_time_to_save(tmp
     (folder / "ssh").write_text(TERMINAL)
     (folder / "zerobook").write_text(SAVES)
     line = ["bash", SSH, file, *JOB]
-    with subprocess.Popen(line, cwd=ROOT, env=stubs, stdout=subprocess.PIPE, text=True, start_new_session=True) as script:
+    with subprocess.Popen(line, cwd=ROOT, env=stubs, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                          preexec_fn=_heed_interrupts) as script:  # fmt: skip
         wait_for([tmp_path / f"ready-10.0.0.{number}" for number in (1, 2)])
         # A terminal sends it to all processes in its foreground.
         os.killpg(script.pid, signal.SIGINT)

@@ -130,7 +130,9 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     data_command.print_lengths(BRACKETS, torch.tensor([1, 2]).numpy())
     assert BRACKETS in capsys.readouterr().out
     shape = SimpleNamespace(source=1, target=0, rows=1)
-    config = SimpleNamespace(gradient_accumulation_steps=1)
+    config = SimpleNamespace(
+        gradient_accumulation_steps=1, mixed_precision=None, activation_checkpointing="none", attn_implementation=None
+    )
     job = SimpleNamespace(name=BRACKETS, shape=shape, config=config)
     subject = SimpleNamespace(job=job, model=SimpleNamespace(parameters=1, trained_elements=1))
     monkeypatch.setattr(plan_table, "_describe_checkpoints", lambda row: BRACKETS)

@@ -56,7 +56,7 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
         raise ConfigError(problem)
     blind_node = None if (folder / token).exists() else socket.gethostname()
     # Collective.
-    nodes = strategy.gather(blind_node)
+    nodes = strategy.gather(blind_node) if strategy.world_size > 1 else []
     # After the gather, when every rank has looked for the file.
     if strategy.is_main:
         (folder / token).unlink()
