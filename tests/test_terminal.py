@@ -150,7 +150,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
         paper=None,
         checkpoint=1,
     )
-    where = SimpleNamespace(host_memory=0, name="x", device=SimpleNamespace(like="", memory=1))
+    where = SimpleNamespace(host_memory=0, name="x", cpu=False, device=SimpleNamespace(like="", memory=1, has_run=True))
     plan_table.show(subject, [SimpleNamespace(**row)], where)
     assert capsys.readouterr().out.count(BRACKETS) == 3
 
