@@ -28,13 +28,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.published_runs import (  # noqa: E402
     PAGE,
     RUNS,
-    STRATEGY_FILES,
     WIDE_MISS,
     PublishedRun,
     UnplannedRunError,
     _percent,
     _quantiles,
     _table,
+    resolve_run,
     spread,
 )
 from zerobook.errors import ConfigError  # noqa: E402
@@ -43,8 +43,7 @@ from zerobook.plan import repetition  # noqa: E402
 from zerobook.plan import trace as trace_module  # noqa: E402
 from zerobook.plan.job import Job  # noqa: E402
 from zerobook.plan.memory import PeakMemory, peak_memory  # noqa: E402
-from zerobook.plan.rows import launch_plan  # noqa: E402
-from zerobook.plan.sharding import ShardingSpec, sharding_spec  # noqa: E402
+from zerobook.plan.sharding import ShardingSpec  # noqa: E402
 from zerobook.plan.state_bytes import ModelWeights, Weight  # noqa: E402
 from zerobook.plan.trace import TimelinePoint, Trace  # noqa: E402
 from zerobook.plan.traced_job import trace_job  # noqa: E402
@@ -130,22 +129,12 @@ class MemoryPlanner:
             UnplannedRunError: no recipe or strategy file does what it did.
         """
         facts = run.facts
-        if facts["plannable"].startswith("no"):
-            raise UnplannedRunError(facts["plannable"].removeprefix("no: "))
         # Compiled layers and operations that are recomputed selectively exclude each other here, and not in other programs.
         if facts["compile"]:
             run = PublishedRun(facts | {"compile": False})
         where = run.cluster()
-        strategy = facts["strategy"]
-        file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
-        with tempfile.TemporaryDirectory() as folder:
-            job, sources = run.make_job(Path(folder))
-            plan = launch_plan(file, where, job.config, sources)
-            if plan.problems:
-                raise UnplannedRunError(plan.problems[0])
-            sharding = sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size))
-            model = job.weights()
-            trace = self._trace(run, job, sharding)
+        job, plan, sharding, model = resolve_run(run, where)
+        trace = self._trace(run, job, sharding)
         sharding = replace(sharding, **facts.get("deepspeed_elements", {}))
         in_half = facts["trained_weights"].startswith("bf16")
         model, sharding, trace = _keep_dtype(model, sharding, trace, in_half)

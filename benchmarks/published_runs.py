@@ -39,6 +39,7 @@ from zerobook.plan.state_bytes import ModelWeights  # noqa: E402
 from zerobook.plan.traced_job import trace_job  # noqa: E402
 from zerobook.plan.traffic import Transfer, list_transfers  # noqa: E402
 from zerobook.plan.work import Work  # noqa: E402
+from zerobook.strategy.launch_plan import LaunchPlan  # noqa: E402
 from zerobook.training.recipe_file import recipe_class  # noqa: E402
 from zerobook.utils.devices import DEVICES, Device  # noqa: E402
 from zerobook.utils.versions import versions  # noqa: E402
@@ -318,7 +319,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a run computes and sends in a step. ``tokens`` are those of one GPU."""
+    """The operations and the traffic of a run's step. ``tokens`` are those of one GPU."""
 
     run: PublishedRun
     work: Work
@@ -354,6 +355,25 @@ class PlannedRun:
         return Comparison(self.run, time, self.tokens / time.step)
 
 
+def resolve_run(run: PublishedRun, where: Cluster) -> tuple[Job, LaunchPlan, ShardingSpec, ModelWeights]:
+    """Return a run's job, its launch on ``where``, how it shards, and its weights.
+
+    Raises:
+        UnplannedRunError: no recipe or strategy file does what it did.
+    """
+    facts = run.facts
+    if facts["plannable"].startswith("no"):
+        raise UnplannedRunError(facts["plannable"].removeprefix("no: "))
+    strategy = facts["strategy"]
+    file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
+    with tempfile.TemporaryDirectory() as folder:
+        job, sources = run.make_job(Path(folder))
+        plan = launch_plan(file, where, job.config, sources)
+        if plan.problems:
+            raise UnplannedRunError(plan.problems[0])
+        return job, plan, sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size)), job.weights()
+
+
 class Planner:
     """Plans runs. The operations of equal micro-batches are traced once."""
 
@@ -366,18 +386,7 @@ class Planner:
         Raises:
             UnplannedRunError: no recipe or strategy file does what it did.
         """
-        if run.facts["plannable"].startswith("no"):
-            raise UnplannedRunError(run.facts["plannable"].removeprefix("no: "))
-        where = run.cluster()
-        strategy = run.facts["strategy"]
-        file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
-        with tempfile.TemporaryDirectory() as folder:
-            job, sources = run.make_job(Path(folder))
-            plan = launch_plan(file, where, job.config, sources)
-            if plan.problems:
-                raise UnplannedRunError(plan.problems[0])
-            sharding = sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size))
-            model = job.weights()
+        job, plan, sharding, model = resolve_run(run, run.cluster())
         accumulation = job.config.accumulation_on(plan.data_parallel_size)
         work, visits = self._work(job, sharding)
         gathers = follow_gathers(model.weights, sharding, (), accumulation)

@@ -189,12 +189,12 @@ class Judge:
             kind=kind,
             ranks=sorted(ranks),
             hosts=sorted({beat.host for beat in blamed_beats} - {""}),
-            # The first rank stands for all. Its error may be empty, which an error of another rank is larger than.
+            # The first rank stands for all, but an error of any of them is told.
             phase=blamed_beats[0].phase,
             step=blamed_beats[0].step,
             seconds=round(seconds, 1),
             others=self._waiting(ranks),
-            error=max(beat.error for beat in blamed_beats),
+            error=next((beat.error for beat in blamed_beats if beat.error), ""),
         )
 
     def _waiting(self, blamed_ranks: Sequence[int]) -> list[tuple[str, int, list[RankRange]]]:

@@ -145,7 +145,7 @@ def _memory_cells(row: Row) -> Cells:
     device = row.memory.device
     cells = {
         "card": gb(row.memory.total),
-        "p10 to p90": f"{gb(row.memory.low)} - {gb(row.memory.high)}",
+        "range": f"{gb(row.memory.low)} - {gb(row.memory.high)}",
         "reserved": gb(row.memory.reserved),
         "allocated": gb(row.memory.allocated),
         "weights": gb(device.parameters),
@@ -226,7 +226,7 @@ def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[st
     lines = [
         f"checkpoints: {_describe_checkpoints(largest)}; times follow from the operations, at a share of {speed}",
         "weights, gradients and optimizer state are counted, activations traced; by paper: ZeRO, sections 5 and 7",
-        "card: what torch reserves, and CUDA's context; p10 to p90: a tenth of such published runs needed less, a tenth more",
+        "card: what torch reserves, and CUDA's context; range: where the peaks of most published runs lie",
     ]
     uncounted = {name for row in rows for name in row.uncounted}
     if uncounted:
