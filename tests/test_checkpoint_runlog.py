@@ -350,6 +350,7 @@ def test_a_folder_that_takes_no_writes_at_any_place_is_refused(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"output_dir.*bucket"):
         state.check_shared(alone, str(tmp_path))
     os.close(reader)
+    assert not pipe.exists()
 
 
 def _on_a_node(rank, folder, cwds, output_dir, queue):

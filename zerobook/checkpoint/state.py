@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -47,6 +48,8 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             _write_and_append(folder / token)
         except OSError as error:
+            with suppress(OSError):
+                (folder / token).unlink(missing_ok=True)
             problem = (
                 f"output_dir: {folder.absolute()} cannot be written to: {error.strerror or error}. Checkpoints are written "
                 "at any place of a file, and a runlog is appended to, which some mounted buckets do not allow."
