@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripts import detector as script
-from scripts.detector import read, replay
+from scripts.detector import replay
 from tests.calls import function_calls
-from zerobook.errors import DataError
 from zerobook.monitor.detector import Detector, Point
 
 STEPS = 400
@@ -288,37 +287,6 @@ def curve(tmp_path, name, text):
     file = tmp_path / name
     file.write_text(text)
     return file
-
-
-def test_curves_are_read_from_what_trainers_write(tmp_path):
-    state = {"log_history": [{"step": 1, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-4}, {"step": 2, "eval_loss": 2.0},
-                             {"step": 2, "loss": math.nan}]}  # fmt: skip
-    points = read(curve(tmp_path, "trainer_state.json", json.dumps(state)))
-    assert [(p.step, p.loss) for p in points[:1]] == [(1, 2.5)] and math.isnan(points[1].loss)
-    assert points[0].grad_norm == 1.0 and points[0].learning_rate == 1e-4
-    points = read(curve(tmp_path, "a.csv", "global_step, train_loss ,x\n1,2.5,a\n2,,b\n3,inf,c\n4,1e-2,d\n"))
-    assert [(p.step, p.loss) for p in points] == [(1, 2.5), (3, math.inf), (4, 0.01)]
-    points = read(curve(tmp_path, "a.jsonl", '{"_step": 1, "train/loss": 3}\nbroken\n{"_step": 2, "train/loss": 2}\n'))
-    assert [p.loss for p in points] == [3, 2]
-    norms = curve(tmp_path, "norms.csv", "step,grad_norm\n1,7\n")
-    assert read(tmp_path / "a.csv", norms)[0].grad_norm == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("name,price\nx,1\n", "found: name, price"),
-        ("", "found: none"),
-        ("step,loss\na,b\n", "0 rows hold a step and a loss"),
-        ("step,loss\n1,2\n", "1 rows hold"),
-        ("{}\n{}\n", "this is not a loss curve"),
-        ("{\n{\n{\n", "3 of its lines are no JSON"),
-        ("\0\0\0PNG\n\0", "this is not a loss curve"),
-    ],
-)
-def test_a_file_that_is_no_curve_is_an_error_that_names_what_was_found(tmp_path, text, said):
-    with pytest.raises(DataError, match=said):
-        read(curve(tmp_path, "x.csv", text))
 
 
 def test_the_command_says_what_it_would_have_done(tmp_path, capsys):

@@ -1,0 +1,261 @@
+"""Logs of other programs, read as records like those of a run's steps.
+
+What a file is follows from its content:
+
+    transformers' trainer_state.json    a JSON object with ``log_history``
+    TensorBoard's event file            its first record
+    output of transformers' Trainer     Python dictionaries with a loss, among progress bars and other lines
+    JSON, JSON Lines                    the first character is ``{`` or ``[``, as in histories of Weights & Biases
+    CSV                                 everything else, as TensorBoard's and Weights & Biases' pages export it
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zerobook.errors import DataError
+from zerobook.runlog.event_files import MAGIC, read_scalars
+from zerobook.runlog.history import History
+from zerobook.runlog.writer import EVENTS
+from zerobook.utils.reading import MOST_BYTES, open_regular, read_text
+
+Row = dict[str, Any]
+
+COLUMNS = {
+    "step": ("train/global_step", "trainer/global_step", "global_step", "step", "current_steps", "iteration", "iter", "_step"),
+    "loss": (
+        "train/loss",
+        "loss",
+        "train_loss",
+        "train_loss_step",
+        "training_loss",
+        "loss/train",
+        "lm loss",
+        "lm_loss",
+    ),
+    "grad_norm": ("train/grad_norm", "grad_norm", "gradient_norm", "global_grad_norm", "grad-norm", "grad norm"),
+    "learning_rate": ("train/learning_rate", "learning_rate", "train/lr", "lr", "learning-rate", "lr-adamw", "lr-adam"),
+    "held_out": ("eval/loss", "eval_loss", "val/loss", "val_loss", "validation_loss"),
+}
+"""Quantity -> names of its column, in small letters. The first that has numbers is read."""
+_TENSORBOARD_EXPORT = {"wall time", "step", "value"}
+"""Columns of the CSV that TensorBoard's page downloads. The file's name alone says what the value is."""
+_TRAINER_LOSS = re.compile(r"\{'(?:[^{}\n]*')?loss': [^{}\n]*\}")
+# A dictionary, or the number of steps in a progress bar.
+_TRAINER_TOKEN = re.compile(r"(\{'[^{}\n]*\})|\| *(\d+)/\d+ \[")
+_TRAINER_PAIR = re.compile(r"'([^']+)': '?([^',}]+)")
+
+
+@dataclass(kw_only=True)
+class OtherLog:
+    """The loss curve of a log. ``records`` have step, loss, grad_norm and learning_rate, in the log's order."""
+
+    path: Path
+    file_format: str
+    columns: dict[str, str]
+    """quantity -> name of the column that it was read from"""
+    records: list[Row] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
+    """step -> loss on held-out data"""
+
+
+def read_log(path: str | Path, norm_path: str | Path | None = None) -> OtherLog:
+    """Return the loss curve of a file, or of a folder: a run's, one of Trainer's, or one with TensorBoard's event files.
+
+    Args:
+        norm_path: a file with the gradient norms, if they stand in another file.
+
+    Raises:
+        DataError: there is no loss curve. The message says what was found.
+    """
+    path = Path(path).expanduser()
+    file_format, rows = _read_rows(path)
+    log = OtherLog(path=path, file_format=file_format, columns=_choose_columns(path, file_format, rows))
+    for point in _merge_rows(rows, log.columns):
+        step = point["step"]
+        if "held_out" in point:
+            log.held_out[step] = point["held_out"]
+        if "loss" in point:
+            values = {name: point.get(name) for name in ("grad_norm", "learning_rate")}
+            log.records.append({"step": step, "loss": point["loss"], **values})
+    if len(log.records) < 2:
+        raise DataError(f"{path}: {len(log.records)} rows hold a step and a loss as numbers; a curve has more.")
+    if norm_path is not None:
+        _add_norms(log, Path(norm_path).expanduser())
+    return log
+
+
+def _add_norms(log: OtherLog, path: Path) -> None:
+    """Take the gradient norms from a file of their own."""
+    file_format, rows = _read_rows(path)
+    columns = _choose_columns(path, file_format, rows, needed="grad_norm")
+    norms = {point["step"]: point.get("grad_norm") for point in _merge_rows(rows, columns)}
+    log.columns["grad_norm"] = f"{columns['grad_norm']} of {path.name}"
+    for record in log.records:
+        record["grad_norm"] = norms.get(record["step"])
+
+
+# --- columns
+def _choose_columns(path: Path, file_format: str, rows: list[Row], needed: str = "loss") -> dict[str, str]:
+    """Return quantity -> column. Raises `DataError` without steps, or without what is ``needed``."""
+    present = {name for row in rows for name in row}
+    with_numbers = {name for row in rows for name, value in row.items() if _number(value) is not None}
+    columns = {}
+    for quantity, names in COLUMNS.items():
+        # A column that is there but empty is the second choice: the message then is about its values.
+        candidates = [name for group in (with_numbers, present) for name in names if name in group]
+        if candidates:
+            columns[quantity] = candidates[0]
+    if present == _TENSORBOARD_EXPORT:
+        columns[needed] = "value"
+    if "step" not in columns or needed not in columns:
+        names_found = ", ".join(sorted(present)[:12]) or "none"
+        raise DataError(
+            f"{path}: this is not a loss curve. Read as {file_format}, it needs a column of steps "
+            f"({', '.join(COLUMNS['step'])}) and one of these: {', '.join(COLUMNS[needed])}. Columns found: {names_found}."
+        )
+    return columns
+
+
+def _column_name(name: str) -> str:
+    """Return a column's name in small letters, without the run's name, which Weights & Biases puts before it."""
+    return name.strip().lower().rsplit(" - ", 1)[-1]
+
+
+def _merge_rows(rows: Iterable[Row], columns: dict[str, str]) -> list[Row]:
+    """Return the quantities that each step has. Neighbouring rows of one step are one point if they do not contradict."""
+    points: list[Row] = []
+    for row in rows:
+        numbers = {quantity: _number(row.get(column)) for quantity, column in columns.items()}
+        point: Row = {quantity: number for quantity, number in numbers.items() if number is not None}
+        if not math.isfinite(point.get("step", math.nan)):
+            continue
+        point["step"] = int(point["step"])
+        previous = points[-1] if points else {}
+        if previous.keys() & point.keys() == {"step"} and previous["step"] == point["step"]:
+            previous.update(point)
+        else:
+            points.append(point)
+    return points
+
+
+def _number(value: Any) -> float | None:
+    """Return a cell as a number, which may be NaN; None for one without a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+# --- formats
+def _read_rows(path: Path) -> tuple[str, list[Row]]:
+    """Return a log's format in words, and its rows with the names of columns in small letters."""
+    try:
+        file_format, rows = _read_folder(path) if path.is_dir() else _read_file(path)
+    except OSError as error:
+        raise DataError(f"{path}: it cannot be read: {error.strerror or error}") from error
+    named_rows = []
+    for row in rows:
+        # A line of CSV with more cells than the first has a list under None.
+        named_rows.append({_column_name(name): value for name, value in row.items() if name is not None})
+    return file_format, named_rows
+
+
+def _read_folder(path: Path) -> tuple[str, list[Row]]:
+    if (path / "runlog" / EVENTS).exists():
+        # Steps that were given up are left out: another attempt or branch did them again.
+        return "a run of Zerobook", list(History.read(path).steps(current=True))
+    states = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
+    if states:
+        # Each checkpoint has the history up to its step, so the newest has the most.
+        return _read_file(max(states, key=lambda state: state.stat().st_size))
+    # A run that was resumed has several event files in its folder. Their names begin with the time.
+    event_files = sorted(path.rglob("events.out.tfevents.*"))
+    folders = sorted({str(file.parent) for file in event_files})
+    if len(folders) != 1:
+        raise DataError(
+            f"{path}: a folder has to hold the runlog, the trainer_state.json or the TensorBoard event files of one run. "
+            f"Folders with event files: {', '.join(folders[:5]) or 'none'}."
+        )
+    scalars = [row for file in event_files for row in _read_file(file)[1]]
+    return "event files of TensorBoard", scalars
+
+
+def _read_file(path: Path) -> tuple[str, list[Row]]:
+    with open_regular(path) as handle:
+        if MAGIC in handle.read(64):
+            handle.seek(0)
+            scalars = read_scalars(handle.read(MOST_BYTES))
+            return "an event file of TensorBoard", [{"step": step, tag: value} for step, tag, value in scalars]
+    text = read_text(path, errors="replace")
+    if _TRAINER_LOSS.search(text):
+        return _output_rows(text)
+    if text.lstrip()[:1] in ("{", "["):
+        return _json_rows(path, text)
+    return "CSV", _csv_rows(path, text)
+
+
+def _output_rows(text: str) -> tuple[str, list[Row]]:
+    """Return the dictionaries that Trainer printed. It prints no steps, but draws its progress bar after each of them."""
+    rows: list[Row] = []
+    for dictionary, bar_step in _TRAINER_TOKEN.findall(text):
+        if dictionary:
+            rows.append(dict(_TRAINER_PAIR.findall(dictionary)))
+        elif rows:
+            rows[-1].setdefault("step", bar_step)
+    # Bars that follow few of the lines are of something else, such as of saving.
+    if sum("step" in row for row in rows) >= len(rows) / 2:
+        return "output of Trainer", rows
+    number = 0
+    for row in rows:
+        number += "loss" in row
+        row["step"] = number
+    return "output of Trainer without progress bars, so its points are numbered from 1", rows
+
+
+def _json_rows(path: Path, text: str) -> tuple[str, list[Row]]:
+    try:
+        # Not orjson: trainers write NaN.
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        whole = None
+    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
+        return "trainer_state.json of transformers", [row for row in whole["log_history"] if isinstance(row, dict)]
+    if isinstance(whole, list):
+        return "JSON", [row for row in whole if isinstance(row, dict)]
+    rows = []
+    broken = 0
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            broken += bool(line.strip())
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    if broken > len(rows):
+        raise DataError(f"{path}: {broken} of its lines are no JSON, {len(rows)} are.")
+    return "JSON Lines", rows
+
+
+def _csv_rows(path: Path, text: str) -> list[Row]:
+    lines = text.replace("\0", "").splitlines()
+    header = lines[0] if lines else ""
+    delimiter = max(",;\t", key=header.count)
+    try:
+        reader = csv.DictReader(lines, skipinitialspace=True, delimiter=delimiter)
+        losses = [name for name in reader.fieldnames or () if _column_name(name) in COLUMNS["loss"]]
+        rows = list(reader)
+    except csv.Error as error:
+        raise DataError(f"{path}: it cannot be read as CSV: {error}") from error
+    # A chart of Weights & Biases may show several runs, of which each has a column.
+    if len(losses) > len({_column_name(name) for name in losses}):
+        raise DataError(f"{path}: it holds several runs: {', '.join(losses[:6])}. Export the chart of one run.")
+    return rows
