@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.calls import function_calls
-from zerobook.health import position
+from zerobook.health import clock, position
 from zerobook.health.exchange import Exchange
 from zerobook.health.judge import GPU_SILENT, Beat, Judge, Verdict, describe
 from zerobook.health.position import Window
@@ -291,6 +291,58 @@ def test_a_rank_whose_gpu_keeps_pythons_lock_ends_and_is_said_to_wait_for_its_gp
     assert f"rank {victim} on" in printed[1 - victim]
     assert 'phase "backward" of step 7, and its GPU has not answered' in printed[1 - victim]
     assert "ask_a_gpu_that_hangs" in printed[victim]
+
+
+SUSPENDED = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from zerobook.health import position
+from zerobook.health.watch import Watch
+rank, port = map(int, sys.argv[1:])
+store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+watch = Watch(store, rank, 2, 4.0, local=[rank])
+for step in range(1, 1000):
+    position.enter("forward", step)
+    time.sleep(0.2)
+"""
+
+
+def test_ranks_that_were_suspended_together_go_on():
+    """As by Ctrl-Z or Slurm's suspend. The one that goes on first hears nothing of the other for a moment."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", SUSPENDED, str(rank), str(store.port)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True))
+    try:
+        store.wait(["beat/0", "beat/1", "pulse"])
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        for rank in ranks:
+            rank.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+        # Longer than two heartbeats: the second one would confirm a suspicion.
+        time.sleep(1)
+        assert [rank.poll() for rank in ranks] == [None, None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def test_a_clock_leaves_out_the_time_of_a_suspension(monkeypatch):
+    moment = 100.0
+    monkeypatch.setattr(clock.time, "monotonic", lambda: moment)
+    running = clock.RunningClock(longest_gap=10.0)
+    start = running.now()
+    moment = 105.0
+    assert (running.now() - start, running.seconds_since(101.0)) == (5.0, 4.0)
+    moment = 405.0
+    assert (running.now() - start, running.seconds_since(101.0)) == (5.0, 0.0)
+    moment = 407.0
+    assert (running.now() - start, running.seconds_since(101.0)) == (7.0, 2.0)
 
 
 def test_a_heartbeat_before_a_question_to_the_gpu_shows_no_progress():

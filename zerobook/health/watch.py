@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from zerobook.errors import ZerobookError
 from zerobook.health import position
+from zerobook.health.clock import RunningClock
 from zerobook.health.exchange import CONNECTION_ERRORS, GONE_INTERVALS, Exchange
 from zerobook.health.judge import GPU_SILENT, NO_BEAT, Beat, Kind, Verdict, describe
 from zerobook.health.presence import listen
@@ -39,6 +40,8 @@ STACKS_TIMEOUT_S = 3.0
 """Seconds to wait for the stacks of ranks that hold up the run."""
 REPORT_TIMEOUT_S = 5.0
 """Seconds that a process takes for its report before it ends without."""
+SUSPENDED_SHARE = 0.25
+"""Share of ``hang_timeout`` in which no thread of this process has run, after which it counts as suspended."""
 MAX_STACKS = 4
 MAX_STACK_BYTES = 16_384
 MAX_STACK_FRAMES = 12
@@ -87,7 +90,8 @@ class Watch:
         self._listener = listen()
         endpoint = self._listener.getsockname()[:2]
         self._beat = NO_BEAT._replace(host=socket.gethostname(), pid=os.getpid(), endpoint=endpoint)
-        self._last_exchange_time = time.monotonic()
+        self._clock = RunningClock(SUSPENDED_SHARE * hang_timeout)
+        self._last_exchange_time = self._clock.now()
         self._exchange = Exchange(store, rank, world_size, hang_timeout, self._last_exchange_time)
         self.interval = self._exchange.interval
         self._done = threading.Event()
@@ -118,7 +122,7 @@ class Watch:
         self._wake.set()
         if is_connection_error(error):
             self._has_verdict.wait(5 * self.interval + 1)
-            silence = time.monotonic() - self._exchange.pulse_time
+            silence = self._clock.now() - self._exchange.pulse_time
             # Rank 0 judges. If it is gone itself, no verdict comes.
             if self.verdict is None and self.rank != 0 and silence > GONE_INTERVALS * self.interval:
                 self._exchange.verdict = self._verdict_on_main("silent", silence)
@@ -148,8 +152,8 @@ class Watch:
         failures = 0
         while True:
             try:
-                self._exchange.step(self._next_beat(), time.monotonic())
-                self._last_exchange_time = time.monotonic()
+                self._exchange.step(self._next_beat(), self._clock.now())
+                self._last_exchange_time = self._clock.now()
                 failures = 0
             except Exception as error:
                 failures += 1
@@ -160,7 +164,7 @@ class Watch:
                     self._exchange.verdict = self._store_lost(
                         f"the run's store has closed its connection ({type(error).__name__})"
                     )
-            now = time.monotonic()
+            now = self._clock.now()
             if self.verdict is None and self._exchange.has_main_ended(now):
                 self._exchange.verdict = self._verdict_on_main("ended", now - self._exchange.pulse_time)
             if self.verdict is not None:
@@ -176,7 +180,7 @@ class Watch:
     def _next_beat(self) -> Beat:
         here = position.here()
         # A host that gets on is not held up by its GPU. After two intervals, its last heartbeat has told its phase.
-        is_waiting = time.monotonic() - here.since > 2 * self.interval and here.phase not in position.FINISHED_PHASES
+        is_waiting = self._clock.seconds_since(here.since) > 2 * self.interval and here.phase not in position.FINISHED_PHASES
         if self.locate is not None and is_waiting:
             # The number stays: this shows no progress.
             self._exchange.send(self._beat._replace(error=GPU_SILENT))
@@ -187,7 +191,7 @@ class Watch:
             phase=here.phase,
             step=here.step,
             entered=here.entered,
-            seconds=round(time.monotonic() - here.since, 2),
+            seconds=round(self._clock.seconds_since(here.since), 2),
             limit=here.limit(self.hang_timeout),
             error=self._error,
             window=position.window(),
@@ -207,7 +211,7 @@ class Watch:
             with suppress(OSError):
                 while True:
                     self._listener.accept()[0].close()
-            now = time.monotonic()
+            now = self._clock.now()
             # A call to the store may block for much longer, so its thread cannot tell that itself.
             store_silence = now - self._last_exchange_time
             if store_silence > self.hang_timeout:
@@ -218,7 +222,7 @@ class Watch:
                 self._end(self._verdict_on_main("silent", main_silence), with_stacks=False)
 
     def _store_lost(self, error: str) -> Verdict:
-        return self._verdict_on_main("lost", time.monotonic() - self._last_exchange_time, error)
+        return self._verdict_on_main("lost", self._clock.now() - self._last_exchange_time, error)
 
     def _verdict_on_main(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
         """Return this rank's own verdict about rank 0."""
