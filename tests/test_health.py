@@ -332,6 +332,38 @@ def test_ranks_that_were_suspended_together_go_on():
             rank.communicate()
 
 
+ENDING = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from zerobook.health import position
+from zerobook.health.watch import Watch
+rank, port = map(int, sys.argv[1:])
+store = dist.TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+watch = Watch(store, rank, 2, 4.0, local=[rank])
+position.enter("export", 3)
+sys.stdin.readline()
+time.sleep(1 + 6 * rank)
+watch.stop()
+"""
+
+
+def test_a_rank_that_needs_longer_than_rank_0_for_its_end_is_left_alone():
+    """As a hook that closes something on this rank does."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", ENDING, str(rank), str(store.port)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        store.wait(["beat/0", "beat/1", "pulse"])
+        printed = [rank.communicate("\n", timeout=100)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ([rank.returncode for rank in ranks], printed) == ([0, 0], ["", ""])
+
+
 def test_a_clock_leaves_out_the_time_of_a_suspension(monkeypatch):
     moment = 100.0
     monkeypatch.setattr(clock.time, "monotonic", lambda: moment)

@@ -169,7 +169,7 @@ class Watch:
                 self._exchange.verdict = self._verdict_on_main("ended", now - self._exchange.pulse_time)
             if self.verdict is not None:
                 self._has_verdict.set()
-            if self._done.is_set():
+            if self._done.is_set() or self._has_main_finished():
                 return
             # A rank that failed ends by its own error, which says more than the verdict. One that has ended misses nobody.
             if self.verdict is not None and position.here().phase not in position.FINISHED_PHASES:
@@ -212,6 +212,8 @@ class Watch:
                 while True:
                     self._listener.accept()[0].close()
             now = self._clock.now()
+            if self._has_main_finished():
+                continue
             # A call to the store may block for much longer, so its thread cannot tell that itself.
             store_silence = now - self._last_exchange_time
             if store_silence > self.hang_timeout:
@@ -220,6 +222,10 @@ class Watch:
             main_silence = now - self._exchange.pulse_time
             if self.rank != 0 and main_silence > self.hang_timeout and self.verdict is None:
                 self._end(self._verdict_on_main("silent", main_silence), with_stacks=False)
+
+    def _has_main_finished(self) -> bool:
+        """Return whether rank 0 has ended as it should. Nobody judges this rank then, and the store may be gone."""
+        return self._exchange.main_beat.phase == "ended"
 
     def _store_lost(self, error: str) -> Verdict:
         return self._verdict_on_main("lost", self._clock.now() - self._last_exchange_time, error)
