@@ -26,6 +26,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError
+from zerobook.health import position
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Piece
@@ -174,6 +175,15 @@ def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_f
     one, two = state.tensors(first.checkpoint), state.tensors(second.checkpoint)
     assert all(torch.equal(one[n], WHOLE[n]) and torch.equal(two[n], WHOLE[n] + 1) for n in WHOLE)
     assert json.loads((first.checkpoint / "progress.json").read_text())["step"] == 1
+
+
+def test_every_piece_that_is_written_is_progress_of_a_save(tmp_path):
+    pieces = [piece for dealt in spread({9}, 1) for piece in dealt]
+    saver = save.Saver(FakeStrategy(0, [pieces]), tmp_path, keep=None)
+    before = position.here().since
+    saver.save(Progress(step=1), {})
+    assert saver.results()[0].problem is None
+    assert position.here().since > before
 
 
 def test_host_memory_of_saves_in_the_background_is_made_once_and_holds_any_cut(tmp_path, monkeypatch):

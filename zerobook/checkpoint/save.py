@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from zerobook.checkpoint.hook_state import HOOKS, HookState
 from zerobook.checkpoint.merge import is_slice, merge
 from zerobook.checkpoint.progress import Progress
 from zerobook.errors import CheckpointError
+from zerobook.health.position import touch
 from zerobook.strategy import Piece, Strategy
 from zerobook.utils.reading import file_digest, read_json, read_text
 
@@ -133,7 +134,7 @@ class Saver:
             pieces: Iterable[Piece] = self._copy_pieces(strategy.pieces(hooks.tensors))
             texts = json.loads(json.dumps(texts))
         else:
-            pieces = strategy.pieces(hooks.tensors)
+            pieces = _noting_progress(strategy.pieces(hooks.tensors))
         save = _Save(
             step=progress.step,
             staging=staging,
@@ -331,6 +332,13 @@ def _is_visible_in_time(staging: Path) -> bool:
                 return True
         time.sleep(_LONGEST_PAUSE_S)
     return False
+
+
+def _noting_progress(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the pieces. All of them together may take longer to write than the limit of a save."""
+    for piece in pieces:
+        yield piece
+        touch()
 
 
 def _file_prefix(rank: int) -> str:

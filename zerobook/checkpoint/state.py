@@ -22,6 +22,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resume import differing_optimizer
 from zerobook.checkpoint.save import ADAM_STEPS, BUFFERS, INDEX, STATE_SHAPES, STEPS, entry_name
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.health.position import touch
 from zerobook.optimizer import optimizer_name
 from zerobook.strategy import Strategy
 from zerobook.strategy.weights import persistent_buffers
@@ -112,6 +113,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     for name, parameter in parameters:
         for key in (None, *strategy.state_shapes(parameter)):
             strategy.restore(parameter, key, TensorReader(reader, f"{key or 'weight'}/{name}"))
+        touch()
     strategy.restore_buffers(buffers)
     steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
     strategy.set_optimizer_steps(steps)

@@ -12,6 +12,7 @@ from torch import nn
 from zerobook.constants import IGNORE
 from zerobook.data.collate import Seq2SeqCollator, to_device
 from zerobook.evaluation.text_metrics import text_metrics
+from zerobook.health.position import touch
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
 
@@ -104,6 +105,8 @@ class GenerationScorer:
             # The fillers come last, so the zip ends before them.
             for index, ids in zip(indices, generated.tolist(), strict=False):
                 predictions_of_this_rank.append((index, self._strip(ids)))
+            # All calls together may take longer than the limit of an evaluation.
+            touch()
         # Indices are unique, so the sort never compares predictions.
         numbered_predictions = sorted(chain.from_iterable(strategy.gather(predictions_of_this_rank)))
         return [ids for _, ids in numbered_predictions]

@@ -32,6 +32,7 @@ from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
+from zerobook.health.position import touch
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import read_text
 
@@ -241,6 +242,8 @@ def likelihoods(
         batch_scores = _forward(model, [sequences[index] for index in batch], pad_token_id, device)
         if number < len(batches):
             scores[torch.tensor(batch, device=device)] = batch_scores
+        # All batches together may take longer than the limit of an evaluation.
+        touch()
     if strategy is not None:
         # Each score is on one rank and 0 on the others, so the sum is that score.
         scores = strategy.sum_over_ranks(scores)

@@ -169,7 +169,7 @@ def window() -> Window | None:
 
 
 def touch() -> None:
-    """Note that the current phase makes progress, for long phases that consist of many parts."""
+    """Note that the current phase makes progress, for long phases that consist of many parts. Call it from the main thread."""
     _state.position = _state.position._replace(since=time.monotonic())
 
 
