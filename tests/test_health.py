@@ -401,6 +401,15 @@ def test_a_process_that_gets_on_is_left_alone():
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
+def test_a_machine_on_which_every_step_is_slow_is_left_alone():
+    """The first step has more time than the others, and shows how long a step takes here."""
+    done = alone(
+        "for step in (1, 3, 4):\n    position.enter('data', step)\n    position.enter('forward')\n    time.sleep(0.6)\n"
+        "watch.stop(); print('ended')"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
 def test_collectives_of_each_recorder_are_kept(tmp_path, monkeypatch):
     """On a GPU, NCCL's collectives are in a recorder of their own."""
     from zerobook.training.watching import _keep_collectives

@@ -34,11 +34,15 @@ FINISHED_PHASES = ("ended", "failed")
 """Phases of ranks that send no more heartbeats, and that nobody waits for."""
 FIRST_STEP_FACTOR = 4.0
 """Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
+LONGEST_FACTOR = 2.0
+"""A phase may take so many times as long as it has taken before, though that is longer than its limit: a large model on a CPU,
+or an optimizer's state on NVMe, makes every step slow."""
 
 
 class Position(NamedTuple):
     """``entered`` counts the phases so far. ``began`` is when the phase was entered and ``since`` when it last made progress,
-    in seconds of `time.monotonic`. ``first``: in the first step."""
+    in seconds of `time.monotonic`. ``first``: in the first step. ``longest``: the most seconds that this process has spent in
+    the phase without progress, and got on."""
 
     phase: str
     step: int
@@ -46,6 +50,7 @@ class Position(NamedTuple):
     began: float
     since: float
     first: bool = False
+    longest: float = 0.0
 
     def limit(self, hang_timeout: float) -> float:
         """Return the seconds that the phase may take; infinity for no limit."""
@@ -54,7 +59,7 @@ class Position(NamedTuple):
             return float("inf")
         if self.first:
             factor *= FIRST_STEP_FACTOR
-        return factor * hang_timeout
+        return max(factor * hang_timeout, LONGEST_FACTOR * self.longest)
 
 
 class Window(NamedTuple):
@@ -91,6 +96,7 @@ class _State:
         now = time.monotonic()
         self.position = Position("start", 0, 0, now, now)
         self.first_step: int | None = None
+        self.longest_seconds: dict[str, float] = {}
         self.window: Window | None = None
         self.listeners: list[Callable[[str], None]] = []
         # Since the last log point.
@@ -120,6 +126,8 @@ def enter(phase: str, step: int | None = None) -> None:
     # Account for the phase that ends.
     seconds = now - previous.began
     state.phase_seconds[previous.phase] = state.phase_seconds.get(previous.phase, 0.0) + seconds
+    longest = state.longest_seconds
+    longest[previous.phase] = max(longest.get(previous.phase, 0.0), now - previous.since)
 
     if step is None:
         step = previous.step
@@ -127,7 +135,7 @@ def enter(phase: str, step: int | None = None) -> None:
         state.first_step = step
     # A process that resumes begins at a later step than 1, and compiles in it all the same.
     is_first = step == state.first_step and phase in STEP_PHASES
-    state.position = Position(phase, step, previous.entered + 1, now, now, is_first)
+    state.position = Position(phase, step, previous.entered + 1, now, now, is_first, longest.get(phase, 0.0))
 
     # Listeners use the device, and a device that has failed raises for every call.
     if phase not in FINISHED_PHASES:
