@@ -23,7 +23,7 @@ from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
 from zerobook.evaluation.generation import GenerationScorer
 from zerobook.evaluation.text_metrics import text_metrics
-from zerobook.health import position
+from zerobook.health.position import here
 from zerobook.models.generation_config import RULES, decoding
 from zerobook.models.load import check_positions, load_model
 from zerobook.objective import TargetTokens, seq2seq_loss
@@ -143,9 +143,9 @@ def test_a_models_own_lengths_and_beams_do_not_win(tiny, rows, tokenizer, tmp_pa
     scorer = GenerationScorer(
         rows, tokenizer, Seq2SeqCollator(2, DecoderInput(model)), decoding=model.generation_config, batch_size=8
     )
-    before = position.here().since
+    before = here().since
     predictions = scorer.generate(SimpleNamespace(unwrapped=model, **vars(ALONE)))
-    assert position.here().since > before, "a long evaluation hangs in no call"
+    assert here().since > before, "a long evaluation hangs in no call"
     assert len(predictions) == len(rows)
     assert {len(ids) for ids in predictions} == {6}, "an untrained model does not stop by itself"
     for beams in (1, 2):  # what was used is what a reader of the folder gets

@@ -22,7 +22,7 @@ from zerobook.errors import ConfigError, DataError, DivergenceError
 from zerobook.evaluation import held_out
 from zerobook.evaluation.scorers import check_causal
 from zerobook.evaluation.tasks import Encoder, Question, Scored, Task, TaskScorer, likelihoods, read_task
-from zerobook.health import position
+from zerobook.health.position import here
 
 FIXTURES = sorted((ROOT / "tests" / "fixtures" / "tasks").glob("*.jsonl"))
 GOOD = {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1}
@@ -169,10 +169,10 @@ class Bigram(torch.nn.Module):
 def test_likelihoods_by_hand():
     probabilities = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]])
     rows = [Scored([0, 1, 2], 1), Scored([2, 2, 0, 1, 1], 3), Scored([1, 2], 1)]
-    before = position.here().since
+    before = here().since
     scores = log_likelihoods(Bigram(probabilities.log()).eval(), rows, pad_token_id=0, batch_size=2)
     assert scores == pytest.approx([math.log(0.25 * 0.7), math.log(0.25 * 0.2), math.log(0.7)])
-    assert position.here().since > before, "a long evaluation hangs in no batch"
+    assert here().since > before, "a long evaluation hangs in no batch"
 
 
 def naive(model, tokenizer, task: Task) -> list[float]:
