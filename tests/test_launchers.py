@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -372,6 +373,40 @@ def test_the_skypilot_task_starts_a_launcher_on_every_machine(stubs, tmp_path):
     check_manifest(said, "10.0.0.1", content["envs"]["OUTPUT"], content["envs"])
     recovery = content["resources"]["job_recovery"]
     assert recovery["recover_on_exit_codes"] == [preemption.EXIT_CODE, 128 + signal.SIGTERM]
+
+
+SAVING = """
+import signal, sys, time
+def save(*_):
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_of_one_process_ends_with_it_and_not_before(number, tmp_path):
+    """Docker and Kubernetes send SIGTERM to the launcher alone, a terminal SIGINT to both."""
+    (tmp_path / "saving.py").write_text(SAVING)
+    single = str(ROOT / "accelerate_configs" / "single.yaml")
+    command = [sys.executable, "-m", "zerobook.cli.main", "launch", "--config_file", single, str(tmp_path / "saving.py")]
+    launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert launcher.stdout.readline() == "begun\n"
+        if number == signal.SIGINT:
+            os.killpg(launcher.pid, number)
+        else:
+            launcher.send_signal(number)
+        assert launcher.wait(60) == preemption.EXIT_CODE
+        assert launcher.stdout.readline() == "saved\n"
+    finally:
+        # A process that its launcher has left behind, too.
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

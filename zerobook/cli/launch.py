@@ -9,7 +9,7 @@ from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
 from zerobook.launch import elastic, flag_checks
 from zerobook.launch.accelerate_cli import parsed, read_flags, split_at_recipe
-from zerobook.launch.process import quietly
+from zerobook.launch.process import pass_signals_on, quietly
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
 
@@ -63,7 +63,10 @@ def _launch(arguments: list[str]) -> None:
         raise ConfigError(problems)
     from accelerate.commands.launch import launch_command
 
-    launch_command(parsed(arguments))
+    args = parsed(arguments)
+    if flag_checks.strategy_of(flag_checks.validated(args)) == "single":
+        pass_signals_on()
+    launch_command(args)
 
 
 def _problems_of_launch(arguments: list[str], flags: list[str], script: str) -> list[str]:

@@ -22,6 +22,8 @@ from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import psutil
 
 INTERRUPTED = 130
@@ -147,6 +149,27 @@ def quietly(launcher: Callable[[], None]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def pass_signals_on() -> None:
+    """Let the launcher of one process alone end with it and not before: at SIGTERM, which it sends on, and at Ctrl-C.
+
+    torchrun, which starts several processes, does so itself. accelerate's launcher of one would end, and leave it running.
+    """
+    import psutil
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        children = psutil.Process().children()
+        # Nothing runs yet.
+        if not children:
+            os._exit(128 + number)
+        for child in children:
+            with suppress(psutil.Error):
+                child.terminate()
+
+    signal.signal(signal.SIGTERM, terminate)
+    # The terminal sends this one to the process too, which saves.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 def launched() -> bool:
