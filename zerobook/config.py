@@ -54,6 +54,7 @@ AUTOMATIC: Literal["auto"] = "auto"
 """Value of ``save_steps``: the run decides by the measured time, see `zerobook.training.intervals`."""
 KEPT_AUTOMATICALLY = 2
 """Checkpoints that are kept where the run decides when to save, and no limit is set."""
+OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
@@ -273,7 +274,7 @@ class RecipeConfig(_Keys):
     resume_from_checkpoint: str | None = Field(
         None, description="auto (the newest complete checkpoint), best (lowest held-out loss), or a folder"
     )
-    on_spike: Literal["log", "skip", "rollback", "lower_rate", "stop"] = Field(
+    on_spike: OnSpike = Field(
         "rollback",
         description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
         "measure each time; lower_rate: return and lower the learning rate; stop: end the run",

@@ -7,6 +7,8 @@ zerobook runlog compare A B C ...            runs in one table: what differs, he
 zerobook runlog compare RUN --attempts 1 2   two attempts of one run
 zerobook runlog report outputs/run           the runlog as one HTML page and as Markdown
 zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
+zerobook runlog act outputs/run COMMAND      give a command to a live run: rollback --to STEP, lower-rate FACTOR,
+                                             skip FIRST-LAST, save, stop, policy VALUE
 
 status, show and compare print JSON with --json.
 """
@@ -19,7 +21,7 @@ import json
 import sys
 from typing import Any
 
-from zerobook.cli import compare_runs
+from zerobook.cli import act, compare_runs
 from zerobook.cli.arguments import Parser
 from zerobook.runlog.events import ending_types
 from zerobook.runlog.history import History, folder_of, last_of, naming_the_log
@@ -51,6 +53,8 @@ def make_parser() -> Parser:
         action.set_defaults(function=function)
         if name == "compare":
             compare_runs.add_flags(action)
+        elif name == "act":
+            act.add_flags(action)
         else:
             action.add_argument("run", help="a run's output_dir")
         if name in ("status", "show"):
@@ -153,4 +157,5 @@ ACTIONS = {
     "compare": compare_runs.compare_runs,
     "report": report,
     "verify": verify,
+    "act": act.act,
 }

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from zerobook.config import OnSpike
 from zerobook.monitor.detector import Finding
 
-OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
-ActionKind = Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none"]
+ActionKind = Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none", "rollback", "cut_rate", "save"]
 EXIT_CODE = 76
 """Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
@@ -33,7 +33,8 @@ NEAR = 16
 class RecoveryAction:
     """A recovery action against a spike.
 
-    ``to_step`` is the checkpoint's step, and ``steps`` are the first and last whose samples are left out.
+    ``to_step`` is the checkpoint's step, and ``steps`` are the first and last whose samples are left out. ``by`` is who asked
+    for it; None where the monitor decided.
     """
 
     kind: ActionKind
@@ -45,6 +46,7 @@ class RecoveryAction:
     to_step: int | None = None
     steps: tuple[int, int] | None = None
     rate_factor: float | None = None
+    by: str | None = None
 
     @property
     def goes_back(self) -> bool:
@@ -83,10 +85,14 @@ class RecoveryPolicy:
         rate_factor: float,
         state: dict[str, Any] | None = None,
     ):
-        self.on_spike = on_spike
+        state = state or {}
+        # A command may have replaced the flag. It counts until the flag is another one.
+        self._flag = on_spike
+        self.on_spike: OnSpike = on_spike
+        if state.get("flag") == on_spike:
+            self.on_spike = state["on_spike"]
         self.max_rollbacks = max_rollbacks
         self.rate_factor = rate_factor
-        state = state or {}
         self.rollbacks: int = state.get("rollbacks", 0)
         self.trouble: Trouble | None = None
         if state.get("trouble"):
@@ -95,7 +101,7 @@ class RecoveryPolicy:
     def state(self) -> dict[str, Any]:
         """Return the complete state, JSON-ready."""
         trouble = None if self.trouble is None else asdict(self.trouble)
-        return {"rollbacks": self.rollbacks, "trouble": trouble}
+        return {"rollbacks": self.rollbacks, "trouble": trouble, "flag": self._flag, "on_spike": self.on_spike}
 
     def decide(
         self, finding: Finding, proven: Sequence[int], unproven: Sequence[int] = (), hardware: str | None = None

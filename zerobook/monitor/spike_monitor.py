@@ -9,8 +9,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from zerobook.config import OnSpike
 from zerobook.monitor.detector import Detector, Finding, Point, Settings
-from zerobook.monitor.policy import LEAD, OnSpike, RecoveryAction, RecoveryPolicy
+from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
 
 HISTORY_STEPS = 10_000
 """Steps that stay in memory, to compare with when they are done again."""

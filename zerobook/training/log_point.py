@@ -15,14 +15,20 @@ from zerobook.strategy.mesh import Mesh
 from zerobook.training.intervals import Measured
 
 
-def reduce_records(records: Sequence[StepRecord], mesh: Mesh, clock: Measured, objective: str) -> Measured:
-    """Convert the tensors of ``records`` to numbers, and sum losses over ranks. Return rank 0's ``clock``. Collective.
+def reduce_records(
+    records: Sequence[StepRecord], mesh: Mesh, clock: Measured, objective: str, *, has_command: bool = False
+) -> tuple[Measured, bool]:
+    """Convert the tensors of ``records`` to numbers, and sum losses over ranks. Collective.
 
     Every rank gets the same bits, since all decide from them. This waits for the device.
 
     Args:
         clock: what this rank has measured.
+        has_command: a command of a person waits. Only rank 0 knows.
         objective: name of the class, for an error.
+
+    Returns:
+        Rank 0's ``clock`` and ``has_command``.
     """
     names = sorted(records[0].sums)
     for record in records:
@@ -39,19 +45,20 @@ def reduce_records(records: Sequence[StepRecord], mesh: Mesh, clock: Measured, o
     columns = [losses, norms]
     for name in names:
         columns.append(torch.stack([record.sums[name] for record in records]).float())
-    # One more row carries what rank 0 has measured, so that all ranks decide the same about saves without a collective.
-    clock_row = losses.new_zeros(len(columns))
+    # Two more rows carry what rank 0 knows, so that all ranks decide the same about saves and commands without a collective.
+    main_rows = losses.new_zeros(2, len(columns))
     if mesh.rank == 0:
-        clock_row[:2] = torch.tensor(clock)
-    values = torch.cat([torch.stack(columns, dim=1), clock_row[None]])
-    *step_rows, clock_values = mesh.sum_over_samples(values).tolist()
+        main_rows[0, :2] = torch.tensor(clock)
+        main_rows[1, 0] = has_command
+    values = torch.cat([torch.stack(columns, dim=1), main_rows])
+    *step_rows, clock_values, command_values = mesh.sum_over_samples(values).tolist()
     for record, (loss, norm, *metric_values) in zip(records, step_rows, strict=True):
         record.loss = loss
         record.grad_norm = norm
         record.sums = {}
         record.metrics = {name: float(value) for name, value in record.metrics.items()}
         record.metrics |= dict(zip(names, metric_values, strict=True))
-    return Measured(clock_values[0], clock_values[1])
+    return Measured(clock_values[0], clock_values[1]), command_values[0] > 0
 
 
 def describe_divergence(record: StepRecord, config: RecipeConfig, manager: CheckpointManager) -> str:

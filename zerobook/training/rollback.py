@@ -10,6 +10,7 @@ from typing import Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
+from zerobook.checkpoint.progress import Progress
 from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction
 from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
@@ -61,7 +62,8 @@ class Recovery:
         skip_ranges = joined(progress.skip_ranges, left_out)
         cut: list[Any] | None = None
         if action.rate_factor:
-            cut = [action.to_step, action.rate_factor, state.config.rollback_lr_steps]
+            first_step = progress.step if action.to_step is None else action.to_step
+            cut = [first_step, action.rate_factor, state.config.rollback_lr_steps]
         # All cuts so far and the new one: the checkpoint knows only those from before it.
         rate_cuts = list(progress.rate_cuts)
         if cut is not None:
@@ -73,6 +75,8 @@ class Recovery:
             self.go_back(action, intent, skip_ranges, rate_cuts)
         else:
             progress.skip_ranges = skip_ranges
+            progress.rate_cuts = rate_cuts
+            # It begins at the next step, also where nothing is left out.
             state.build_loader()
         if left_out and state.end_step < state.total_steps:
             self.say(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
@@ -120,28 +124,17 @@ class Recovery:
         # After loading: if that fails, a restart still finds the later checkpoints.
         new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
 
-        # The progress is the checkpoint's, but for what was decided since, and for what belongs to this attempt.
         steps_given_up = progress.step - loaded.step
-        vars(progress).update(
-            vars(loaded)
-            | {
-                "skip_ranges": skip_ranges,
-                "rate_cuts": rate_cuts,
-                "redone": progress.redone + steps_given_up,
-                "total_steps": progress.total_steps,
-                "world_size": progress.world_size,
-                "global_batch": progress.global_batch,
-            }
-        )
-        if state.data.held_out:
-            # The checkpoint may be from before a resume with other held-out data.
-            progress.use_held_out_data(state.data.held_out_fingerprint)
+        self._take_progress(loaded, skip_ranges, rate_cuts)
 
         # The losses of the next steps are compared with those of the branch that is abandoned.
         losses = self.spikes.go_back(action, loaded.detector, intent)
         if action.rate_factor:
             # After the first update at the lower rate, losses differ.
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
+        elif action.by is not None and skip_ranges != loaded.skip_ranges:
+            # A person has had samples of these steps left out since, so their losses will be others.
+            losses = {}
         state.earlier_losses = losses
         state.build_loader()
         verified, differing = state.verify(loaded.following)
@@ -162,6 +155,24 @@ class Recovery:
         manager.remember(rollback_to=None, redone=progress.redone, counted_from=[self.log.attempt, self.log.branch])
         self.say(f"  back at step {progress.step} after {seconds:.1f} s; abandoned: {counted(steps_given_up, 'step')}")
 
+    def _take_progress(self, loaded: Progress, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]) -> None:
+        """Set the progress to the checkpoint's, but for what was decided since, and for what belongs to this attempt."""
+        progress = self.state.progress
+        vars(progress).update(
+            vars(loaded)
+            | {
+                "skip_ranges": skip_ranges,
+                "rate_cuts": rate_cuts,
+                "redone": progress.redone + progress.step - loaded.step,
+                "total_steps": progress.total_steps,
+                "world_size": progress.world_size,
+                "global_batch": progress.global_batch,
+            }
+        )
+        if self.state.data.held_out:
+            # The checkpoint may be from before a resume with other held-out data.
+            progress.use_held_out_data(self.state.data.held_out_fingerprint)
+
     def protect_before(self, action: RecoveryAction) -> None:
         """Protect the newest checkpoint from before the spike from being pruned by the next save."""
         if self.strategy.is_main:
@@ -175,7 +186,6 @@ class Recovery:
         ``auto`` then resumes from before the spike. The caller ends the process with `EXIT_CODE`.
         """
         log = self.log
-        config = self.state.config
         manager = self.manager
         step = self.state.progress.step
         # Collective. The rest is rank 0's.
@@ -196,17 +206,27 @@ class Recovery:
             go_on_from=checkpoint_path,
             set_aside=[str(path) for path in new_paths],
         )
-        way_on = "Go on from there with --resume_from_checkpoint auto and"
-        if checkpoint is None:
-            way_on = "There is nothing to go back to, so start again with"
-        saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
-        self.say(
-            f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. The last checkpoint before it: "
-            f"{checkpoint or 'none'}.{saved_since}\n  {way_on} a lower --learning_rate than {config.learning_rate}, "
-            f"more --num_warmup_steps, or other data; or with --on_spike log. "
-            f"`zerobook runlog show {config.output_dir} decisions` tells the whole story."
-        )
+        self.say(f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. {self._way_on(action, checkpoint, new_paths)}")
+        self.say(f"  `zerobook runlog show {self.state.config.output_dir} decisions` lists the decisions.")
         write_page(log)
+
+    def _way_on(self, action: RecoveryAction, checkpoint: Path | None, new_paths: list[Path]) -> str:
+        """Return what can be done after a stop.
+
+        Args:
+            checkpoint: the newest one from before the spike.
+            new_paths: of the checkpoints that were saved since.
+        """
+        if action.by is not None:
+            return "Go on with --resume_from_checkpoint auto." if checkpoint else "No checkpoint was saved."
+        saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
+        way_on = f"The last checkpoint before it is {checkpoint}.{saved_since}\n  Go on with --resume_from_checkpoint auto and"
+        if checkpoint is None:
+            way_on = f"There is no checkpoint from before it.{saved_since}\n  Start again with"
+        return (
+            f"{way_on} a lower --learning_rate than {self.state.config.learning_rate}, more --num_warmup_steps, or other data; "
+            "or with --on_spike log."
+        )
 
     def _before(self, action: RecoveryAction) -> Path | None:
         """Return the newest complete checkpoint from before the spike. Rank 0."""

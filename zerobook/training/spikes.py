@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerobook.checkpoint.manager import CheckpointManager
-from zerobook.config import RecipeConfig
+from zerobook.config import OnSpike, RecipeConfig
 from zerobook.monitor.detector import Finding, Point
 from zerobook.monitor.policy import LEAD, RecoveryAction
 from zerobook.monitor.spike_monitor import HISTORY_STEPS, ReplayOutcome, SpikeMonitor
@@ -122,6 +122,18 @@ class SpikeHandler:
         self.monitor.policy.record(action)
         self._report_decision(action, hardware)
         return action
+
+    def obey(self, action: RecoveryAction, command: int) -> None:
+        """Report an action that a person asked for. ``command`` is the number of the command's event."""
+        self.cause = command
+        self._report_decision(action, None)
+
+    def change_policy(self, on_spike: OnSpike) -> None:
+        """Set ``--on_spike`` to another value for the rest of the run."""
+        policy = self.monitor.policy
+        policy.on_spike = on_spike
+        # A later attempt with the same flags keeps to it.
+        self.manager.remember(policy=policy.state())
 
     def saved(self, step: int) -> None:
         """Record that a save of this step has begun."""

@@ -26,6 +26,7 @@ from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume, setup
+from zerobook.training.commands import OperatorCommands
 from zerobook.training.console import Console
 from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, load_hooks
@@ -83,6 +84,7 @@ class Trainer:
     state: RunState
     spikes: SpikeHandler
     recovery: Recovery
+    commands: OperatorCommands
     evaluator: Evaluator
     evaluation: dict[str, Any] | None
     timetable: Timetable
@@ -201,6 +203,9 @@ class Trainer:
         if self.save_results:
             setup.check_space(self.manager, strategy, self.state)
         self.recovery = Recovery(self.state, strategy, self.manager, self.spikes, self.log, self.console.say)
+        self.commands = OperatorCommands(
+            self.state, strategy, self.manager, self.spikes, self.recovery, self.log, self.console.say
+        )
         self.evaluator = Evaluator(
             config,
             strategy,
@@ -256,6 +261,7 @@ class Trainer:
             if failure is not None:
                 raise failure
             self.hooks.close(self)
+        self.commands.refuse_waiting("the run has ended")
         # The event that the run has ended comes after the model.
         if self.runlog_hook:
             self.runlog_hook.finish(self)
@@ -333,13 +339,15 @@ class Trainer:
                 self.timetable.measure_first_steps(step)
             evaluates = self.timetable.is_evaluation_set(step, passes_before, progress.epoch)
             saves = self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
+            action = None
             if is_last or evaluates or saves or step % config.logging_steps == 0:
-                action = self._log_point()
-                if action is not None:
+                action = self._log_point(takes_command=True)
+                if action is not None and action.kind != "save":
                     return action
 
             # Evaluate and save. Again: the log point has measured how long steps and saves take.
             saves = saves and self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
+            saves = saves or action is not None
             # Before the save: the checkpoint records its held-out loss.
             if is_last or evaluates or (saves and self.timetable.is_evaluation_due(step)):
                 self.evaluate()
@@ -434,18 +442,27 @@ class Trainer:
         """See `zerobook.training.hooks.TrainerView.add_metric`."""
         self._metrics[name] = value
 
-    def _log_point(self) -> RecoveryAction | None:
+    def _log_point(self, *, takes_command: bool = False) -> RecoveryAction | None:
         """Read losses and norms, and run the hooks and the spike monitor. Return the recovery action to carry out, if any.
 
         The trainer waits for the device here only.
+
+        Args:
+            takes_command: carry out a command that waits, if nothing else is to be done.
         """
         records = self._pending
         self._pending = []
         if not records:
             return None
         enter("reduce")
-        clock = self.timetable.read_clock(self.progress.step)
-        self.timetable.set_measured(reduce_records(records, self.strategy.mesh, clock, type(self.objective).__name__))
+        clock, has_command = reduce_records(
+            records,
+            self.strategy.mesh,
+            self.timetable.read_clock(self.progress.step),
+            type(self.objective).__name__,
+            has_command=self.commands.is_waiting(),
+        )
+        self.timetable.set_measured(clock)
         self.pace.measure(self.progress.step)
         hook_actions = self.hooks("on_log", self, records)
         action = self.spikes.see(records)
@@ -454,10 +471,12 @@ class Trainer:
             self.hooks("on_alert", self, messages)
         if action is None and self.spikes.monitor.has_lost_weights:
             raise DivergenceError(describe_divergence(records[-1], self.config, self.manager))
-        # An action of the spike monitor comes before those of hooks.
-        if action is not None:
-            return action
-        return next((hook_action for hook_action in hook_actions if hook_action.kind != "none"), None)
+        # An action of the spike monitor comes before those of hooks, and those before a command.
+        if action is None:
+            action = next((hook_action for hook_action in hook_actions if hook_action.kind != "none"), None)
+        if action is None and has_command and takes_command:
+            action = self.commands.take()
+        return action
 
     def _stop_early(self) -> None:
         """Write that early stopping ends the run."""
@@ -558,6 +577,7 @@ class Trainer:
 
     def _leave(self, code: int) -> None:
         """End this process after all ranks have reached this point."""
+        self.commands.refuse_waiting("the run has ended")
         self.hooks("on_end", self)
         self.hooks.close(self)
         # A rank that ended earlier would make the launcher kill the others. Collective.

@@ -32,6 +32,9 @@ _ACTIONS = {
     "skip": "go back and leave the samples of those steps out",
     "lower_rate": "go back and lower the learning rate",
     "leave_out": "leave the samples out from now on",
+    "rollback": "go back to an earlier checkpoint",
+    "cut_rate": "lower the learning rate from now on",
+    "save": "save a checkpoint",
     "stop": "stop, and hand over to people",
     "none": "nothing",
 }
@@ -41,6 +44,10 @@ _HIGHEST_DRAWN_PEAK = 1e4
 
 def _style_of_spike(event: Event) -> str:
     return "bad" if event["kind"] in ("damage", "divergence") else "warn"
+
+
+def _style_of_command(event: Event) -> str:
+    return "good" if event["accepted"] else "warn"
 
 
 def _onset(event: Event) -> int:
@@ -98,10 +105,36 @@ def _finding(event: Event) -> str:
 
 
 @declare(
-    "decision",
-    when="A recovery action was chosen against damage or a divergence.",
+    "command",
+    when="A command of `zerobook runlog act` was taken.",
     fields={
-        "action": "replay, skip, lower_rate, leave_out, stop or none",
+        "id": "name of its file",
+        "step": "step at which it was taken",
+        "action": "rollback, lower_rate, skip, save, stop or policy; null where it was malformed",
+        "argument": "step, factor, first and last step, or value of on_spike",
+        "by": "user who owned the file, and the host that it names",
+        "why": "reason that was given",
+        "accepted": "true where it is carried out",
+        "refused_because": "why it is not",
+    },
+    style=_style_of_command,
+)
+def _command(event: Event) -> str:
+    action = event["action"] or "a command"
+    argument = event["argument"]
+    if isinstance(argument, list):
+        argument = "-".join(map(str, argument))
+    what = action if argument is None else f"{action} {argument}"
+    why = f" ({event['why']})" if event["why"] else ""
+    answer = "accepted" if event["accepted"] else f"REFUSED, since {event['refused_because']}"
+    return f"{event['by']} asked at step {event['step']} for {what}{why}: {answer}."
+
+
+@declare(
+    "decision",
+    when="A recovery action was chosen against damage or a divergence, or a person commanded it.",
+    fields={
+        "action": "replay, skip, lower_rate, leave_out, stop or none; of a command also rollback, cut_rate or save",
         "rule": "rule that chose it",
         "why": "finding in words",
         "options": "actions that were left",

@@ -1,0 +1,112 @@
+"""``zerobook runlog act``: give a command to a live run, and wait for its answer."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from zerobook.config import OnSpike
+from zerobook.errors import RunLogError
+from zerobook.runlog import commands
+from zerobook.runlog.commands import Command
+from zerobook.runlog.events import Event, ending_types, sentence
+from zerobook.runlog.history import folder_of, is_being_written
+from zerobook.runlog.jsonl import backwards
+from zerobook.runlog.writer import EVENTS
+from zerobook.utils.terminal import say
+
+WAIT_S = 300.0
+_POLL_S = 0.5
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the commands, each with its argument, ``--reason`` and ``--wait``."""
+    parser.add_argument("run", help="output_dir of a run that trains")
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    rollback = _add(actions, "rollback", "go back to a checkpoint")
+    rollback.add_argument("--to", dest="step", type=int, required=True, metavar="STEP", help="step of a complete checkpoint")
+    lower_rate = _add(actions, "lower-rate", "lower the learning rate; it rises back over --rollback_lr_steps steps of the run")
+    lower_rate.add_argument("factor", type=float, help="factor of the learning rate, between 0 and 1")
+    skip = _add(actions, "skip", "leave the samples of some past steps out from now on")
+    skip.add_argument("steps", type=_steps, metavar="FIRST-LAST", help="steps, as 120-128")
+    _add(actions, "save", "save a checkpoint")
+    _add(actions, "stop", "save a checkpoint, and end the run with exit code 76")
+    policy = _add(actions, "policy", "set --on_spike to another value")
+    policy.add_argument("on_spike", choices=get_args(OnSpike))
+
+
+def _add(actions: Any, name: str, meaning: str) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, prog=f"zerobook runlog act {name}", description=meaning, help=meaning)
+    parser.add_argument("--reason", default="", help="why; it is recorded")
+    parser.add_argument("--wait", type=float, default=WAIT_S, metavar="SECONDS", help=f"for the answer (default {WAIT_S:.0f})")
+    return parser
+
+
+def _steps(text: str) -> tuple[int, int]:
+    steps = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if steps is None:
+        raise argparse.ArgumentTypeError(f"{text} is not FIRST-LAST")
+    return int(steps[1]), int(steps[2] or steps[1])
+
+
+def act(flags: argparse.Namespace) -> int:
+    """Give a command to a live run, which takes it at its next log point. Exit code 1 where the run refuses it."""
+    folder = folder_of(flags.run)
+    newest = next((event for event in backwards(folder / EVENTS) if event is not None), None)
+    if newest is None or not _is_live(folder, newest):
+        raise RunLogError(f"{flags.run}: the run is not live, so it takes no commands. `zerobook runlog status` has its state.")
+    command_id = commands.send(folder, _command_of(flags, newest))
+    deadline = time.monotonic() + flags.wait
+    answer = None
+    while answer is None and time.monotonic() < deadline and is_being_written(folder):
+        time.sleep(_POLL_S)
+        answer = _answer(folder, command_id, newest["seq"])
+    # The run may have answered and ended since the last look.
+    answer = answer or _answer(folder, command_id, newest["seq"])
+    if answer is not None:
+        say(sentence(answer))
+        return 0 if answer["accepted"] else 1
+    if commands.withdraw(folder, command_id):
+        state = f"has taken no command for {flags.wait:g} s" if is_being_written(folder) else "has ended"
+        say(f"The run {state}: the command is withdrawn, and nothing is done.")
+    else:
+        say("The run has taken the command, and has not answered yet: `zerobook runlog show RUN events` will have the answer.")
+    return 1
+
+
+def _is_live(folder: Path, newest: Event) -> bool:
+    """Return whether a process trains. Where the file system has no locks, the log must not have ended, at least."""
+    return is_being_written(folder) and newest["type"] not in ending_types() and (folder / commands.FOLDER).is_dir()
+
+
+def _command_of(flags: argparse.Namespace, newest: Event) -> Command:
+    values = {"action": flags.action.replace("-", "_"), "reason": flags.reason}
+    for name in ("step", "factor", "steps", "on_spike"):
+        if hasattr(flags, name):
+            values[name] = getattr(flags, name)
+    try:
+        return Command(
+            **values,
+            host=commands.here(),
+            attempt=newest["attempt"],
+            branch=newest["branch"],
+            newest_seq=newest["seq"],
+        )
+    except ValidationError as error:
+        detail = error.errors()[0]
+        raise RunLogError(f"{flags.action} {detail['input']}: {detail['msg']}") from None
+
+
+def _answer(folder: Path, command_id: str, newest_seq: int) -> Event | None:
+    """Return the event that answers the command; None if there is none among those after ``newest_seq``."""
+    for event in backwards(folder / EVENTS):
+        if event is not None and event["seq"] <= newest_seq:
+            return None
+        if event is not None and event["type"] == "command" and event["id"] == command_id:
+            return event
+    return None

@@ -1,0 +1,188 @@
+"""Take the commands that people give to a live run, and turn them into recovery actions, or refuse them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zerobook.checkpoint.manager import CheckpointManager
+from zerobook.monitor.policy import LEAD, ActionKind, RecoveryAction
+from zerobook.runlog import commands
+from zerobook.runlog.commands import Command, Received
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy import Strategy
+from zerobook.training.rollback import Recovery
+from zerobook.training.spikes import SpikeHandler
+from zerobook.training.state import RunState
+
+_KINDS: dict[str, ActionKind] = {
+    "rollback": "rollback",
+    "lower_rate": "cut_rate",
+    "skip": "leave_out",
+    "save": "save",
+    "stop": "stop",
+}
+"""Action of a command -> kind of the recovery action."""
+
+
+class OperatorCommands:
+    """Takes commands at log points. Every rank has one; rank 0 reads the files and writes the events.
+
+    Args:
+        say: prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        strategy: Strategy,
+        manager: CheckpointManager,
+        spikes: SpikeHandler,
+        recovery: Recovery,
+        log: RunLog,
+        say: Callable[[str], None],
+    ):
+        self.state = state
+        self.strategy = strategy
+        self.manager = manager
+        self.spikes = spikes
+        self.recovery = recovery
+        self.log = log
+        self.say = say
+        # Number of the event of the last command that was carried out, on rank 0.
+        self._last_accepted = -1
+        strategy.on_main(lambda: commands.make_folder(log.folder))
+
+    def is_waiting(self) -> bool:
+        """Return whether a command waits; False on all ranks but 0, which tells the others at the log point."""
+        return self.strategy.is_main and commands.is_waiting(self.log.folder)
+
+    def take(self) -> RecoveryAction | None:
+        """Take the oldest command; return the action to carry out, and None where there is none. Collective."""
+        # A save in progress may end, or prune the checkpoint to go back to.
+        self.manager.finish(self.log)
+        received = self.strategy.on_main(self._receive)
+        if received is None:
+            return None
+        command_id, user, fields, problem = received
+        command = None if fields is None else Command(**fields)
+        action = None
+        if command is not None and problem is None:
+            action = self._action_of(command, f"{user}@{command.host}")
+            problem = self._refusal(command, action)
+        event = self._record(Received(command_id, user, command, problem))
+        if command is None or problem is not None:
+            return None
+        self._last_accepted = event
+        if command.on_spike is not None:
+            self.spikes.change_policy(command.on_spike)
+        if action is not None:
+            self.spikes.obey(action, event)
+        return action
+
+    def refuse_waiting(self, reason: str) -> None:
+        """Refuse the commands that came too late. Rank 0 does so."""
+        if not self.strategy.is_main:
+            return
+        for _ in range(commands.MOST_FILES):
+            received = commands.take_oldest(self.log.folder)
+            if received is None:
+                return
+            self._record(received._replace(problem=received.problem or reason))
+
+    def _receive(self) -> list[Any] | None:
+        """Take a command on rank 0, and check what only rank 0 knows. Return it as values that can be sent to all ranks."""
+        received = commands.take_oldest(self.log.folder)
+        if received is None:
+            return None
+        command = received.command
+        if command is None:
+            return [received.command_id, received.user, None, received.problem]
+        return [received.command_id, received.user, command.model_dump(), self._why_outdated(command)]
+
+    def _why_outdated(self, command: Command) -> str | None:
+        """Return why a command belongs to another state of the run than the present one, which its author has not seen."""
+        if command.attempt != self.log.attempt:
+            return f"it was given to attempt {command.attempt}, and this is attempt {self.log.attempt}"
+        # Saving and stopping are right in every state.
+        if command.action not in ("rollback", "lower_rate", "skip"):
+            return None
+        if command.branch != self.log.branch:
+            return "the run has gone back to an earlier step since it was given"
+        if command.newest_seq < self._last_accepted:
+            return f"another command (event {self._last_accepted}) was carried out since it was given"
+        return None
+
+    def _action_of(self, command: Command, author: str) -> RecoveryAction | None:
+        """Return what a command asks for; None for a change of the policy."""
+        if command.action == "policy":
+            return None
+        step = self.state.progress.step
+        return RecoveryAction(
+            kind=_KINDS[command.action],
+            rule=f"{author} asked for it",
+            reason=command.reason or "no reason was given",
+            options=(),
+            # Nothing up to this step is suspect.
+            onset=step + LEAD,
+            noticed=step,
+            to_step=command.step,
+            steps=command.steps,
+            rate_factor=command.factor,
+            by=author,
+        )
+
+    def _refusal(self, command: Command, action: RecoveryAction | None) -> str | None:
+        """Return why a command cannot be carried out; None if it can. Collective, with the same answer on every rank."""
+        step = self.state.progress.step
+        if command.step is not None:
+            return self._refusal_of_rollback(command.step)
+        if command.steps is not None:
+            first, last = command.steps
+            if last > step:
+                return f"step {last} is in the future: the run is at step {step}"
+            if len(self.spikes.cursors(first, last)) <= last - first:
+                return f"this attempt does not remember the samples of all steps from {first} to {last}"
+            assert action is not None
+            if self.recovery.checked(action).kind == "stop":
+                return "no samples would be left"
+        if command.action == "save" and not self.spikes.monitor.last_is_finite:
+            return "the loss or the gradient of this step is not finite"
+        return None
+
+    def _refusal_of_rollback(self, to_step: int) -> str | None:
+        step = self.state.progress.step
+        if to_step > step:
+            return f"step {to_step} is in the future: the run is at step {step}"
+        if to_step == step:
+            return f"the run is at step {step}"
+        proven, unproven = self.strategy.on_main(self.manager.steps)
+        steps = sorted([*proven, *unproven])
+        if to_step not in steps:
+            listed = ", ".join(map(str, steps)) or "none"
+            return f"there is no checkpoint of step {to_step}; complete checkpoints: {listed}"
+        if not self.manager.is_whole(to_step):
+            return f"the checkpoint of step {to_step} is damaged"
+        return None
+
+    def _record(self, received: Received) -> int:
+        """Log a command and its answer, and print both. Return the number of the event."""
+        command = received.command
+        step = self.state.progress.step
+        author = f"{received.user}@{'an unknown host' if command is None else command.host}"
+        number = self.log.event(
+            "command",
+            id=received.command_id,
+            step=step,
+            action=None if command is None else command.action,
+            argument=None if command is None else command.argument,
+            by=author,
+            why=None if command is None else command.reason,
+            accepted=received.problem is None,
+            refused_because=received.problem,
+        )
+        if received.problem is not None:
+            self.say(f"step {step}: a command of {author} is refused: {received.problem}")
+        elif command is not None and command.on_spike is not None:
+            self.say(f"step {step}: {author} sets --on_spike {command.on_spike} for this run")
+        return number
