@@ -43,6 +43,30 @@ def test_flags_override_yaml_and_sources_say_so(tmp_path):
     assert sources["learning_rate"] == str(file) and sources["seed"] == "flag --seed"
 
 
+def test_a_policy_is_an_order_of_recovery_actions(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("policy: [skip, lower_rate, stop]\n")
+    config, *_ = parse(CausalLMConfig, [*BASE, "--config", str(file)])
+    assert config.policy == ["skip", "lower_rate", "stop"]
+    config, *_ = parse(CausalLMConfig, [*BASE, "--policy", "further_back", "replay"])
+    assert config.policy == ["further_back", "replay"]
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--policy", "skip", "replay", "skip"], "skip occurs 2 times"),
+        (["--policy", "skipp"], "'skip'"),
+        (["--policy", "stop", "skip"], "Put it last"),
+        (["--policy", "skip", "--on_spike", "log"], "on_spike log follows no order"),
+        (["--policy"], "at least 1"),
+    ],
+)
+def test_a_policy_that_cannot_be_followed_is_refused(words, expected):
+    (problem,) = problems([*BASE, *words])
+    assert problem.startswith(("policy", "flag --policy")) and expected in problem
+
+
 def test_everything_wrong_is_reported_at_once(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning_rat: 1e-3\nseed: many\n")

@@ -45,6 +45,24 @@ def test_the_rungs_in_their_order():
     assert measures[0].options == ("replay", "skip", "lower_rate", "stop") and measures[2].options == ("lower_rate", "stop")
 
 
+def test_a_policy_orders_the_actions():
+    climbing = ladder(order=["skip", "further_back", "lower_rate"])
+    measures = [take(climbing, finding(45), GOOD) for _ in range(5)]
+    assert [m.kind for m in measures] == ["skip", "further_back", "lower_rate", "lower_rate", "stop"]
+    assert [m.to_step for m in measures] == [40, 30, 20, 10, None]
+    assert all(m.steps == (44, 53) for m in measures[:4])
+    assert measures[0].options == ("skip", "further_back", "lower_rate")
+    assert take(ladder(order=["stop"]), finding(45), GOOD).kind == "stop"
+    # A fault of the hardware is not in the data, whatever the order says.
+    assert take(ladder(order=["skip"]), finding(45), GOOD, hardware="replicas differ").kind == "replay"
+
+
+def test_nothing_is_left_where_nothing_can_be_done():
+    """The log says which actions are left, and none of them is possible without a checkpoint."""
+    assert ladder().decide(finding(45), []).options == ()
+    assert ladder("log").decide(finding(45), GOOD).options == ()
+
+
 def test_another_place_is_another_trouble():
     climbing = ladder()
     assert take(climbing, finding(45), GOOD).kind == "replay"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerobook.config import DEFAULT_POLICY
 from zerobook.monitor.policy import LEAD
 from zerobook.runlog.jsonl import read
 from zerobook.runlog.records import StepRecord
@@ -55,7 +56,9 @@ class Run:
             plan=SimpleNamespace(precision=config.pop("precision", "no")), on_main=lambda work: work(),
             differing_replicas=lambda: self.replicas,
         )  # fmt: skip
-        config = SimpleNamespace(**{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5} | config)
+        config = SimpleNamespace(
+            **{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5, "policy": DEFAULT_POLICY} | config
+        )
         self.spikes = SpikeHandler(config, strategy, self.manager, self.log, print, detector={}, policy={})
         self.monitor = self.spikes.monitor
         self.states = {}

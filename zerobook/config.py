@@ -55,6 +55,9 @@ AUTOMATIC: Literal["auto"] = "auto"
 KEPT_AUTOMATICALLY = 2
 """Checkpoints that are kept where the run decides when to save, and no limit is set."""
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
+PolicyAction = Literal["replay", "skip", "lower_rate", "further_back", "stop"]
+"""A recovery action of ``--on_spike rollback``, see `zerobook.monitor.policy`."""
+DEFAULT_POLICY: list[PolicyAction] = ["replay", "skip", "lower_rate", "stop"]
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
@@ -279,6 +282,11 @@ class RecipeConfig(_Keys):
         description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
         "measure each time; lower_rate: return and lower the learning rate; stop: end the run",
     )
+    policy: list[PolicyAction] = Field(
+        DEFAULT_POLICY,
+        min_length=1,
+        description="order of the actions of on_spike rollback, out of replay, skip, lower_rate, further_back and stop",
+    )
     max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
     rollback_lr_factor: float = Field(
         0.5, gt=0, lt=1, description="factor of the learning rate after a rollback that lowers it"
@@ -486,6 +494,20 @@ class RecipeConfig(_Keys):
         if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
             problems.append(f"resume_from_checkpoint: no such folder: {resume}. Give a folder, auto, or best.")
         problems += self._schedule_problems()
+        problems += self._policy_problems()
+        return problems
+
+    def _policy_problems(self) -> list[str]:
+        """Return a problem for an order of recovery actions that cannot be followed."""
+        policy = self.policy
+        problems = []
+        for action, count in Counter(policy).items():
+            if count > 1:
+                problems.append(f"policy: {action} occurs {count} times. Name each action once; lower_rate is tried twice.")
+        if "stop" in policy and policy[-1] != "stop":
+            problems.append("policy: nothing can follow stop, which ends the run. Put it last.")
+        if policy != DEFAULT_POLICY and self.on_spike != "rollback":
+            problems.append(f"policy: on_spike {self.on_spike} follows no order. Drop policy, or set on_spike to rollback.")
         return problems
 
     def _data_problems(self) -> list[str]:

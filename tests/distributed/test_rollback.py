@@ -177,6 +177,34 @@ def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on
             assert [s[key] for s in resumed.steps] == pytest.approx([whole[n][key] for n in range(96, 101)], rel=1e-5)
 
 
+ORDERS = [
+    # (policy, fault, decisions)
+    (["skip", "further_back", "lower_rate"], "sharp", ["skip", "further_back", "lower_rate"]),
+    (["lower_rate", "skip", "replay"], "sharp", ["lower_rate"]),
+    (["further_back", "stop"], "labels", ["further_back"]),
+    (["replay", "stop"], "labels", ["replay", "stop"]),
+]
+BOTH = [(strategy, *order) for order in ORDERS for strategy in ("ddp", "zero3")]
+
+
+@pytest.mark.parametrize("strategy, policy, fault, decided", sampled(BOTH, BOTH[0], BOTH[7]))
+def test_the_actions_are_taken_in_the_order_of_the_policy(trained, strategy, policy, fault, decided):
+    stops = decided[-1] == "stop"
+    run = trained(strategy, fault, policy=policy, expect=1 if stops else 0, **LOWER)
+    decisions = [event for event in run.events if event["type"] == "decision"]
+    assert [event["action"] for event in decisions] == decided
+    assert len([event for event in run.events if event["type"] == "rollback"]) == 2 * (len(decided) - stops)
+    if decided[-1] == "lower_rate":
+        # Each goes one checkpoint further back than the one before.
+        steps = [event["to_step"] for event in decisions]
+        assert steps == sorted(set(steps), reverse=True)
+    if stops:
+        assert run.event("stop")["rule"].startswith("all was tried")
+    else:
+        assert [step["step"] for step in History.read(run.output).steps(current=True)] == list(range(1, STEPS + 1))
+        assert abs(held_out(run) / held_out(trained("ddp")) - 1) < 0.02
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [*FAULTS, "sharp"])
 def test_the_same_fault_without_a_rollback_does_harm(trained, fault):

@@ -6,7 +6,11 @@
     lower_rate   Go back further and lower the learning rate, which then rises back to its schedule.
     stop         Stop with a report and an exit code; a person has to decide.
 
-``--on_spike rollback`` takes them in that order. ``--on_spike lower_rate`` goes back and lowers the rate each time, and
+``--on_spike rollback`` takes them in that order, or in the one of ``--policy``, which may have one more:
+
+    further_back   As skip, from one checkpoint further back.
+
+``--on_spike lower_rate`` goes back and lowers the rate each time, and
 leaves no samples out. Only findings that need it (`Finding.needs_action`) lead to an action; all others are only logged. The
 decision depends on the arguments and on the actions so far, so ranks that get the same arguments decide the same.
 """
@@ -17,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from zerobook.config import OnSpike
+from zerobook.config import DEFAULT_POLICY, OnSpike, PolicyAction
 from zerobook.monitor.detector import Finding
 
-ActionKind = Literal["replay", "skip", "lower_rate", "leave_out", "stop", "none", "rollback", "cut_rate", "save"]
+ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]
 EXIT_CODE = 76
 """Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
@@ -74,6 +78,7 @@ class RecoveryPolicy:
             lower_rate goes back and lowers the rate each time; stop stops.
         max_rollbacks: rollbacks in the whole run; after them the run stops.
         rate_factor: share of the scheduled learning rate after a cut.
+        order: of the actions of rollback.
         state: as `state` returned it; None for a new run.
     """
 
@@ -83,6 +88,7 @@ class RecoveryPolicy:
         *,
         max_rollbacks: int,
         rate_factor: float,
+        order: Sequence[PolicyAction] = DEFAULT_POLICY,
         state: dict[str, Any] | None = None,
     ):
         state = state or {}
@@ -93,6 +99,7 @@ class RecoveryPolicy:
             self.on_spike = state["on_spike"]
         self.max_rollbacks = max_rollbacks
         self.rate_factor = rate_factor
+        self.order = order
         self.rollbacks: int = state.get("rollbacks", 0)
         self.trouble: Trouble | None = None
         if state.get("trouble"):
@@ -115,7 +122,6 @@ class RecoveryPolicy:
         """
         onset = finding.onset
         trouble = self._trouble_at(onset)
-        earlier_actions = [] if trouble is None else trouble.tried
         reason = f"{finding.kind} since step {onset}: {finding.reason}"
         if hardware:
             reason += f"; {hardware}"
@@ -123,7 +129,7 @@ class RecoveryPolicy:
             kind="none",
             rule="",
             reason=reason,
-            options=self._options(earlier_actions),
+            options=(),
             onset=onset,
             noticed=finding.step,
         )
@@ -186,12 +192,13 @@ class RecoveryPolicy:
             steps_left_out = (max(1, first - LEAD + 1), last)
         if kind == "lower_rate":
             rate_factor = self.rate_factor
-            # One checkpoint further back each time.
-            if trouble is not None:
-                to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
+        # One checkpoint further back each time.
+        if kind in ("lower_rate", "further_back") and trouble is not None:
+            to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
         return replace(
             undecided,
             kind=kind,
+            options=self._options(earlier_actions),
             rule=f"{kind}: {quality}, step {to_step}",
             to_step=to_step,
             steps=steps_left_out,
@@ -224,21 +231,17 @@ class RecoveryPolicy:
     def _next_action(self, earlier: Sequence[ActionKind]) -> ActionKind:
         if self.on_spike == "lower_rate":
             return "lower_rate"
-        if "replay" not in earlier:
-            return "replay"
-        if "skip" not in earlier:
-            return "skip"
-        # A rate that was lowered twice in vain is not the cause.
-        if earlier.count("lower_rate") < 2:
-            return "lower_rate"
+        for action in self.order:
+            # A rate that was lowered twice in vain is not the cause.
+            if earlier.count(action) < (2 if action == "lower_rate" else 1):
+                return action
         return "stop"
 
     def _options(self, earlier: Sequence[ActionKind]) -> tuple[ActionKind, ...]:
         """Return the actions that are left."""
         if self.on_spike == "lower_rate":
             return ("lower_rate", "stop")
-        in_order: tuple[ActionKind, ...] = ("replay", "skip", "lower_rate", "stop")
-        return tuple(action for action in in_order if action not in earlier or action == "lower_rate")
+        return tuple(action for action in self.order if action not in earlier or action == "lower_rate")
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:

@@ -54,6 +54,7 @@ class SpikeHandler:
             config.on_spike,
             max_rollbacks=config.max_rollbacks,
             rate_factor=config.rollback_lr_factor,
+            order=config.policy,
             detector=detector,
             policy=policy,
         )

@@ -31,6 +31,7 @@ _ACTIONS = {
     "replay": "go back and do the same steps again, with nothing changed",
     "skip": "go back and leave the samples of those steps out",
     "lower_rate": "go back and lower the learning rate",
+    "further_back": "go back one checkpoint further and leave the samples of those steps out",
     "leave_out": "leave the samples out from now on",
     "rollback": "go back to an earlier checkpoint",
     "cut_rate": "lower the learning rate from now on",
@@ -134,7 +135,7 @@ def _command(event: Event) -> str:
     "decision",
     when="A recovery action was chosen against damage or a divergence, or a person commanded it.",
     fields={
-        "action": "replay, skip, lower_rate, leave_out, stop or none; of a command also rollback, cut_rate or save",
+        "action": "replay, skip, lower_rate, further_back, leave_out, stop or none; of a command rollback, cut_rate or save",
         "rule": "rule that chose it",
         "why": "finding in words",
         "options": "actions that were left",
