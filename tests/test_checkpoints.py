@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.harness import reseal, staged
 from zerobook.checkpoint import save, state, store
+from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.checkpoint import checkpoint as command
@@ -183,6 +184,16 @@ def test_every_piece_that_is_written_is_progress_of_a_save(tmp_path):
     before = position.here().since
     saver.save(Progress(step=1), {})
     assert saver.results()[0].problem is None
+    assert position.here().since > before
+
+
+def test_every_block_that_is_read_before_a_rollback_is_progress(tmp_path):
+    """A spike is decided on in a step, whose phases have less time than reading a large checkpoint takes."""
+    [saved] = save_all(tmp_path, 1, spread({9}, 1))
+    strategy = SimpleNamespace(on_main=lambda work, takes_long: work())
+    manager = SimpleNamespace(strategy=strategy, path_of=lambda step: saved.checkpoint, skipped={})
+    before = position.here().since
+    assert CheckpointManager.is_whole(manager, 1)
     assert position.here().since > before
 
 

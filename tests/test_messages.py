@@ -146,6 +146,42 @@ mesh.accelerator.end_training()
 """
 
 
+PATIENT = """
+import sys, time
+from datetime import timedelta
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from zerobook.strategy.mesh import Mesh
+
+rank = int(sys.argv[1])
+limit = timedelta(seconds=2)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2, timeout=limit)
+facts = {"num_processes": 2, "process_index": rank, "is_main_process": rank == 0, "device": torch.device("cpu")}
+mesh = Mesh(SimpleNamespace(**facts))
+
+def read():
+    time.sleep(5)
+    return "whole"
+
+print(mesh.on_main(read, takes_long=True), flush=True)
+"""
+
+
+def test_work_of_rank_0_may_take_longer_than_a_collective_waits(tmp_path):
+    """Rank 0 reads every byte of a checkpoint to resume from, which can take hours."""
+    ranks = []
+    for rank in range(2):
+        command = [sys.executable, "-c", PATIENT, str(rank), str(tmp_path / "store")]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    try:
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert printed == ["whole\n", "whole\n"]
+
+
 class Bomb:
     """Pickle of a call: whoever unpickles it makes a file."""
 

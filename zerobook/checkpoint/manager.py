@@ -17,6 +17,7 @@ from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
+from zerobook.health.position import touch
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
@@ -61,8 +62,8 @@ class CheckpointManager:
         strategy.on_main(lambda: resume.lock_run_folder(config))
         strategy.on_main(self._read_decisions)
         if config.resume_from_checkpoint == "auto":
-            strategy.on_main(self._finish_rollback)
-        self.checkpoint = strategy.on_main(self._resolve_resume)
+            strategy.on_main(self._finish_rollback, takes_long=True)
+        self.checkpoint = strategy.on_main(self._resolve_resume, takes_long=True)
         self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
         self.saver.protected = frozenset(self._saved_at_set_steps)
 
@@ -265,13 +266,14 @@ class CheckpointManager:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
 
         def check() -> bool:
-            reason = store.find_damage(self.path_of(step), thorough=True)
+            # Every block is progress: a phase of a step has less time than a large checkpoint takes.
+            reason = store.find_damage(self.path_of(step), thorough=True, tell=lambda count: touch())
             if reason is not None:
                 self.skipped[self.path_of(step)] = reason
                 tqdm.write(plain(f"  passed over: {reason}"))
             return reason is None
 
-        return self.strategy.on_main(check)
+        return self.strategy.on_main(check, takes_long=True)
 
     def protect(self, *steps: int) -> None:
         """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""

@@ -67,7 +67,7 @@ def save_model(
                 raise
         say(f"saved {folder} ({str(dtype).removeprefix('torch.')})")
 
-    strategy.on_main(write)
+    strategy.on_main(write, takes_long=True)
     return folder
 
 

@@ -97,8 +97,8 @@ class Strategy(Engine):
     def nodes(self) -> int:
         return self.mesh.nodes
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        return self.mesh.on_main(work)
+    def on_main(self, work: Callable[[], T], *, takes_long: bool = False) -> T:
+        return self.mesh.on_main(work, takes_long=takes_long)
 
     def once_per_node(self, work: Callable[[], T]) -> T:
         return self.mesh.once_per_node(work)

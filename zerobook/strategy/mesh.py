@@ -130,12 +130,18 @@ class Mesh:
         values[self.rank] = value
         return values
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on rank 0; return its result, or raise its error, on every rank. Collective."""
+    def on_main(self, work: Callable[[], T], *, takes_long: bool = False) -> T:
+        """Run ``work`` on rank 0; return its result, or raise its error, on every rank. Collective.
+
+        Args:
+            takes_long: ``work`` may take longer than a collective waits, as reading a whole checkpoint does.
+        """
         result: Any = None
         error: Exception | None = None
         if self.is_main:
             result, error = _outcome(work)
+        if takes_long and self.world_size > 1:
+            self._wait_for_all()
         result, error = self.from_main((result, error))
         if error is not None:
             raise error
