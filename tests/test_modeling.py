@@ -45,7 +45,8 @@ def alone(**more):
     return SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=torch.device("cpu"), from_main=lambda value: value, barrier=lambda: None,
         plan=PLAN, initialising_whole=lambda: Strategy.initialising_whole(None),
-        once_per_node=lambda work: work(), on_main=lambda work: work(), load=lambda load, options: load(options), **more,
+        once_per_node=lambda work: work(), on_main=lambda work, takes_long=False: work(),
+        load=lambda load, options: load(options), **more,
     )  # fmt: skip
 
 
