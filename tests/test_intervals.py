@@ -75,6 +75,12 @@ def test_automatic_saves_keep_to_half_an_hour_then_to_5_percent_then_to_ten_a_ru
         assert len(steps) + 1 >= 10, "the end is saved too"
 
 
+@pytest.mark.parametrize("total, first", [(9, None), (20, 10), (24, 5), (60, 6), (99, 9), (150, 10), (5000, 10)])
+def test_a_short_run_saves_early_enough_to_be_rolled_back(total, first):
+    steps = saved_steps(total, 1.0, 0.1)
+    assert (steps[0] if steps else None) == first
+
+
 @settings(max_examples=20)
 @given(rows=ROWS, step=st.floats(0.01, 60), slower=st.floats(1, 20), save=st.floats(0.01, 600))
 def test_steps_that_become_slower_do_not_stretch_the_half_hour(rows, step, slower, save):

@@ -57,6 +57,16 @@ def test_a_policy_orders_the_actions():
     assert take(ladder(order=["skip"]), finding(45), GOOD, hardware="replicas differ").kind == "replay"
 
 
+def test_a_short_run_is_not_replayed():
+    """A replay of its steps costs more than the samples that a skip may leave out for nothing."""
+    short, long = ladder(total_steps=129), ladder(total_steps=130)
+    assert [take(short, finding(45), GOOD).kind for _ in range(3)] == ["skip", "lower_rate", "lower_rate"]
+    measure = take(long, finding(45), GOOD)
+    assert measure.kind == "replay" and measure.rule.endswith("13 steps abandoned, 77 left")
+    assert take(ladder(total_steps=60), finding(45), GOOD, hardware="replicas differ").kind == "replay"
+    assert take(ladder(total_steps=60, order=["replay"]), finding(45), GOOD).kind == "replay"
+
+
 def test_nothing_is_left_where_nothing_can_be_done():
     """The log says which actions are left, and none of them is possible without a checkpoint."""
     assert ladder().decide(finding(45), []).options == ()

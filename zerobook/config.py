@@ -57,7 +57,6 @@ KEPT_AUTOMATICALLY = 2
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
 PolicyAction = Literal["replay", "skip", "lower_rate", "further_back", "stop"]
 """A recovery action of ``--on_spike rollback``, see `zerobook.monitor.policy`."""
-DEFAULT_POLICY: list[PolicyAction] = ["replay", "skip", "lower_rate", "stop"]
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
 
 
@@ -282,10 +281,11 @@ class RecipeConfig(_Keys):
         description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
         "measure each time; lower_rate: return and lower the learning rate; stop: end the run",
     )
-    policy: list[PolicyAction] = Field(
-        DEFAULT_POLICY,
+    policy: list[PolicyAction] | None = Field(
+        None,
         min_length=1,
-        description="order of the actions of on_spike rollback, out of replay, skip, lower_rate, further_back and stop",
+        description="order of the actions of on_spike rollback, out of replay, skip, lower_rate, further_back and stop; unset: "
+        "replay, skip, lower_rate and stop, without a replay that would abandon more than a tenth of the run",
     )
     max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
     rollback_lr_factor: float = Field(
@@ -500,13 +500,15 @@ class RecipeConfig(_Keys):
     def _policy_problems(self) -> list[str]:
         """Return a problem for an order of recovery actions that cannot be followed."""
         policy = self.policy
+        if policy is None:
+            return []
         problems = []
         for action, count in Counter(policy).items():
             if count > 1:
                 problems.append(f"policy: {action} occurs {count} times. Name each action once; lower_rate is tried twice.")
         if "stop" in policy and policy[-1] != "stop":
             problems.append("policy: nothing can follow stop, which ends the run. Put it last.")
-        if policy != DEFAULT_POLICY and self.on_spike != "rollback":
+        if self.on_spike != "rollback":
             problems.append(f"policy: on_spike {self.on_spike} follows no order. Drop policy, or set on_spike to rollback.")
         return problems
 

@@ -10,9 +10,9 @@
 
     further_back   As skip, from one checkpoint further back.
 
-``--on_spike lower_rate`` goes back and lowers the rate each time, and
-leaves no samples out. Only findings that need it (`Finding.needs_action`) lead to an action; all others are only logged. The
-decision depends on the arguments and on the actions so far, so ranks that get the same arguments decide the same.
+Without ``--policy``, a short run has no replay, see `MOST_REPLAYED`. ``--on_spike lower_rate`` goes back and lowers the rate
+each time, and leaves no samples out. Only findings that need it (`Finding.needs_action`) lead to an action; all others are only
+logged. The decision depends on the arguments and on the actions so far, so ranks that get the same arguments decide the same.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from zerobook.config import DEFAULT_POLICY, OnSpike, PolicyAction
+from zerobook.config import OnSpike, PolicyAction
 from zerobook.monitor.detector import Finding
+from zerobook.utils.units import counted
 
 ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]
+DEFAULT_ORDER: tuple[PolicyAction, ...] = ("replay", "skip", "lower_rate", "stop")
+MOST_REPLAYED = 0.1
+"""Share of the run's steps that a replay may abandon. If the data is the cause, the next action abandons them once more. Where
+hardware is the cause, leaving their samples out costs less than that: the samples of a few steps that were good."""
 EXIT_CODE = 76
 """Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
@@ -78,7 +83,8 @@ class RecoveryPolicy:
             lower_rate goes back and lowers the rate each time; stop stops.
         max_rollbacks: rollbacks in the whole run; after them the run stops.
         rate_factor: share of the scheduled learning rate after a cut.
-        order: of the actions of rollback.
+        order: of the actions of rollback; None for the default.
+        total_steps: of the run; None if they are not known.
         state: as `state` returned it; None for a new run.
     """
 
@@ -88,7 +94,8 @@ class RecoveryPolicy:
         *,
         max_rollbacks: int,
         rate_factor: float,
-        order: Sequence[PolicyAction] = DEFAULT_POLICY,
+        order: Sequence[PolicyAction] | None = None,
+        total_steps: int | None = None,
         state: dict[str, Any] | None = None,
     ):
         state = state or {}
@@ -99,7 +106,9 @@ class RecoveryPolicy:
             self.on_spike = state["on_spike"]
         self.max_rollbacks = max_rollbacks
         self.rate_factor = rate_factor
-        self.order = order
+        self.order = order or DEFAULT_ORDER
+        self._has_own_order = order is not None
+        self.total_steps = total_steps
         self.rollbacks: int = state.get("rollbacks", 0)
         self.trouble: Trouble | None = None
         if state.get("trouble"):
@@ -178,13 +187,14 @@ class RecoveryPolicy:
             first = min(first, trouble.onset)
             last = max(last, trouble.last)
             earlier_actions = trouble.tried
-        kind = self._next_action(earlier_actions)
+        to_step = max(checkpoints)
+        abandoned = undecided.noticed - to_step
+        kind = self._next_action(earlier_actions, abandoned)
         # A known fault of the hardware is not blamed on the data at once.
         if is_hardware and earlier_actions.count("replay") < 2:
             kind = "replay"
         if kind == "stop":
             return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_actions)}")
-        to_step = max(checkpoints)
         steps_left_out = None
         rate_factor = None
         # With on_spike lower_rate, no data is blamed.
@@ -195,11 +205,14 @@ class RecoveryPolicy:
         # One checkpoint further back each time.
         if kind in ("lower_rate", "further_back") and trouble is not None:
             to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
+        cost = f"{counted(undecided.noticed - to_step, 'step')} abandoned"
+        if self.total_steps is not None:
+            cost += f", {max(0, self.total_steps - undecided.noticed)} left"
         return replace(
             undecided,
             kind=kind,
             options=self._options(earlier_actions),
-            rule=f"{kind}: {quality}, step {to_step}",
+            rule=f"{kind}: {quality}, step {to_step}; {cost}",
             to_step=to_step,
             steps=steps_left_out,
             rate_factor=rate_factor,
@@ -228,10 +241,16 @@ class RecoveryPolicy:
             return None
         return trouble
 
-    def _next_action(self, earlier: Sequence[ActionKind]) -> ActionKind:
+    def _next_action(self, earlier: Sequence[ActionKind], abandoned: int) -> ActionKind:
+        """Return the action after ``earlier`` ones, where going back abandons so many steps."""
         if self.on_spike == "lower_rate":
             return "lower_rate"
-        for action in self.order:
+        order = list(self.order)
+        is_expensive = self.total_steps is not None and abandoned > MOST_REPLAYED * self.total_steps
+        # Nor is it taken later, when the samples are left out already.
+        if not self._has_own_order and (is_expensive or earlier):
+            order.remove("replay")
+        for action in order:
             # A rate that was lowered twice in vain is not the cause.
             if earlier.count(action) < (2 if action == "lower_rate" else 1):
                 return action

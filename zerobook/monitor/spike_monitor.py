@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from zerobook.config import DEFAULT_POLICY, OnSpike, PolicyAction
+from zerobook.config import OnSpike, PolicyAction
 from zerobook.monitor.detector import Detector, Finding, Point, Settings
 from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
 
@@ -51,7 +51,7 @@ class SpikeMonitor:
     """Finds spikes and decides on recovery actions. It depends on its arguments alone, so all ranks decide the same.
 
     Args:
-        on_spike: see `RecoveryPolicy`, as for ``max_rollbacks``, ``rate_factor`` and ``order``.
+        on_spike: see `RecoveryPolicy`, as for ``max_rollbacks``, ``rate_factor``, ``order`` and ``total_steps``.
         detector: state of the detector in the checkpoint; empty for a new run.
         policy: state of the policy, as `RecoveryPolicy.state` returned it; empty for a new run.
     """
@@ -62,13 +62,21 @@ class SpikeMonitor:
         *,
         max_rollbacks: int,
         rate_factor: float,
-        order: Sequence[PolicyAction] = DEFAULT_POLICY,
+        order: Sequence[PolicyAction] | None = None,
+        total_steps: int | None = None,
         detector: dict[str, Any],
         policy: dict[str, Any],
     ):
         self.settings = Settings()
         self.detector = Detector(self.settings, detector)
-        self.policy = RecoveryPolicy(on_spike, max_rollbacks=max_rollbacks, rate_factor=rate_factor, order=order, state=policy)
+        self.policy = RecoveryPolicy(
+            on_spike,
+            max_rollbacks=max_rollbacks,
+            rate_factor=rate_factor,
+            order=order,
+            total_steps=total_steps,
+            state=policy,
+        )
         self._history: deque[Point] = deque(maxlen=HISTORY_STEPS)
         self._replay: _Replay | None = None
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 FIRST_STEP = 10
 """Step by which a new run saves for the first time. A spike can be rolled back only to a checkpoint from before it."""
+FIRST_STEP_OF_SHORT = 5
+"""The same of a run of 24 to 50 steps, in which step 10 would be late. Up to 100 steps, it is a tenth of the run."""
+SHORT_STEPS = 24
+"""Steps of the shortest run with such a save. In fewer, a spike is hardly told from noise."""
 SAVES_A_RUN = 10
 LONGEST_S = 1800.0
 """Seconds of work that a killed run loses at most."""
@@ -115,7 +119,10 @@ class AutomaticSaves:
         self.last_save = step
         self._first_step = step
         self._saves = 0
-        self._early = None if resumed else step + FIRST_STEP
+        first_step = FIRST_STEP
+        if total_steps >= SHORT_STEPS:
+            first_step = min(FIRST_STEP, max(FIRST_STEP_OF_SHORT, total_steps // SAVES_A_RUN))
+        self._early = None if resumed else step + first_step
         self._measured = Measured(0.0, save_seconds)
 
     @property

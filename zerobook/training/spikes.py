@@ -30,6 +30,7 @@ class SpikeHandler:
         say: prints a line on rank 0.
         detector: state of the detector in the checkpoint; empty for a new run.
         policy: state of the recovery policy; empty for a new run.
+        total_steps: of the run; None if they are not known.
 
     Attributes:
         cause: number of the event that led to the last decision; None where there is none.
@@ -45,6 +46,7 @@ class SpikeHandler:
         *,
         detector: dict[str, Any],
         policy: dict[str, Any],
+        total_steps: int | None = None,
     ):
         self.strategy = strategy
         self.manager = manager
@@ -55,6 +57,7 @@ class SpikeHandler:
             max_rollbacks=config.max_rollbacks,
             rate_factor=config.rollback_lr_factor,
             order=config.policy,
+            total_steps=total_steps,
             detector=detector,
             policy=policy,
         )

@@ -199,6 +199,7 @@ class Trainer:
             self.console.say,
             detector=self.progress.detector,
             policy=policy_state,
+            total_steps=self.state.total_steps,
         )
         if self.save_results:
             setup.check_space(self.manager, strategy, self.state)
