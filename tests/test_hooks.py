@@ -14,9 +14,11 @@ import torch
 from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
 from zerobook.checkpoint import store
+from zerobook.checkpoint.save import Saver
 from zerobook.checkpoint.state import tensors
 from zerobook.config import parse
 from zerobook.errors import ConfigError
+from zerobook.health import position
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.check import problems
 from zerobook.runlog.jsonl import read
@@ -152,6 +154,27 @@ def test_every_point_is_called_in_its_order(tiny, tmp_path):
         ("on_end", 5),
         ("close", 5, True),
     ]
+
+
+class Sends(Hook):
+    """Notes where the watch sees the run while a hook sends a checkpoint or a result elsewhere."""
+
+    def on_save(self, trainer, folder):
+        CALLS.append(("on_save", position.here().phase))
+
+    def on_end(self, trainer):
+        CALLS.append(("on_end", position.here().phase))
+
+    def close(self, trainer):
+        CALLS.append(("close", position.here().phase))
+
+
+def test_hooks_that_send_results_elsewhere_have_the_time_of_a_save(tiny, tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr(Saver, "wait", lambda saver: waits.append(position.here().phase))
+    train(tmp_path / "run", **flags(tiny, "Sends", max_train_steps=1))
+    assert CALLS == [("on_save", "save"), ("on_end", "export"), ("close", "export")]
+    assert set(waits) == {"save"}, "a save in the background may take as long at the end"
 
 
 class Breaks(Hook):

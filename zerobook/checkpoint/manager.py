@@ -17,7 +17,7 @@ from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.health.position import touch
+from zerobook.health.position import during, touch
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.utils.bars import tqdm
@@ -344,8 +344,10 @@ class CheckpointManager:
 
     def finish(self, log: RunLog) -> None:
         """Wait for a save in progress, and report it."""
-        self.saver.wait()
-        self.strategy.barrier()
+        # It may take longer than a phase of a step may.
+        with during("save"):
+            self.saver.wait()
+            self.strategy.barrier()
         self.strategy.on_main(lambda: self.report(log))
 
     def report(self, log: RunLog) -> None:

@@ -254,9 +254,10 @@ class Trainer:
             self._start()
             self._train()
             failure = self._evaluate_and_save_last()
+            # Before the hooks, which may send the result elsewhere: a phase of a step has less time.
+            enter("export")
             self.hooks("on_end", self)
             if self.save_results:
-                enter("export")
                 save_result()
             # Only now, when the model is written.
             if failure is not None:
@@ -548,9 +549,11 @@ class Trainer:
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
-        with during("save", step), self.pace.apart(), self.timetable.saving(step):
-            self.manager.save(self.progress, self.log, self.hooks.state_dicts(self))
-        self.hooks("on_save", self, self.manager.path_of(step))
+        with during("save", step), self.pace.apart():
+            with self.timetable.saving(step):
+                self.manager.save(self.progress, self.log, self.hooks.state_dicts(self))
+            # A hook may send the checkpoint elsewhere, which takes as long as the save.
+            self.hooks("on_save", self, self.manager.path_of(step))
 
     def _save_before_stop(self, action: RecoveryAction) -> None:
         """Save the state that a spike stops the run in, and set it aside: ``auto`` is to resume from before the spike.
@@ -579,6 +582,7 @@ class Trainer:
     def _leave(self, code: int) -> None:
         """End this process after all ranks have reached this point."""
         self.commands.refuse_waiting("the run has ended")
+        enter("export")
         self.hooks("on_end", self)
         self.hooks.close(self)
         # A rank that ended earlier would make the launcher kill the others. Collective.
