@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from zerobook.checkpoint.resume import earlier_run
 from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import ops
+from zerobook.utils import files
 
 
 def make(folder, step, content=b"abc"):
@@ -373,8 +375,26 @@ def _on_a_node(rank, folder, cwds, output_dir, queue):
     dist.destroy_process_group()
 
 
-def test_nodes_that_do_not_share_the_output_folder_all_hear_of_it(tmp_path):
+def test_a_folder_that_another_host_shows_late_is_shared(tmp_path):
+    """NFS may answer for a while that a new folder is missing, where it was looked for before."""
+    folder = tmp_path / "run"
+
+    def show():
+        folder.mkdir()
+        (folder / "token").touch()
+
+    told = ("token", None, f"{folder} on hosta")
+    strategy = SimpleNamespace(is_main=False, world_size=2, from_main=lambda value: told, gather=lambda node: [None, node])
+    timer = threading.Timer(0.5, show)
+    timer.start()
+    state.check_shared(strategy, str(folder))
+    timer.join()
+
+
+def test_nodes_that_do_not_share_the_output_folder_all_hear_of_it(tmp_path, monkeypatch):
     import torch.multiprocessing as mp
+
+    monkeypatch.setattr(files, "SEEN_S", 0.5)
 
     cwds = [tmp_path / "a", tmp_path / "b"]
     for cwd in cwds:

@@ -26,6 +26,7 @@ from zerobook.health.position import touch
 from zerobook.optimizer import optimizer_name
 from zerobook.strategy import Strategy
 from zerobook.strategy.weights import persistent_buffers
+from zerobook.utils import files
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -58,7 +59,7 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
     token, problem, main_folder = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
     if problem is not None:
         raise ConfigError(problem)
-    blind_node = None if (folder / token).exists() else socket.gethostname()
+    blind_node = None if files.is_seen(folder / token) else socket.gethostname()
     # Collective.
     nodes = strategy.gather(blind_node) if strategy.world_size > 1 else []
     # After the gather, when every rank has looked for the file.

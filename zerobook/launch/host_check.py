@@ -25,7 +25,7 @@ from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, links
 from zerobook.launch.accelerate_cli import SCRIPT, parsed, unreachable_name
 from zerobook.launch.preflight import differences
-from zerobook.utils import messages
+from zerobook.utils import files, messages
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0
 """Seconds to wait for the other hosts, which are started by hand or by a script."""
 CONNECT_S = 3.0
-FOLDER_S = 3.0
-"""Seconds to look for a file that another host has written; network file systems show new files late."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +224,7 @@ def _check_shared_folder(store: Store, here: Place, output_dir: Path | None, fir
             # Without a file there is nothing to look for: the others get an empty name.
             token = ""
     token = _exchange(store, here, "token", token, str, PATIENCE_S)[0]
-    deadline = time.monotonic() + FOLDER_S
-    # A network file system may show a new file some seconds later.
-    while not (output_dir / token).exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    if token and not (output_dir / token).exists():
+    if token and not files.is_seen(output_dir / token):
         problem = (
             f"output_dir: what {first_host} writes into {output_dir.absolute()} is not visible on {name}. Checkpoints are read "
             "by all hosts: give an --output_dir on a disk that they share, as an absolute path."

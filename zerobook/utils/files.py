@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zerobook.errors import ConfigError
@@ -14,6 +15,23 @@ from zerobook.utils import locks
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 """What libraries in Rust (safetensors, tokenizers) write at the end of a message, in errors of classes of their own."""
+SEEN_S = 10.0
+"""Seconds within which a host sees what another one has written. Buckets that are mounted keep listings for seconds."""
+
+
+def is_seen(path: Path) -> bool:
+    """Wait for `SEEN_S` until this host sees a path that another host has made. Return whether it does."""
+    deadline = time.monotonic() + SEEN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        # A client of NFS that was asked for a path before answers for up to a minute that it is missing. When a folder is
+        # opened, it asks the server for changes in it (nfs(5), "lookupcache" and "Close-to-open cache consistency").
+        for folder in reversed(path.absolute().parents):
+            with suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        time.sleep(0.1)
+    return True
 
 
 def modes_by_umask(folder: Path) -> None:
