@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from recipes.lora_finetune import LoraConfig
 from tests.alone import train
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.constants import IGNORE
-from zerobook.data import verification
+from zerobook.data import prepare, verification
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Blocks, Documents, Packs
@@ -540,3 +541,20 @@ def test_labels_survive_as_given(tmp_path, shelf):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}\n' * 4)
     data = shelf(train_file=str(tmp_path / "a.jsonl"), validation_split_percentage=0)
     assert data.train[0]["labels"].tolist() == [IGNORE, 4, 5] and data.train.loss_weights.tolist() == [2] * 4
+
+
+def test_data_that_another_host_has_made_are_not_made_again(tmp_path, monkeypatch):
+    """An NFS client that has looked for the folder before says that it is missing, until the folders above it are opened."""
+    folder = tmp_path / "data" / "rows"
+    folder.parent.mkdir()
+    opened = os.open
+
+    def open_and_show(path, flags, *args, **options):
+        if path == folder.parent:
+            folder.mkdir(exist_ok=True)
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_and_show)
+    monkeypatch.setattr(prepare, "find_damage", lambda folder, silent: None)
+    library = SimpleNamespace(config=SimpleNamespace(streaming=False))
+    Library._make_unless_whole(library, folder, None, lambda: pytest.fail("made again"))

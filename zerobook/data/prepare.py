@@ -41,7 +41,7 @@ from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
 from zerobook.utils import locks
 from zerobook.utils.bars import tqdm
-from zerobook.utils.files import put_in_place
+from zerobook.utils.files import put_in_place, refresh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -502,6 +502,8 @@ class Library:
         Raises:
             DataError: it is damaged, and the source cannot be read again.
         """
+        # Another host may have made it while this one waited.
+        refresh(folder)
         if not folder.exists():
             make()
             return
@@ -537,6 +539,7 @@ class Library:
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
             # Without locks, another process may have been faster.
+            refresh(folder)
             if alone or not folder.exists() or find_damage(folder, silent=True) is not None:
                 put_in_place(staging, folder)
                 stamp(folder)

@@ -25,13 +25,20 @@ def is_seen(path: Path) -> bool:
     while not path.exists():
         if time.monotonic() > deadline:
             return False
-        # A client of NFS that was asked for a path before answers for up to a minute that it is missing. When a folder is
-        # opened, it asks the server for changes in it (nfs(5), "lookupcache" and "Close-to-open cache consistency").
-        for folder in reversed(path.absolute().parents):
-            with suppress(OSError):
-                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        refresh(path)
         time.sleep(0.1)
     return True
+
+
+def refresh(path: Path) -> None:
+    """Let an NFS client see whether other hosts have made ``path``.
+
+    One that was asked for a path before answers for up to a minute that it is missing. When a folder is opened, it asks the
+    server for changes in it: nfs(5), "lookupcache" and "Close-to-open cache consistency".
+    """
+    for folder in reversed(path.absolute().parents):
+        with suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def modes_by_umask(folder: Path) -> None:
