@@ -60,11 +60,12 @@ def test_a_policy_is_an_order_of_recovery_actions(tmp_path):
         (["--policy", "stop", "skip"], "Put it last"),
         (["--policy", "skip", "--on_spike", "log"], "on_spike log follows no order"),
         (["--policy"], "at least 1"),
+        (["--expect", "the mixture changes"], "is not a step"),
     ],
 )
 def test_a_policy_that_cannot_be_followed_is_refused(words, expected):
     (problem,) = problems([*BASE, *words])
-    assert problem.startswith(("policy", "flag --policy")) and expected in problem
+    assert problem.startswith(("policy", "expect")) and expected in problem
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path):

@@ -292,6 +292,10 @@ class RecipeConfig(_Keys):
         0.5, gt=0, lt=1, description="factor of the learning rate after a rollback that lowers it"
     )
     rollback_lr_steps: int = Field(500, ge=1, description="steps in which the lowered rate returns to its schedule")
+    expect: list[str] = Field(
+        [],
+        description="events that raise the loss or its noise and damage nothing, such as '200 the mixture changes'",
+    )
     logging_steps: int = Field(10, ge=1, description="log losses, gradient norms and rates every N steps")
     profile: str | None = Field(
         None, description="steps to profile, as 12 or 10-12; each rank writes a Chrome trace into the runlog's folder"
@@ -498,11 +502,14 @@ class RecipeConfig(_Keys):
         return problems
 
     def _policy_problems(self) -> list[str]:
-        """Return a problem for an order of recovery actions that cannot be followed."""
+        """Return a problem for an order of recovery actions that cannot be followed, and for events without a step."""
         policy = self.policy
-        if policy is None:
-            return []
         problems = []
+        for entry in self.expect:
+            if not re.fullmatch(r"\d{1,9} \S.*", entry):
+                problems.append(f"expect: {entry!r} is not a step and what happens there. Write '200 the mixture changes'.")
+        if policy is None:
+            return problems
         for action, count in Counter(policy).items():
             if count > 1:
                 problems.append(f"policy: {action} occurs {count} times. Name each action once; lower_rate is tried twice.")

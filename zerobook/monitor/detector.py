@@ -307,6 +307,19 @@ class Detector:
         assert self.last_step is not None
         return self._judge(excursion, Point(step=self.last_step, loss=excursion.losses[-1]), at_end=True)
 
+    def accept_level(self, point: Point, reason: str) -> Finding:
+        """End the excursion, whose losses are the new level and the new noise, for a reason that the caller knows."""
+        excursion = self.excursion
+        assert excursion is not None
+        losses = excursion.losses[-self.settings.level_points :]
+        self._close(losses)
+        level = self.loss.level()
+        for loss in losses:
+            self.loss.learn(loss - level)
+        # What comes is not compared with the time before.
+        self.best = None
+        return self._finding_of("level_shift", point, excursion, reason)
+
     # --- not finite
     def _see_not_finite(self, point: Point) -> list[Finding]:
         self.not_finite.append(point.step)

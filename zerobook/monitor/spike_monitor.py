@@ -11,8 +11,14 @@ from typing import Any, NamedTuple
 
 from zerobook.config import OnSpike, PolicyAction
 from zerobook.monitor.detector import Detector, Finding, Point, Settings
+from zerobook.monitor.events import ExpectedEvents
 from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
 
+RAISED_RATE = 1.1
+"""Factor from one step to the next from which a learning rate counts as raised."""
+MOST_NORM = 20.0
+"""Factor above its level from which a gradient norm speaks against a change that harms nothing: at divergences in public logs,
+the median factor was 21, at restarts of the rate 1.2."""
 HISTORY_STEPS = 10_000
 """Steps that stay in memory, to compare with when they are done again."""
 
@@ -54,6 +60,9 @@ class SpikeMonitor:
         on_spike: see `RecoveryPolicy`, as for ``max_rollbacks``, ``rate_factor``, ``order`` and ``total_steps``.
         detector: state of the detector in the checkpoint; empty for a new run.
         policy: state of the policy, as `RecoveryPolicy.state` returned it; empty for a new run.
+
+    Attributes:
+        expected: what the run has announced.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class SpikeMonitor:
         )
         self._history: deque[Point] = deque(maxlen=HISTORY_STEPS)
         self._replay: _Replay | None = None
+        self.expected = ExpectedEvents()
 
     @property
     def last_is_finite(self) -> bool:
@@ -94,9 +104,42 @@ class SpikeMonitor:
 
     def update(self, point: Point) -> Observation:
         """Take in the next step."""
+        self._expect_raised_rate(point)
         findings = self.detector.update(point)
         self._history.append(point)
+        findings = [self._explain(finding, point) for finding in findings]
         return Observation(findings, self._compare_with_replay(point))
+
+    def _expect_raised_rate(self, point: Point) -> None:
+        """Announce a learning rate that is raised or begins again. The warm-up of a new run raises it too, and is over soon."""
+        rates = self.detector.rates[-1:]
+        is_new = self.detector.seen < self.settings.level_points
+        if is_new or point.learning_rate is None or not rates or point.learning_rate <= RAISED_RATE * rates[0]:
+            return
+        self.expected.add(point.step, f"the learning rate was raised from {rates[0]:.3g} to {point.learning_rate:.3g}")
+
+    def _explain(self, finding: Finding, point: Point) -> Finding:
+        """Return the finding, or a new level in the place of damage that an announced event explains."""
+        event = self.expected.at(finding.onset)
+        if event is None or not finding.alarm or not finding.finite:
+            return finding
+        if finding.needs_action and self._is_step(finding):
+            return self.detector.accept_level(point, f"from {finding.base:.4g} to {point.loss:.4g}, as announced: {event.what}")
+        return replace(finding, reason=f"{finding.reason} (announced: {event.what})")
+
+    def _is_step(self, finding: Finding) -> bool:
+        """Return whether the loss has risen at once and by a moderate amount. What goes on rising, no event explains."""
+        excursion = self.detector.excursion
+        # After a shock, the weights may be damaged whatever was announced.
+        if excursion is None or self.detector.shock is not None:
+            return False
+        norms = [seen.grad_norm for seen in self._history if seen.step >= finding.onset and seen.grad_norm is not None]
+        if norms and max(norms) > MOST_NORM * math.exp(self.detector.norm.level()):
+            return False
+        late = median(excursion.losses[-3:])
+        rise = late - excursion.base
+        goes_on = late - median(excursion.losses[-6:-3]) > max(2.5 * excursion.unit, rise / 4)
+        return rise < max(abs(excursion.base), 10 * excursion.unit) and not goes_on
 
     def decide(self, finding: Finding, proven: Sequence[int], unproven: Sequence[int], hardware: str | None) -> RecoveryAction:
         """Return the action against a finding; the arguments are those of `RecoveryPolicy.decide`.

@@ -9,6 +9,7 @@ from typing import Any
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.config import OnSpike, RecipeConfig
 from zerobook.monitor.detector import Finding, Point
+from zerobook.monitor.events import WINDOW
 from zerobook.monitor.policy import LEAD, RecoveryAction
 from zerobook.monitor.spike_monitor import HISTORY_STEPS, ReplayOutcome, SpikeMonitor
 from zerobook.runlog.records import StepRecord
@@ -61,6 +62,9 @@ class SpikeHandler:
             detector=detector,
             policy=policy,
         )
+        for entry in config.expect:
+            step, _, what = entry.partition(" ")
+            self.expect(int(step), what)
         self.cause: int | None = None
         self._messages: list[str] = []
         # Positions in the sample order before and after each step. A rollback does not change them.
@@ -69,6 +73,13 @@ class SpikeHandler:
         self._unproven: list[int] = []
         self._pinned_step: int | None = None
         self._replay_cause: int | None = None
+
+    def expect(self, step: int, what: str, *, window: int = WINDOW) -> None:
+        """Announce an event, such as another mixture from ``step`` on. Call it on every rank, before that step is logged.
+
+        A step of the level or of the noise of the loss that begins in the ``window`` steps from then on is not acted on.
+        """
+        self.monitor.expected.add(step, what, window=window)
 
     def see(self, records: Sequence[StepRecord]) -> RecoveryAction | None:
         """Process the steps since the last log point; return an action, mostly None. Collective if it is not None.

@@ -19,6 +19,7 @@ from zerobook.health.position import during, enter
 from zerobook.health.watch import Watch
 from zerobook.launch.process import leave
 from zerobook.monitor import policy, preemption
+from zerobook.monitor.events import WINDOW
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.objective import Metrics, Objective
 from zerobook.runlog.lifecycle import last_words
@@ -142,6 +143,8 @@ class Trainer:
         self._build_parts(policy_state)
         self._record_start(sources)
         self._load_checkpoint()
+        if self.progress.step and self.progress.global_batch != self.state.layout.global_batch:
+            self.spikes.expect(self.progress.step + 1, "a step has another number of samples than before the resume")
         # After the load, which logs the checkpoint's values beside these.
         self.progress.total_steps = self.state.total_steps
         self.progress.global_batch = self.state.layout.global_batch
@@ -335,6 +338,10 @@ class Trainer:
             self._pending.append(self.train_step(plan, micro_batches))
             step = progress.step
             is_last = step >= state.end_step
+            if int(progress.epoch) > int(passes_before):
+                # Rows that were seen before have a lower loss. The window ends long before the next epoch.
+                steps_of_epoch = 1 / (progress.epoch - passes_before)
+                self.spikes.expect(step, "an epoch begins", window=min(WINDOW, int(steps_of_epoch / 4)))
 
             # Log: losses and norms are known now, and a spike is seen before it is saved.
             if not is_last:

@@ -1,0 +1,36 @@
+"""Events that a run announces: changes that raise the loss or its noise, and damage nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WINDOW = 32
+"""Steps after an announced one in which its effect may begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedEvent:
+    """An event whose effect on the loss begins at one of the steps from ``first`` to ``last``."""
+
+    first: int
+    last: int
+    what: str
+
+
+class ExpectedEvents:
+    """The announced events of a run. Announce the same on every rank, since all ranks decide from them."""
+
+    def __init__(self) -> None:
+        self._events: list[ExpectedEvent] = []
+
+    def add(self, step: int, what: str, *, window: int = WINDOW) -> None:
+        """Announce ``what``, such as "the mixture changes", from ``step`` on."""
+        event = ExpectedEvent(first=step, last=step + window, what=what)
+        # Steps that are done again announce it again.
+        if event not in self._events:
+            self._events.append(event)
+
+    def at(self, onset: int) -> ExpectedEvent | None:
+        """Return the newest event that explains a change that began at ``onset``; None if there is none."""
+        # A loss that rises slowly is noticed as high a few steps late, and never early.
+        return next((event for event in reversed(self._events) if event.first <= onset <= event.last), None)
