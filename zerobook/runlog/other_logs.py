@@ -170,7 +170,7 @@ def _read_rows(path: Path) -> tuple[str, list[Row]]:
 
 def _read_folder(path: Path) -> tuple[str, list[Row]]:
     if (path / "runlog" / EVENTS).exists():
-        # Steps that were given up are left out: another attempt or branch did them again.
+        # Steps that were abandoned are left out: another attempt or branch did them again.
         return "a run of Zerobook", list(History.read(path).steps(current=True))
     states = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
     if states:

@@ -134,7 +134,7 @@ class Mesh:
         """Run ``work`` on rank 0; return its result, or raise its error, on every rank. Collective.
 
         Args:
-            takes_long: ``work`` may take longer than a collective waits, as reading a whole checkpoint does.
+            takes_long: ``work`` may take longer than a collective waits, as reading all of a checkpoint does.
         """
         result: Any = None
         error: Exception | None = None
