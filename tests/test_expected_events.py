@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from tests.alone import train
 from zerobook.monitor.detector import Point
 from zerobook.monitor.spike_monitor import SpikeMonitor
+from zerobook.training.hooks import Hook
 
 CHANGE = 120
 SEEDS = range(20)
@@ -94,3 +96,28 @@ def test_a_loss_that_is_not_finite_is_never_expected():
 def test_an_event_explains_what_begins_in_its_window_only():
     assert actions(lambda: monitor_of((CHANGE - 40, "an earlier change")), shift=lambda after: 1.0) == 20
     assert actions(lambda: monitor_of((CHANGE + 20, "a later change")), shift=lambda after: 1.0) == 20
+
+
+class Announcer(Hook):
+    """Announces an event, and keeps what was announced at the end of the run."""
+
+    announced = None
+
+    def on_start(self, trainer):
+        trainer.spikes.expect(30, "a hook changes something")
+
+    def on_end(self, trainer):
+        expected = trainer.spikes.monitor.expected
+        events = {step: expected.at(step) for step in range(1, 41)}
+        type(self).announced = {step: None if event is None else event.what for step, event in events.items()}
+
+
+def test_a_run_announces_its_epochs_and_what_it_is_told(tiny, tmp_path):
+    train(
+        tmp_path / "run", model_name_or_path=tiny / "gpt2", dataset_name="embedded:chatterbot", block_size=64,
+        max_train_steps=40, per_device_train_batch_size=4, max_train_samples=80, max_eval_samples=4, expect="7 other data",
+        hooks=f"{__name__}:Announcer",
+    )  # fmt: skip
+    whats = Announcer.announced
+    assert whats[6] is None and whats[7] == "other data" and whats[30] == "a hook changes something"
+    assert "an epoch begins" in whats.values(), "an epoch has fewer than 40 steps"

@@ -414,7 +414,7 @@ def test_a_run_that_ended_far_above_its_best_says_so_in_its_status_and_on_its_pa
         log = attempt(tmp_path / str(said), {"seed": 1})
         log.event("run_end", progress={"step": 10}, seconds={}, far_above_best=far)
         log.close()
-        sentence = "The run ended far above its best: loss not finite, was 3.381, held-out loss 8.26, was 3.37."
+        sentence = "far above its best: loss not finite (median of its end), was 3.381, held-out loss 8.26, was 3.37."
         status = told(capsys, "status", tmp_path / str(said))[1]
         assert status.startswith("Finished") and (sentence in status) == said
         for page in write(tmp_path / str(said)):

@@ -194,7 +194,8 @@ BOTH = [(strategy, *order) for order in ORDERS for strategy in ("ddp", "zero3")]
 @pytest.mark.parametrize("strategy, policy, fault, decided", sampled(BOTH, BOTH[0], BOTH[7]))
 def test_the_actions_are_taken_in_the_order_of_the_policy(trained, strategy, policy, fault, decided):
     stops = decided[-1] == "stop"
-    run = trained(strategy, fault, policy=policy, expect=1 if stops else 0, **LOWER)
+    # Enough checkpoints to go further back.
+    run = trained(strategy, fault, policy=policy, expect=1 if stops else 0, **LOWER | {"save_total_limit": 8})
     decisions = [event for event in run.events if event["type"] == "decision"]
     assert [event["action"] for event in decisions] == decided
     assert len([event for event in run.events if event["type"] == "rollback"]) == 2 * (len(decided) - stops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -85,21 +86,19 @@ def _is_live(folder: Path, newest: Event) -> bool:
 
 
 def _command_of(flags: argparse.Namespace, newest: Event) -> Command:
-    values = {"action": flags.action.replace("-", "_"), "reason": flags.reason}
-    for name in ("step", "factor", "steps", "on_spike"):
-        if hasattr(flags, name):
-            values[name] = getattr(flags, name)
+    arguments = {name: value for name, value in vars(flags).items() if name in ("step", "factor", "steps", "on_spike")}
     try:
         return Command(
-            **values,
-            host=commands.here(),
+            **arguments,
+            action=flags.action.replace("-", "_"),
+            reason=flags.reason,
+            host=socket.gethostname()[:255],
             attempt=newest["attempt"],
             branch=newest["branch"],
             newest_seq=newest["seq"],
         )
     except ValidationError as error:
-        detail = error.errors()[0]
-        raise RunLogError(f"{flags.action} {detail['input']}: {detail['msg']}") from None
+        raise RunLogError(f"{flags.action}: {error.errors()[0]['msg']}") from None
 
 
 def _answer(folder: Path, command_id: str, newest_seq: int) -> Event | None:

@@ -11,7 +11,6 @@ import os
 import pwd
 import re
 import secrets
-import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -106,10 +105,6 @@ def withdraw(runlog: Path, command_id: str) -> bool:
 
 def _file_of(runlog: Path, command_id: str) -> Path:
     return runlog / FOLDER / f"{command_id}.json"
-
-
-def here() -> str:
-    return socket.gethostname()[:255]
 
 
 def is_waiting(runlog: Path) -> bool:

@@ -37,7 +37,11 @@ def far_above_best(losses: dict[str, list[float | None]]) -> str:
         losses: name -> [last value, best].
 
     >>> far_above_best({"loss": [6.2, 3.38]})
-    'The run ended far above its best: loss 6.2, was 3.38. Look at the curve before you use this model.'
+    'The run ended far above its best: loss 6.2 (median of its end), was 3.38. Look at the curve before you use this model.'
     """
-    pairs = ", ".join(f"{name} {figure(last, '.4g')}, was {best:.4g}" for name, (last, best) in losses.items())
+    # The loss of the very last step may be another one.
+    notes = {"loss": " (median of its end)"}
+    pairs = ", ".join(
+        f"{name} {figure(last, '.4g')}{notes.get(name, '')}, was {best:.4g}" for name, (last, best) in losses.items()
+    )
     return f"The run ended far above its best: {pairs}. Look at the curve before you use this model."
