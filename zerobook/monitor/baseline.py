@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,8 @@ Q95_OF_NORMAL = 1.645
 """95th percentile of normal noise, in standard deviations"""
 MEDIAN_OF_NORMAL = 1.4826
 """standard deviation of normal noise, in medians of its absolute values"""
+NEWEST_POINTS = 7
+"""Points whose median is the level of a loss that falls fast"""
 
 
 class RollingQuantiles:
@@ -56,33 +59,13 @@ class Baseline:
 
     def __init__(self, level_points: int, unit_points: int, state: dict[str, Any] | None = None):
         self.level_points = level_points
-        state = state or {"near": [], "excess": [], "first": None}
-        self.accepted = RollingQuantiles(level_points, state["near"])
-        self.residuals = RollingQuantiles(unit_points, state["excess"])
-        self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, state["excess"]))
-        self.first: float | None = state["first"]
+        state = state or {}
+        self.accepted = RollingQuantiles(level_points, state.get("near", []))
+        self.residuals = RollingQuantiles(unit_points, state.get("residuals", []))
+        self.first: float | None = state.get("first")
 
     def level(self) -> float:
         return self.accepted.quantile(0.5)
-
-    def unit(self, smallest: float, smallest_at_start: float) -> float:
-        """Return what one standard deviation is to normal noise.
-
-        Args:
-            smallest: smallest unit, as a share of the level.
-            smallest_at_start: the same without history; it shrinks over the first ``level_points`` points.
-        """
-        level = self.level()
-        assert self.first is not None
-        # A level near zero is no scale: a share of the way that the series has come stands for it.
-        scale = max(abs(level), 0.02 * abs(self.first - level), 1e-12)
-        missing_history = 1 - len(self.residuals) / self.level_points
-        units = [smallest * scale, smallest_at_start * scale * missing_history]
-        if len(self.residuals) > 0:
-            units.append(self.upper_unit())
-            # From both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it.
-            units.append(MEDIAN_OF_NORMAL * self.residual_sizes.quantile(0.5))
-        return max(units)
 
     def upper_unit(self) -> float:
         """Return the unit from the 95th percentile of the residuals."""
@@ -98,16 +81,136 @@ class Baseline:
         # A short history has a new middle with every second point only.
         if len(around) == width or len(around) % 2 == 1:
             middle = around[len(around) // 2]
-            self.learn(middle - median(around))
+            trend = median(around)
+            self.learn(middle - trend, trend)
 
-    def learn(self, residual: float) -> None:
-        """Add a residual, without changing the level."""
+    def learn(self, residual: float, trend: float) -> None:
+        """Add a residual from ``trend``, without changing the level."""
         self.residuals.add(residual)
-        self.residual_sizes.add(abs(residual))
 
     def move(self, values: list[float]) -> None:
         """Set the level to that of ``values``, without changing the residuals."""
         self.accepted = RollingQuantiles(self.level_points, values)
 
     def state(self) -> dict[str, Any]:
-        return {"near": list(self.accepted.values), "excess": list(self.residuals.values), "first": self.first}
+        return {"near": list(self.accepted.values), "residuals": list(self.residuals.values), "first": self.first}
+
+
+class LossBaseline(Baseline):
+    """The level of a loss, and the size of its noise.
+
+    Residuals are kept as shares of the loss. Its noise falls with it, so those of the first steps say little otherwise.
+
+    Attributes:
+        noise: sizes of the newest residuals, in units of the loss.
+        excesses: distances of the newest accepted values above the level that they were compared with.
+    """
+
+    def __init__(self, level_points: int, unit_points: int, state: dict[str, Any] | None = None):
+        super().__init__(level_points, unit_points, state)
+        state = state or {}
+        self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, self.residuals.values))
+        self.noise = RollingQuantiles(4 * level_points, state.get("noise", []))
+        self.excesses = RollingQuantiles(unit_points, state.get("excesses", []))
+
+    @property
+    def is_young(self) -> bool:
+        """True for about the first 60 points of a run, while few residuals are known."""
+        return len(self.residuals) < 2 * self.level_points
+
+    def level(self) -> float:
+        level = self.accepted.quantile(0.5)
+        if not self.is_young:
+            return level
+        # The first steps of a run fall so fast that the median of many points lags far behind them.
+        values = list(self.accepted.values)[-NEWEST_POINTS:]
+        newest = median(values)
+        if _falls_steadily(values):
+            newest = median(values[-4:])
+        if self.has_no_noise:
+            return min(level, newest)
+        is_falling = level - newest > 1.5 * self.scale(newest) * self.upper_unit()
+        return newest if is_falling else level
+
+    @property
+    def has_no_noise(self) -> bool:
+        """True for the first six points: they have too few residuals to measure noise."""
+        return len(self.residuals) < 4
+
+    def size(self, level: float) -> float:
+        """Return what shares of a loss of ``level`` refer to: the level, mostly."""
+        # A level near zero is no scale: a share of the way that the series has come stands for it.
+        first = level if self.first is None else self.first
+        return max(abs(level), 0.02 * abs(first - level), 1e-12)
+
+    def scale(self, level: float) -> float:
+        """Return what a residual around ``level`` is divided by."""
+        # Noise is no share of a level that it is larger than.
+        noise = self.noise.quantile(0.5) if len(self.noise) > 0 else 0.0
+        return self.size(level) + 5 * noise
+
+    def unit(self, smallest: float, smallest_at_start: float) -> float:
+        """Return what one standard deviation is to normal noise.
+
+        Args:
+            smallest: smallest unit, as a share of the level.
+            smallest_at_start: the same without history; it shrinks over the first ``level_points`` residuals.
+        """
+        level = self.level()
+        size = self.size(level)
+        # Only a loss of twice the level is high then.
+        if self.has_no_noise:
+            return size / 3
+        missing_history = 1 - len(self.residuals) / self.level_points
+        scale = self.scale(level)
+        units = [
+            smallest * size,
+            smallest_at_start * size * missing_history,
+            scale * self.upper_unit(),
+            # From both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it.
+            scale * MEDIAN_OF_NORMAL * self.residual_sizes.quantile(0.5),
+        ]
+        # Of few points, the largest rise among them says more than quantiles: about 3 standard deviations of 13 points.
+        if self.is_young:
+            units.append(self._largest_rise() / 3)
+        # Noise whose points resemble their neighbours moves the trend too, so residuals from it are too small.
+        if len(self.excesses) >= self.level_points:
+            units.append(1.3 * self.excesses.quantile(0.95) / Q95_OF_NORMAL)
+        return max(units)
+
+    def _largest_rise(self) -> float:
+        """Return how far one of the newest points lies above an earlier one, at most."""
+        width = self.level_points // 2 + 1
+        lowest = math.inf
+        rise = 0.0
+        for value in list(self.accepted.values)[-width:]:
+            lowest = min(lowest, value)
+            rise = max(rise, value - lowest)
+        return rise
+
+    def accept(self, value: float) -> None:
+        # A short history is no level to be above of.
+        if len(self.accepted) >= self.level_points:
+            self.excesses.add(value - self.accepted.quantile(0.5))
+        super().accept(value)
+
+    def learn(self, residual: float, trend: float) -> None:
+        self.noise.add(abs(residual))
+        share = residual / self.scale(trend)
+        super().learn(share, trend)
+        self.residual_sizes.add(abs(share))
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "noise": list(self.noise.values), "excesses": list(self.excesses.values)}
+
+
+def _falls_steadily(values: Sequence[float]) -> bool:
+    """Return whether at most one pair of the values rises (Kendall's test for a trend, "Rank Correlation Methods", 1948).
+
+    Seven values in random order do so once in 700 times.
+    """
+    rising_pairs = 0
+    for i, earlier in enumerate(values):
+        for later in values[i + 1 :]:
+            rising_pairs += later >= earlier
+    return rising_pairs <= 1

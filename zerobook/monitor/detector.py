@@ -1,14 +1,18 @@
 """Find and classify loss spikes. The detector gets one logged point at a time. It reports findings and takes no action.
 
-*   Level: the median of the last `Settings.level_points` accepted points. Excess of a point: ``(loss - level) / unit``.
-*   Unit: an estimate of the noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), min_unit * level)``. For normally distributed
-    noise, the first two terms are the standard deviation. A residual ``r`` is the distance of an accepted point from the median
-    of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data Analysis", 1977). The level is
-    not used for residuals, since it lags behind a falling loss. So a steep descent does not make the unit large. Heavy tails,
-    noise with two modes and periodic data do. High points change neither the level nor the unit.
+*   Level: the median of the last `Settings.level_points` accepted points. While a run is young and its loss falls fast, it is
+    the median of the last 7. Excess of a point: ``(loss - level) / unit``.
+*   Unit: an estimate of the noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), 1.3 q95(e) / 1.645, min_unit * level)``. For
+    normally distributed noise, the first two terms are the standard deviation. A residual ``r`` is the distance of an accepted
+    point from the median of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data
+    Analysis", 1977), as a share of the loss. The level is not used for residuals, since it lags behind a falling loss. So a
+    steep descent does not make the unit large. Heavy tails, noise with two modes and periodic data do. ``e`` is the distance
+    of an accepted point above the level: it is larger than ``r`` where neighbouring points have similar noise. High points
+    change neither the level nor the unit.
 *   Evidence: the sum over points of the excess, at most `Settings.evidence_cap`, minus `Settings.drift` (one-sided CUSUM: Page,
     "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data has.
 *   Shape: the loss is normal again at once, falls back slowly, stays at a new level, rises, or repeats the run's beginning.
+*   Slow rise: the level stays far above its lowest value, although no point was high.
 *   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
     is kept for eight times `Settings.patience` points. Meanwhile it does not follow a slow rise, and no new level is accepted.
 
@@ -18,22 +22,27 @@ The defaults were chosen on public logs. docs/guides/detector.md has the results
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from zerobook.monitor.baseline import Baseline
+from zerobook.monitor.baseline import Baseline, LossBaseline
+from zerobook.monitor.excursion import BEGINNING_POINTS, Excursion
 
-BEGINNING_POINTS = 8
-"""Points at the beginning of the run that are kept, to recognise a run that starts again from its first losses."""
 RECENT_RATES = 32
 """Points whose learning rates are remembered."""
-MAX_EXCURSION_POINTS = 512
-"""Points of an excursion that are remembered from its onset on, besides the newest one."""
 CHRONIC_POINTS = 1000
 """Points within which spikes are counted for a ``chronic`` finding."""
 LONG_PATIENCE = 8
 """Factor on the patience after a shock, and until a loss that stays high is taken as the new level."""
+MIN_HIGH_POINTS = 3
+"""High points that an alarm needs at least, however far apart the points are."""
+SMALL_STEP = 0.2
+"""Share of the loss by which it may step up to a new level for no known reason, such as another mixture of data."""
+SLOW_RISE = 0.25
+"""Share of its lowest level by which a loss may creep up before it is reported."""
+DEAD_LEVEL = 0.02
+"""A loss of exactly 0 after a level above this is no loss: a model that has learnt everything comes down to 0 step by step."""
 MIN_NORM_UNIT = 0.1
 """Smallest unit of the logarithm of the gradient norm. A logarithm is a ratio already, so its level is no part of it: a tenfold
 norm must look the same in every run."""
@@ -49,7 +58,7 @@ class Settings:
     """accepted points whose residuals give the unit"""
     min_unit: float = 0.02
     """smallest unit, as a share of the level"""
-    min_unit_at_start: float = 0.15
+    min_unit_at_start: float = 0.06
     """smallest unit without history, as a share of the level; shrinks over the first ``level_points`` points"""
     high: float = 3.0
     """excess of a point that may belong to a spike and is kept out of the baseline"""
@@ -63,7 +72,7 @@ class Settings:
     """odd data lasts this many steps at most"""
     patience: int = 8
     """points that a spike may take to come back before it counts as damage"""
-    absurd_factor: float = 100.0
+    absurd_factor: float = 40.0
     """factor above the level, or above the run's first loss, that no data causes with sound weights"""
     precursor: float = 8.0
     """excess of a gradient norm that arms the detector"""
@@ -71,6 +80,9 @@ class Settings:
     """a gradient norm of this factor times its level is a shock, whatever the loss is at that step"""
     chronic_spikes: int = 3
     """spikes within 1000 points that make a ``chronic`` finding"""
+    is_one_run: bool = False
+    """the points are of one run. A log may hold several, and a loss that begins again is a new run there. In one run, it means
+    that its weights were lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +111,8 @@ class Finding:
     ``spike``        an alarm: high for longer than odd data lasts
     ``spike_end``    the loss came back
     ``damage``       the loss did not come back in time
-    ``divergence``   the loss rises, stays high without coming down, or is not finite
+    ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on
+    ``slow_rise``    the level has crept far above its lowest value
     ``level_shift``  a moderate step to a new level, which is the baseline now
     ``reset``        the run's own beginning again: weights were initialised anew
     ``chronic``      spikes so often that the learning rate is the cause
@@ -122,55 +135,12 @@ class Finding:
 
     @property
     def alarm(self) -> bool:
-        return self.kind in ("spike", "damage", "divergence")
+        return self.kind in ("spike", "damage", "divergence", "slow_rise")
 
     @property
     def needs_action(self) -> bool:
         """True if something has to be done about it: the weights are, or will be, damaged."""
         return self.kind in ("damage", "divergence")
-
-
-@dataclass
-class _Excursion:
-    """A range of high points that has not come back to the level yet."""
-
-    onset: int
-    base: float
-    unit: float
-    losses: list[float] = field(default_factory=list)
-    high: int = 0
-    """points above `Settings.high`"""
-    back: int = 0
-    """points in a row that were at the base again"""
-    confirmed: bool = False
-    judged: str | None = None
-    """``damage`` or ``divergence``, once reported"""
-    peak_then: float = 0.0
-    """the peak at that report"""
-    touched: bool = False
-    """a point was at the base again since that report"""
-    extended: int = 0
-    """number of extensions of the patience, while the loss was coming back"""
-    rate: float | None = None
-    """learning rate at the onset"""
-
-    @property
-    def peak(self) -> float:
-        return max(self.losses)
-
-    @property
-    def points(self) -> int:
-        """Points from the onset to the last one that was not back at the base."""
-        return len(self.losses) - self.back
-
-    def add(self, loss: float) -> None:
-        self.losses.append(loss)
-        del self.losses[MAX_EXCURSION_POINTS:-1]
-
-    def judge(self, kind: str) -> None:
-        """Remember a verdict, and the peak at that moment."""
-        self.judged = kind
-        self.peak_then = self.peak
 
 
 class Detector:
@@ -187,11 +157,16 @@ class Detector:
         seen: number of points so far.
         evidence: sum of the evidence for a spike.
         beginning: the first losses of the run.
-        rates: the newest learning rates.
+        rates: the newest learning rates. Those of the first warm-up are left out: they explain no step of the loss.
+        is_warming_up: whether the first rise of the learning rate goes on.
         armed: step with a very high loss or gradient norm, after which a spike is likely; None if there is none.
         armed_at: value of ``seen`` at that step.
         shock: level of the loss before the last shock; None if there is none.
         best: the lowest level so far.
+        lowest: the lowest level since the last new level.
+        lowest_at: step of that level.
+        risen: number of points in a row at which the level was far above ``lowest``.
+        zeros: steps of the newest points, if their loss was exactly 0; at most those that are needed for a verdict.
         not_finite: steps of the newest points, if their loss or gradient was not finite.
         spikes: values of ``seen`` at the newest alarms.
         chronic: whether the ``chronic`` finding was reported.
@@ -200,26 +175,31 @@ class Detector:
     def __init__(self, settings: Settings | None = None, state: dict[str, Any] | None = None):
         self.settings = settings or Settings()
         state = state or {}
-        self.loss = self._baseline(state.get("loss"))
-        self.norm = self._baseline(state.get("norm"))
+        self.loss = LossBaseline(self.settings.level_points, self.settings.unit_points, state.get("loss"))
+        self.norm = Baseline(self.settings.level_points, self.settings.unit_points, state.get("norm"))
         self.seen: int = state.get("seen", 0)
         self.last_step: int | None = state.get("last_step")
         self.evidence: float = state.get("evidence", 0.0)
         self.beginning: list[float] = state.get("beginning", [])
         self.rates: list[float] = state.get("rates", [])
+        self.is_warming_up: bool = state.get("is_warming_up", not state)
         self.armed: int | None = state.get("armed")
         self.armed_at: int = state.get("armed_at", 0)
         self.shock: float | None = state.get("shock")
         self.best: float | None = state.get("best")
+        self.lowest: float | None = state.get("lowest")
+        self.lowest_at: int = state.get("lowest_at", 0)
+        self.risen: int = state.get("risen", 0)
+        self.zeros: list[int] = state.get("zeros", [])
         self.not_finite: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
-        self.excursion: _Excursion | None = None
+        self.excursion: Excursion | None = None
         if state.get("excursion"):
             excursion = dict(state["excursion"])
             # Earlier versions wrote the steps of the losses too.
             excursion.pop("steps", None)
-            self.excursion = _Excursion(**excursion)
+            self.excursion = Excursion(**excursion)
 
     def state(self) -> dict[str, Any]:
         """Return the complete state, JSON-ready."""
@@ -231,10 +211,15 @@ class Detector:
             "evidence": self.evidence,
             "beginning": list(self.beginning),
             "rates": list(self.rates),
+            "is_warming_up": self.is_warming_up,
             "armed": self.armed,
             "armed_at": self.armed_at,
             "shock": self.shock,
             "best": self.best,
+            "lowest": self.lowest,
+            "lowest_at": self.lowest_at,
+            "risen": self.risen,
+            "zeros": list(self.zeros),
             "masked": list(self.not_finite),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
@@ -243,8 +228,8 @@ class Detector:
 
     @property
     def calm(self) -> bool:
-        """True if the detector is neither armed nor inside an excursion, and the last point was finite."""
-        return self.armed is None and self.excursion is None and not self.not_finite
+        """True if the detector is neither armed nor inside an excursion, and the last point was finite and not 0."""
+        return self.armed is None and self.excursion is None and not self.not_finite and not self.zeros
 
     @property
     def has_level(self) -> bool:
@@ -253,7 +238,7 @@ class Detector:
     def onset(self) -> int | None:
         """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
         # Only before the earliest of these steps were the weights undamaged.
-        steps = self.not_finite[:1]
+        steps = [*self.not_finite[:1], *self.zeros[:1]]
         if self.armed is not None:
             steps.append(self.armed)
         if self.excursion is not None:
@@ -287,17 +272,14 @@ class Detector:
         if not point.is_finite:
             return self._see_not_finite(point)
         self.not_finite.clear()
+        if point.loss == 0.0 and self.has_level and self.loss.level() > DEAD_LEVEL:
+            return self._see_zero(point)
+        self.zeros.clear()
         if len(self.beginning) < BEGINNING_POINTS:
             self.beginning.append(point.loss)
-        if point.learning_rate is not None:
-            self.rates = [*self.rates[-RECENT_RATES + 1 :], point.learning_rate]
+        self._see_rate(point.learning_rate)
         # The norm first: a shock at this step changes what its loss is compared with.
-        findings = self._see_norm(point) + self._see_loss(point, stride)
-        # A few points have no level yet that a later loss could be compared with.
-        if len(self.loss.accepted) >= self.settings.patience:
-            level = self.loss.level()
-            self.best = level if self.best is None else min(self.best, level)
-        return findings
+        return self._see_norm(point) + self._see_loss(point, stride) + self._see_level(point)
 
     def finish(self) -> list[Finding]:
         """End the series, and judge an excursion that has not come back."""
@@ -315,7 +297,7 @@ class Detector:
         self._close(losses)
         level = self.loss.level()
         for loss in losses:
-            self.loss.learn(loss - level)
+            self.loss.learn(loss - level, level)
         # What comes is not compared with the time before.
         self.best = None
         return self._finding_of("level_shift", point, excursion, reason)
@@ -334,6 +316,30 @@ class Detector:
         if count == self.settings.outlier_steps + 1:
             return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
+
+    def _see_zero(self, point: Point) -> list[Finding]:
+        """Process a loss of exactly 0: a batch without supervised tokens, or NaN that a trainer logs as 0."""
+        enough = self.settings.outlier_steps + 1
+        # After the verdict, no more steps are needed.
+        if len(self.zeros) == enough:
+            return []
+        self.zeros.append(point.step)
+        if len(self.zeros) < enough:
+            return []
+        reason = f"the loss was exactly 0 at {enough} points in a row, where {self.loss.level():.4g} was usual"
+        return [self._finding("divergence", point, reason)]
+
+    # --- the learning rate
+    def _see_rate(self, rate: float | None) -> None:
+        if rate is None:
+            return
+        last = self.rates[-1] if self.rates else None
+        # A rate of 0 is the first step of a warm-up.
+        self.is_warming_up = self.is_warming_up and (last is None or last == 0.0 or rate > last)
+        if self.is_warming_up:
+            self.rates = [rate]
+        else:
+            self.rates = [*self.rates[-RECENT_RATES + 1 :], rate]
 
     # --- the gradient norm, which often moves first
     def _see_norm(self, point: Point) -> list[Finding]:
@@ -402,11 +408,11 @@ class Detector:
         reason = f"a loss of {point.loss:.4g}: no data does that to sound weights"
         return self._finding_of("divergence", point, excursion, reason)
 
-    def _extend_excursion(self, point: Point) -> _Excursion:
+    def _extend_excursion(self, point: Point) -> Excursion:
         """Return the excursion, which begins here if there is none, with this point."""
         if self.excursion is None:
             rate = self.rates[-1] if self.rates else None
-            self.excursion = _Excursion(onset=point.step, base=self.level(), unit=self.unit(), rate=rate)
+            self.excursion = Excursion(onset=point.step, base=self.level(), unit=self.unit(), rate=rate)
         self.excursion.add(point.loss)
         return self.excursion
 
@@ -424,7 +430,7 @@ class Detector:
             excursion = self._extend_excursion(point)
             excursion.high += 1
             # Odd data lasts a number of steps. Where points are far apart, fewer of them span it.
-            needed_points = math.ceil(settings.outlier_steps / stride) + 1
+            needed_points = max(MIN_HIGH_POINTS, math.ceil(settings.outlier_steps / stride) + 1)
             if self.evidence >= settings.evidence and excursion.high >= needed_points:
                 return self._confirm(excursion, point, excess)
             if self.armed is None and excess >= settings.evidence_cap:
@@ -441,7 +447,7 @@ class Detector:
             return []
         return self._end_as_outlier(excursion, point)
 
-    def _end_as_outlier(self, excursion: _Excursion, point: Point) -> list[Finding]:
+    def _end_as_outlier(self, excursion: Excursion, point: Point) -> list[Finding]:
         """End an excursion that came back at once."""
         settings = self.settings
         self.excursion = None
@@ -466,10 +472,10 @@ class Detector:
             if residual < settings.high * excursion.unit:
                 self.loss.accept(loss)
             else:
-                self.loss.learn(residual)
+                self.loss.learn(residual, excursion.base)
         return findings
 
-    def _confirm(self, excursion: _Excursion, point: Point, excess: float) -> list[Finding]:
+    def _confirm(self, excursion: Excursion, point: Point, excess: float) -> list[Finding]:
         """Raise the alarm."""
         excursion.confirmed = True
         recent_spikes = [spike for spike in self.spikes if self.seen - spike < CHRONIC_POINTS]
@@ -486,14 +492,12 @@ class Detector:
         return findings + self._judge(excursion, point)
 
     # --- inside a confirmed spike
-    def _see_spike(self, excursion: _Excursion, point: Point) -> list[Finding]:
+    def _see_spike(self, excursion: Excursion, point: Point) -> list[Finding]:
         settings = self.settings
         base = excursion.base
         excursion.add(point.loss)
         if self._begins_again(excursion):
-            self._close(excursion.losses[-1:])
-            reason = f"from {base:.4g} back to {excursion.peak:.4g}, and down again as at the beginning of the run"
-            return [self._finding_of("reset", point, excursion, reason)]
+            return [self._reset(excursion, point)]
 
         # Back at the base, for one point or for two.
         rise = excursion.peak - base
@@ -514,11 +518,10 @@ class Detector:
         if excursion.judged is None:
             return self._judge(excursion, point)
         count = len(excursion.losses)
-        was_coming_down = excursion.judged == "damage" or excursion.touched
-        if was_coming_down and count >= 2 * settings.patience and median(excursion.losses[-3:]) > excursion.peak_then:
+        if excursion.is_worse_than_judged(settings.patience):
             excursion.judge("divergence")
             excursion.touched = False
-            reason = f"from {base:.4g} to {point.loss:.4g} in {count} points: it was coming down, and rises again"
+            reason = f"from {base:.4g} to {point.loss:.4g} in {count} points: it is higher than when it was judged"
             return [self._finding_of("divergence", point, excursion, reason)]
         if count >= LONG_PATIENCE * settings.patience:
             self._close(excursion.losses[-settings.level_points :])
@@ -526,7 +529,7 @@ class Detector:
             return [self._finding_of("level_shift", point, excursion, reason)]
         return []
 
-    def _judge(self, excursion: _Excursion, point: Point, *, at_end: bool = False) -> list[Finding]:
+    def _judge(self, excursion: Excursion, point: Point, *, at_end: bool = False) -> list[Finding]:
         """Judge an excursion after the patience: coming back, a new level, damage or divergence."""
         base = excursion.base
         losses = excursion.losses
@@ -543,14 +546,11 @@ class Detector:
             excursion.extended += 1
             return []
 
-        # A new level: a small step, that does not come down either, and that a raised learning rate can explain.
-        assert self.loss.first is not None
-        learnt = self.loss.first - base
-        lost = (late - base) / learnt if learnt > 0 else math.inf
-        is_small = lost < 0.1 and late < base + abs(base)
-        if is_small and regained < 0.5 and self.shock is None and self._rate_explains(excursion):
+        if self._begins_again(excursion):
+            return [self._reset(excursion, point)]
+        if regained < 0.5 and self._is_small_step(excursion, late):
             self._close(losses[-self.settings.level_points :])
-            reason = f"from {base:.4g} to {late:.4g}, {lost:.0%} of all that was learnt, and level since"
+            reason = f"from {base:.4g} to {late:.4g}, and level since"
             return [self._finding_of("level_shift", point, excursion, reason)]
 
         # It is coming down, but too slowly.
@@ -562,20 +562,46 @@ class Detector:
         reason = f"from {base:.4g} to {late:.4g} in {count} points, and not coming down"
         return [self._finding_of("divergence", point, excursion, reason)]
 
-    def _begins_again(self, excursion: _Excursion) -> bool:
-        """Return whether the losses repeat the beginning of the run."""
-        ratios = []
-        losses = []
-        for loss, first_loss in zip(excursion.losses, self.beginning, strict=False):
-            if loss > 0 and first_loss > 0:
-                losses.append(loss)
-                ratios.append(abs(math.log(loss / first_loss)))
-        # Halved: on bad data, the loss may start at that of an untrained model too, but it does not fall as fast.
-        return len(losses) >= 3 and losses[-1] < 0.5 * losses[0] and max(ratios) < 0.15
+    def _begins_again(self, excursion: Excursion) -> bool:
+        """Return whether the log holds several runs, and the next one begins here."""
+        # The first losses of the log are no repetition of themselves.
+        if self.settings.is_one_run or self.seen < 3 * BEGINNING_POINTS:
+            return False
+        return excursion.begins_as(self.beginning)
 
-    def _rate_explains(self, excursion: _Excursion) -> bool:
-        """Return whether a raised learning rate can explain a step to a new level; True if the rate is not known."""
-        return excursion.rate is None or not self.rates or max(self.rates) > 1.2 * min(self.rates)
+    def _reset(self, excursion: Excursion, point: Point) -> Finding:
+        """End an excursion that is the beginning of another run."""
+        self._close(excursion.losses[-1:])
+        reason = f"from {excursion.base:.4g} back to {excursion.peak:.4g}, as at the beginning of the run"
+        return self._finding_of("reset", point, excursion, reason)
+
+    def _is_small_step(self, excursion: Excursion, late: float) -> bool:
+        """Return whether a step of the loss to ``late`` is one that data or the learning rate explain."""
+        # The weights may be damaged.
+        if self.shock is not None:
+            return False
+        base = excursion.base
+        size = self.loss.size(base)
+        # Several small steps one after another are no small step.
+        lowest = base if self.lowest is None else min(base, self.lowest)
+        # The level of a young run lags behind a loss that falls, so the step is larger than it looks.
+        largest = SMALL_STEP / 2 if self.loss.is_young else SMALL_STEP
+        if late - lowest < largest * size:
+            return True
+        if excursion.rate is not None:
+            return self._rate_was_raised() and late - lowest < size
+        # A rate that is not known may have been raised. Then little of all that was learnt is lost.
+        assert self.loss.first is not None
+        return late - base < min(size, 0.1 * (self.loss.first - base))
+
+    def _rate_was_raised(self) -> bool:
+        """Return whether the learning rate was raised by a fifth after the first warm-up, as far as it is remembered."""
+        lowest = math.inf
+        for rate in self.rates:
+            lowest = min(lowest, rate)
+            if rate > 1.2 * lowest:
+                return True
+        return False
 
     def _close(self, level: list[float], *, is_settled: bool = True) -> None:
         """End the excursion, and set the level to that of some losses.
@@ -588,12 +614,47 @@ class Detector:
         self.evidence = 0.0
         if is_settled or self.shock is None:
             self._disarm()
+        if is_settled:
+            self.lowest = None
+            self.risen = 0
+
+    # --- the level
+    def _see_level(self, point: Point) -> list[Finding]:
+        """Remember the lowest level, and report one that has crept up."""
+        # Of two points, the median is no level yet that a later loss could be compared with.
+        if len(self.loss.accepted) < 3:
+            return []
+        level = self.loss.level()
+        self.best = level if self.best is None else min(self.best, level)
+        if self.lowest is None or level < self.lowest:
+            self.lowest = level
+            self.lowest_at = point.step
+        # A spike is judged by other rules, and after one the level is that of few points.
+        if self.excursion is not None or len(self.loss.accepted) < self.settings.level_points:
+            return []
+        rise = level - self.lowest
+        is_far = rise > SLOW_RISE * self.loss.size(self.lowest) and rise > self.settings.high * self.unit()
+        self.risen = self.risen + 1 if is_far else 0
+        if self.risen < self.settings.level_points:
+            return []
+        finding = Finding(
+            kind="slow_rise",
+            step=point.step,
+            onset=self.lowest_at,
+            points=self.risen,
+            base=self.lowest,
+            peak=level,
+            reason=f"the level has risen from {self.lowest:.4g} to {level:.4g} since step {self.lowest_at}, without a spike",
+        )
+        self.lowest = level
+        self.risen = 0
+        return [finding]
 
     # --- findings
     def _finding(self, kind: str, point: Point, reason: str) -> Finding:
         """Return a finding about a point that belongs to no excursion."""
-        # A point that is not finite belongs to those right before it.
-        steps = self.not_finite or [point.step]
+        # A point that is not finite, or 0, belongs to those right before it.
+        steps = self.not_finite or self.zeros or [point.step]
         base = self.loss.level() if self.has_level else point.loss
         return Finding(
             kind=kind,
@@ -606,7 +667,7 @@ class Detector:
             finite=point.is_finite,
         )
 
-    def _finding_of(self, kind: str, point: Point, excursion: _Excursion, reason: str) -> Finding:
+    def _finding_of(self, kind: str, point: Point, excursion: Excursion, reason: str) -> Finding:
         """Return a finding about an excursion."""
         return Finding(
             kind=kind,
@@ -617,6 +678,3 @@ class Detector:
             peak=excursion.peak,
             reason=reason,
         )
-
-    def _baseline(self, state: dict[str, Any] | None) -> Baseline:
-        return Baseline(self.settings.level_points, self.settings.unit_points, state)

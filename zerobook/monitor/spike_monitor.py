@@ -76,7 +76,7 @@ class SpikeMonitor:
         detector: dict[str, Any],
         policy: dict[str, Any],
     ):
-        self.settings = Settings()
+        self.settings = Settings(is_one_run=True)
         self.detector = Detector(self.settings, detector)
         self.policy = RecoveryPolicy(
             on_spike,

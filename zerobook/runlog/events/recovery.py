@@ -24,6 +24,7 @@ _FINDING_TITLES = {
     "damage": "DAMAGE",
     "divergence": "DIVERGENCE",
     "level_shift": "A new level",
+    "slow_rise": "A SLOW RISE",
     "reset": "The beginning over again",
     "chronic": "Spikes again and again",
 }
@@ -39,6 +40,8 @@ _ACTIONS = {
     "stop": "stop, and hand over to people",
     "none": "nothing",
 }
+_HIGHEST_DRAWN_PEAK = 1e4
+"""Nats per token. A higher peak would flatten the rest of the curve."""
 
 
 def _style_of_spike(event: Event) -> str:
@@ -62,6 +65,12 @@ def _is_armed(event: Event) -> bool:
     return event["kind"] == "armed"
 
 
+def _peak(event: Event) -> float | None:
+    peak = event["peak"]
+    is_drawn = peak is not None and peak < _HIGHEST_DRAWN_PEAK
+    return peak if is_drawn else None
+
+
 def _step_of_intent(event: Event) -> int | None:
     return event["from_step"] if event["phase"] == "intent" else None
 
@@ -79,14 +88,14 @@ def _step_of_cut(event: Event) -> int:
     when="The detector armed, or saw odd data.",
     fields=_FINDING_FIELDS,
     is_quiet=_is_armed,
-    mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier),
+    mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier, height=_peak),
 )
 @declare(
     "spike",
     when="The detector found a spike, damage, a divergence or another change.",
     fields=_FINDING_FIELDS,
     style=_style_of_spike,
-    mark=Mark(colour="red", symbol="▲", step=_onset),
+    mark=Mark(colour="orange", symbol="▲", step=_onset, height=_peak),
 )
 @declare(
     "spike_end",
