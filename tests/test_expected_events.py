@@ -51,7 +51,7 @@ def test_an_announced_step_of_the_level_is_the_new_level(rise):
     assert actions(make, shift=lambda after: rise) == 0
     found = findings_on(make(), 0, shift=lambda after: rise)
     shifts = [finding for finding in found if finding.kind == "level_shift"]
-    if rise > 0.2:
+    if rise >= 0.3:
         assert len(shifts) == 1 and "the mixture changes" in shifts[0].reason
     assert not [finding for finding in found if finding.step > CHANGE + 30 and finding.alarm], "it is calm afterwards"
     if rise == 1.0:

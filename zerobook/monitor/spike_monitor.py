@@ -121,7 +121,8 @@ class SpikeMonitor:
     def _explain(self, finding: Finding, point: Point) -> Finding:
         """Return the finding, or a new level in the place of damage that an announced event explains."""
         event = self.expected.at(finding.onset)
-        if event is None or not finding.alarm or not finding.finite:
+        is_explicable = finding.alarm or finding.kind == "level_shift"
+        if event is None or not is_explicable or not finding.finite:
             return finding
         if finding.needs_action and self._is_step(finding):
             return self.detector.accept_level(point, f"from {finding.base:.4g} to {point.loss:.4g}, as announced: {event.what}")
