@@ -1,14 +1,16 @@
-"""Try the spike detector on loss curves.
+"""Try the spike detector on the logs of other programs, and compare it with published rules on labelled loss curves.
 
-    python scripts/detector.py try FILE [--grad_norm CSV] [--plot PNG]
+    python scripts/detector.py try FILE ...
+    python scripts/detector.py page FILE ...
     python scripts/detector.py table FOLDER [--write docs/guides/detector.md]
 
-`try` says what the detector would have done on a curve: a transformers `trainer_state.json`, a CSV with a header, JSON Lines,
-or the output folder of a run.
+`try` prints what would have been found and done in the run of a log, and `page` writes the same with its curves beside the log.
+A log is a transformers `trainer_state.json`, what Trainer printed, TensorBoard's event files or CSV, a history or chart export
+of Weights & Biases, CSV, JSON Lines, or a folder with one of these.
 
-`table` compares the detector with published rules on labelled curves. FOLDER holds `curves/NAME.csv` (step,loss),
-`grad_norm/NAME.csv` where there is one, and `labels.json`: per curve its `label`, `source_repo` and `events` (`onset`,
-`recovered`, `points`, `kind`).
+`table` compares the detector with published rules. FOLDER holds `curves/NAME.csv` (step,loss), `grad_norm/NAME.csv` and
+`lr/NAME.csv` where there are such, and `labels.json`: per curve its `label`, `source_repo` and `events` (`onset`, `recovered`,
+`points`, `kind`).
 
 Published rules, as implemented in their repositories (read in November 2026):
   llm-foundry KillLossSpike    5 losses in a row at least twice the mean of the last 100, or half of the last 100 above the cap
@@ -21,6 +23,7 @@ Published rules, as implemented in their repositories (read in November 2026):
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -35,15 +38,19 @@ from typing import Any
 
 from tqdm import tqdm
 
+from scripts.other_logs import read_log
+from scripts.other_runs import OtherRun, points_of
 from zerobook.errors import ZerobookError
 from zerobook.monitor.detector import Detector, Finding, Point, Settings
-from zerobook.runlog.other_logs import read_log
-from zerobook.utils.terminal import console, say
+from zerobook.utils.terminal import console, plain, say
 
 
-def read(path: str | Path, grad_norm: str | Path | None = None) -> list[Point]:
-    """Return the points of a loss curve, in the file's order. The arguments are those of `read_log`."""
-    return [Point(**record) for record in read_log(path, grad_norm).records]
+def read_column(file: Path) -> dict[int, float]:
+    """Return step -> value of a CSV with a header and two columns; nothing where there is no such file."""
+    if not file.exists():
+        return {}
+    with open(file) as handle:
+        return {int(float(step)): float(value) for step, value in itertools.islice(csv.reader(handle), 1, None)}
 
 
 def replay(points: Iterable[Point], settings: Settings | None = None) -> list[Finding]:
@@ -53,87 +60,6 @@ def replay(points: Iterable[Point], settings: Settings | None = None) -> list[Fi
     for point in points:
         found += detector.update(point)
     return found + detector.finish()
-
-
-# --- one curve
-DOES = {
-    "armed": "keeps the last good checkpoint",
-    "outlier": "notes it",
-    "spike": "waits",
-    "spike_end": "goes on",
-    "damage": "rolls back, skips the data",
-    "divergence": "rolls back, skips the data",
-    "level_shift": "notes it, takes the new level",
-    "slow_rise": "warns",
-    "reset": "notes it",
-    "chronic": "advises a lower learning rate",
-}
-"""finding's kind -> what the policy does about it under ``--on_spike rollback``"""
-
-
-def try_detector(file: str, grad_norm: str | None, plot: str | None) -> None:
-    """Print what the detector finds on a curve, and what a run would do about it."""
-    points = read(file, grad_norm)
-    findings = replay(points)
-    print_findings(points, findings)
-    if plot:
-        draw(points, findings, plot, title=Path(file).name)
-        say(f"drawn to {plot}")
-
-
-def print_findings(points: list[Point], findings: list[Finding]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title_justify="left")
-    for name in ("step", "began", "what", "it would", "why"):
-        table.add_column(name, justify="right" if name in ("step", "began") else "left", overflow="fold")
-    for finding in findings:
-        # It arms at many harmless points.
-        if finding.kind == "armed":
-            continue
-        colour = "yellow" if finding.alarm else "dim"
-        if finding.needs_action:
-            colour = "red"
-        kind = Text(finding.kind, style=colour)
-        table.add_row(str(finding.step), str(finding.onset), kind, DOES[finding.kind], finding.reason)
-    if table.row_count:
-        console().print(table)
-    alarms = sum(finding.kind == "spike" or (finding.needs_action and finding.points == 1) for finding in findings)
-    rollbacks = sum(finding.needs_action for finding in findings)
-    outliers = sum(finding.kind == "outlier" for finding in findings)
-    console().print(
-        f"{len(points):,} points, steps {points[0].step:,} to {points[-1].step:,}: {alarms} alarms, "
-        f"{rollbacks} rollbacks, {outliers} points or pairs of odd data"
-    )
-
-
-def draw(points: list[Point], found: list[Finding], file: str, title: str) -> None:
-    """Draw the loss over the steps as a PNG, with alarms, rollbacks and odd data marked."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(12, 5))
-    finite = [p for p in points if abs(p.loss) < float("inf")]
-    axes.plot([p.step for p in finite], [p.loss for p in finite], linewidth=0.8, color="#1f5fa8")
-    styles = {"outlier": ("#999999", "odd data"), "spike": ("#e69f00", "spike: waits"), "level_shift": ("#009e73", "new level"),
-              "reset": ("#009e73", "beginning again")}  # fmt: skip
-    named = set()
-    for f in found:
-        colour, name = ("#d55e00", "rolls back") if f.needs_action else styles.get(f.kind, (None, None))
-        if colour:
-            axes.axvline(f.onset, color=colour, linewidth=1, alpha=0.7, label=None if name in named else name)
-            named.add(name)
-    if finite and min(p.loss for p in finite) > 0 and max(p.loss for p in finite) > 10 * min(p.loss for p in finite):
-        axes.set_yscale("log")
-    axes.set(xlabel="step", ylabel="loss", title=title)
-    if named:
-        axes.legend(loc="upper right")
-    figure.tight_layout()
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
 
 
 # --- the table
@@ -298,8 +224,11 @@ def load(folder: Path) -> list[Curve]:
     labels = json.loads((folder / "labels.json").read_text())
     curves = []
     for name, facts in sorted(labels.items()):
-        norms = folder / "grad_norm" / name
-        points = read(folder / "curves" / name, norms if norms.exists() else None)
+        norms = read_column(folder / "grad_norm" / name)
+        rates = read_column(folder / "lr" / name)
+        points = []
+        for point in points_of(read_log(folder / "curves" / name).records):
+            points.append(replace(point, grad_norm=norms.get(point.step), learning_rate=rates.get(point.step)))
         curves.append(Curve(name, facts["label"], facts["source_repo"], facts["events"], points))
     return curves
 
@@ -369,22 +298,41 @@ def write_table(folder: Path, page_path: Path | None) -> None:
         page_path.write_text(before + start + text + end + rest.split(end)[1])
 
 
+# --- logs of other programs
+def try_detector(paths: list[str]) -> None:
+    """Print what would have been found and done in the run of each log."""
+    from rich.table import Table
+
+    for path in paths:
+        run = OtherRun.read(path)
+        findings = run.table()
+        printed = Table(title=path, title_justify="left", title_style="bold")
+        for column in findings.columns:
+            printed.add_column(column, overflow="fold")
+        for cells in findings.rows:
+            printed.add_row(*(plain(cell, lines=False) for cell in cells))
+        if findings.rows:
+            console().print(printed)
+        say(f"{path}: {run.summary()}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
-    one = actions.add_parser("try")
-    one.add_argument("file", help="trainer_state.json, a CSV with step and loss, JSON Lines, or a run's output_dir")
-    one.add_argument("--grad_norm", help="a CSV with step and grad_norm, if the file has no gradient norms")
-    one.add_argument("--plot", metavar="PNG", help="draw the curve and the detections into this file")
+    for name in ("try", "page"):
+        actions.add_parser(name).add_argument("logs", nargs="+", metavar="FILE", help="the log of a run, or its folder")
     table = actions.add_parser("table")
     table.add_argument("folder", type=Path)
     table.add_argument("--write", type=Path, help="put the tables between the marks of this Markdown file")
     flags = parser.parse_args(arguments)
     try:
-        if flags.action == "try":
-            try_detector(flags.file, flags.grad_norm, flags.plot)
-        else:
+        if flags.action == "table":
             write_table(flags.folder, flags.write)
+        elif flags.action == "try":
+            try_detector(flags.logs)
+        else:
+            for path in flags.logs:
+                say(f"written: {OtherRun.read(path).write_page()}")
     except ZerobookError as error:
         say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts import detector as script
 from scripts.detector import replay
 from tests.calls import function_calls
 from zerobook.monitor.detector import Detector, Point, Settings
@@ -377,25 +376,6 @@ def test_a_state_from_before_the_shock_was_known_loads():
     del state["shock"], state["excursion"]["touched"]
     second = Detector(state=json.loads(json.dumps(state)))
     assert [f.kind for p in points[41:] for f in second.update(p) if f.needs_action]
-
-
-# --- files
-def curve(tmp_path, name, text):
-    file = tmp_path / name
-    file.write_text(text)
-    return file
-
-
-def test_the_command_says_what_it_would_have_done(tmp_path, capsys):
-    losses = lifted(noise(0.02), 200, [2.5 - 1.4 * i / 16 for i in range(16)])
-    file = curve(tmp_path, "run.csv", "step,loss\n" + "".join(f"{i},{x}\n" for i, x in enumerate(losses)))
-    assert script.main(["try", str(file), "--plot", str(tmp_path / "run.png")]) == 0
-    text = capsys.readouterr().out
-    assert "rolls back, skips the data" in text and "1 alarms, 1 rollbacks" in text
-    assert (tmp_path / "run.png").stat().st_size > 10_000
-    assert f"{STEPS} points" in text and "damage" in text
-    assert script.main(["try", str(tmp_path / "none.csv")]) == 2
-    assert "there is no such file" in capsys.readouterr().err
 
 
 def test_nothing_here_needs_torch():

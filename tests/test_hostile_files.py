@@ -23,7 +23,7 @@ import yaml
 
 from recipes.causal_lm import CausalLM
 from recipes.lora_finetune import LoraConfig
-from scripts import detector
+from scripts.other_logs import read_log
 from tests.harness import ROOT
 from zerobook.checkpoint import store
 from zerobook.checkpoint.origin import weights_digest
@@ -99,7 +99,7 @@ def test_small_files_of_others_are_refused_by_name_or_passed_over(tmp_path, monk
     write(file)
     refused = {
         "a link's measurement": (ConfigError, lambda: cluster(gpu="a100-80gb", intra_node=str(file))),
-        "a loss curve": (DataError, lambda: list(detector.read(file))),
+        "a loss curve": (DataError, lambda: read_log(file)),
         "a task": (DataError, lambda: read_task(file)),
     }
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
+import re
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness import ROOT
+from scripts.detector import main
+from scripts.event_files import read_scalars
+from scripts.other_logs import COLUMNS, read_log
+from scripts.other_runs import judge_run
 from zerobook.errors import DataError
-from zerobook.runlog.event_files import read_scalars
-from zerobook.runlog.other_logs import COLUMNS, read_log
+from zerobook.monitor.detector import Point
 
-SAMPLES = ROOT / "tests" / "fixtures" / "logs"
+SAMPLES = Path(__file__).parent / "fixtures" / "logs"
 """What transformers 5.23 wrote about a run of 40 steps, logged every second step and evaluated every tenth."""
 STEPS = list(range(2, 41, 2))
 
@@ -101,6 +106,16 @@ def test_event_files_of_a_resumed_run_are_one_curve(tmp_path):
     assert [record["step"] for record in read_log(tmp_path).records] == [*STEPS, *STEPS]
 
 
+def test_a_torn_event_file_is_read_up_to_its_end(tmp_path):
+    (file,) = (SAMPLES / "runs").rglob("events.out.tfevents.*")
+    torn = tmp_path / "events.out.tfevents.1.host.1.0"
+    torn.write_bytes(file.read_bytes()[:7000])
+
+    steps = [record["step"] for record in read_log(torn).records]
+
+    assert 2 < len(steps) < len(STEPS) and steps == STEPS[: len(steps)]
+
+
 def varint(number):
     parts = []
     while number > 127:
@@ -145,12 +160,8 @@ def test_damaged_event_files_end_where_the_damage_begins(content):
 # --- exports
 def test_the_table_that_tensorboards_page_downloads(tmp_path):
     file = written(tmp_path, "run.csv", "Wall time,Step,Value\n1764000000.1,10,2.5\n1764000001.2,20,2.25\n")
-    norms = written(tmp_path, "norm.csv", "Wall time,Step,Value\n1764000000.1,10,1.5\n1764000001.2,20,0.5\n")
 
-    log = read_log(file, norms)
-
-    assert curve(log) == [(10, 2.5), (20, 2.25)]
-    assert [record["grad_norm"] for record in log.records] == [1.5, 0.5]
+    assert curve(read_log(file)) == [(10, 2.5), (20, 2.25)]
 
 
 @pytest.mark.parametrize("axis", ["Step", "train/global_step"])
@@ -217,6 +228,98 @@ def test_broken_lines_among_json_are_left_out(tmp_path):
     assert curve(read_log(file)) == [(1, 3), (2, 2)]
 
 
+def test_steps_that_were_done_again_are_another_branch(tmp_path):
+    steps = [1, 2, 3, 4, 3, 4, 5, 2, 3]
+    log = read_log(written(tmp_path, "a.csv", "step,loss\n" + "".join(f"{step},1\n" for step in steps)))
+
+    assert [record["branch"] for record in log.records] == [0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert log.last_current_steps() == {2: math.inf, 1: 1, 0: 1}
+
+
+# --- what would have been done
+def curve_with_a_divergence(folder):
+    """Logged every fifth step, with norms and rates, one odd point, a divergence from step 700 on, and a restart at 650."""
+    noise = random.Random(3)
+    rows = []
+    for first, last in ((5, 840), (650, 1500)):
+        for step in range(first, last, 5):
+            loss = 2 + 5 * math.exp(-step / 200) + noise.gauss(0, 0.03)
+            if step == 400:
+                loss *= 2
+            if first == 5 and step >= 700:
+                loss += 1.2 + (step - 700) / 50
+            rows.append(f"{step},{loss},{1 + noise.random()},1e-3\n")
+    return written(folder, "run.csv", "step,loss,grad_norm,lr\n" + "".join(rows))
+
+
+def test_the_command_says_what_it_would_have_done_in_each_log(tmp_path, capsys):
+    healthy = written(tmp_path, "healthy.csv", "iter,train_loss\n" + "".join(f"{i},{2 + 3 / i}\n" for i in range(1, 80)))
+
+    assert main(["try", str(curve_with_a_divergence(tmp_path)), str(healthy)]) == 0
+
+    first, second = capsys.readouterr().out.split("healthy.csv")
+    assert "1 alarm, 1 rollback, 1 case of odd data" in first and "0 alarms, 0 rollbacks" in second
+    # A run of 1,500 steps saves at step 14, and then every 149 steps. The newest that is proven good is from before the spike.
+    assert "610" in first
+    assert main(["try", str(tmp_path / "none.csv")]) == 2
+    assert "none.csv" in capsys.readouterr().err
+
+
+def test_the_page_of_another_programs_run_has_its_curves_and_what_was_found(tmp_path, capsys):
+    file = curve_with_a_divergence(tmp_path)
+    assert main(["page", str(file)]) == 0
+
+    page = (tmp_path / "run.csv.report.html").read_text()
+    assert "1 alarm, 1 rollback" in page and "go back to step 610" in page and "grad_norm" in page
+    chart = json.loads(re.search(r'id="curves"><script type="application/json">(.*?)</script>', page)[1])
+    curves = {curve["name"]: curve for curve in chart["panels"][0]["curves"]}
+    assert [panel["title"] for panel in chart["panels"]] == ["loss", "gradient norm", "learning rate"]
+    assert curves["abandoned: branch 0"]["x"][-1] == 835 and curves["the run as it is"]["x"][-1] == 1495
+    assert curves["rollback"]["x"] == [735] and curves["rollback"]["y"][0] > 3, "it stands on the branch that was given up"
+    assert curves["anomaly"]["x"] == [400] and curves["spike"]["x"][0] == 700
+
+
+def test_the_page_of_a_folder_of_trainer_is_written_into_it(tmp_path, capsys):
+    shutil.copy(SAMPLES / "trainer_state.json", tmp_path)
+
+    assert main(["page", str(tmp_path)]) == 0
+
+    assert "held out" in (tmp_path / "report.html").read_text()
+
+
+def points(losses):
+    return [Point(step=step, loss=loss) for step, loss in enumerate(losses, 1)]
+
+
+def test_losses_that_stay_not_finite_are_one_rollback():
+    losses = [2 + 0.01 * (step % 3) for step in range(60)] + [math.nan] * 40
+
+    judgements = judge_run(points(losses), range(10, 100, 10)).judgements
+
+    assert [(judgement.finding.step, judgement.action.kind, judgement.action.to_step) for judgement in judgements] == [
+        (61, "replay", 50)
+    ]
+
+
+def test_without_a_checkpoint_from_before_it_the_run_stops():
+    losses = [2.0] * 8 + [math.inf] * 3
+
+    (judgement,) = judge_run(points(losses), [10]).judgements
+
+    assert judgement.action.kind == "stop" and judgement.reaction.startswith("stop: there is no checkpoint")
+
+
+any_loss = st.one_of(st.floats(1e-3, 1e6), st.sampled_from([0.0, -1.0, math.nan, math.inf]))
+
+
+@given(st.lists(any_loss, min_size=1, max_size=80), st.lists(st.integers(0, 90), max_size=5))
+def test_any_curve_is_judged(losses, saved_steps):
+    hindsight = judge_run(points(losses), sorted(saved_steps))
+
+    for judgement in hindsight.judgements:
+        assert judgement.reaction and (judgement.action is not None) == judgement.finding.needs_action
+
+
 # --- any content
 names = st.sampled_from([name for names in COLUMNS.values() for name in names] + ["epoch", "x"])
 cells = st.one_of(st.floats(), st.integers(), st.text(max_size=8), st.none(), st.booleans())
@@ -255,11 +358,11 @@ def test_any_bytes_are_a_curve_or_a_named_error(tmp_path_factory, content):
         ("step,loss\na,b\n", "0 rows"),
         ("step,loss\n1,2\n", "1 rows"),
         ("{}\n{}\n", "none"),
-        ("{\n{\n{\n", "3 of its lines"),
+        ("{\n{\n{\n", "3 lines"),
         ("\0\0\0PNG\n\0", "none"),
         ("step,loss\n1," + "9" * 200_000, "CSV"),
         ('[{"step": 1' + "0" * 400 + ', "loss": 1}, {"step": 2, "loss": 1}]', "1 rows"),
-        ('{"step": 1' + "0" * 5000 + ', "loss": 1}', "1 of its lines"),
+        ('{"step": 1' + "0" * 5000 + ', "loss": 1}', "1 lines"),
     ],
 )
 def test_a_file_that_is_no_curve_is_an_error_that_says_what_was_found(tmp_path, text, found):

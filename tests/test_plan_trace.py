@@ -20,7 +20,7 @@ from zerobook.plan import formulas
 from zerobook.plan.advise import Request, advise
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import Job
-from zerobook.plan.rows import Row, check_limits
+from zerobook.plan.rows import Row, check_limits, plan_recipe
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import (
     SavedTensors,
@@ -401,3 +401,24 @@ def test_code_that_looks_at_values_is_told_in_words(tmp_path):
     with pytest.raises(ConfigError, match="looks at what tensors hold, as a loop over experts does"):
         traced.trace(ShardingSpec(kind="single", name="", ranks=1, ranks_per_node=1))
     assert traced.failure is not None
+
+
+def test_a_model_is_built_once_for_all_micro_batches_and_traced_as_alone(tiny, monkeypatch):
+    builds = []
+    build = Job.build_on_meta
+
+    def build_and_count(job, precision=None):
+        builds.append(job)
+        return build(job, precision)
+
+    jobs = {rows: made("causal_lm", tiny / "llama", per_device_train_batch_size=rows, block_size=64) for rows in (4, 2)}
+    sharding = ShardingSpec(kind="single", name="single", ranks=1, ranks_per_node=1)
+    alone = {rows: TracedJob.of(job, "cuda").trace(sharding) for rows, job in jobs.items()}
+    monkeypatch.setattr(Job, "build_on_meta", build_and_count)
+    models: dict[str, TracedJob] = {}
+    for rows, job in jobs.items():
+        sources = ConfigSources(dict.fromkeys(type(job.config).model_fields, "default"))
+        traced, _ = plan_recipe(job.recipe, sources, cluster(), [], models)
+        trace = traced.trace(sharding)
+        assert (trace.timeline, trace.work) == (alone[rows].timeline, alone[rows].work)
+    assert len(builds) == 1 and alone[4].work != alone[2].work

@@ -15,7 +15,7 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from tests.harness import ROOT
 from zerobook.errors import ConfigError
-from zerobook.launch import host_check, links
+from zerobook.launch import accelerate_cli, host_check, links
 from zerobook.launch.preflight import check, check_data, code, differences, facts
 
 
@@ -180,3 +180,16 @@ def test_neither_the_first_message_nor_a_single_slow_one_makes_a_link_slow(tmp_p
 def test_a_place_that_there_is_not_is_refused_before_any_connection(flags, said):
     with pytest.raises(ConfigError, match=said):
         host_check.place(["--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml"), *flags])
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "restarts", "is_told"),
+    [("cpu", "ddp", "0", True), ("cuda", "fsdp", "0", True), ("cuda", "ddp", "3", True), ("cuda", "ddp", "0", False)],
+)
+def test_a_host_name_on_loopback_is_told_where_gloo_is_used(monkeypatch, device, kind, restarts, is_told):
+    """Debian writes 127.0.1.1 for the host's name. Groups that ranks form again after a restart have gloo beside NCCL."""
+    monkeypatch.setattr(accelerate_cli.socket, "getaddrinfo", lambda *_: [(None, None, None, None, ("127.0.1.1", 0))])
+    plan = SimpleNamespace(device=device, kind=kind, backend="nccl", world_size=16)
+    environ = {"LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": restarts}
+    note = accelerate_cli.loopback_note(plan, environ)
+    assert (note is not None and "127.0.1.1" in note) == is_told

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from scripts import detector
+from scripts.other_logs import read_log
 from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
@@ -252,7 +252,7 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
     history = History.read(run.output)
     assert [s["step"] for s in history.steps(current=True)] == list(range(1, STEPS + 1))
     assert sum(time_spent(history).steps_given_up.values()) == given_up
-    assert [point.step for point in detector.read(run.output)] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in read_log(run.output).records] == list(range(1, STEPS + 1))
 
 
 class GoesBack(Hook):

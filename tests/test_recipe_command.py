@@ -83,7 +83,7 @@ def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     kind = recipe_class(str(ROOT / "recipes" / f"{recipe}.py"))
     config, sources, _ = parse(kind.config_class, ["--config", str(file)], data=False)
     strategy = next(word for word in launch if word.endswith(".yaml"))
-    _, (row,) = plan_recipe(kind(config), sources, where, [ROOT / "accelerate_configs" / strategy.rpartition("/")[2]])
+    _, (row,) = plan_recipe(kind(config), sources, where, [ROOT / "accelerate_configs" / strategy.rpartition("/")[2]], {})
     assert row.fits and not row.tight
     memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB a GPU"
     assert header["Plan"].startswith(f"{memory}; {duration(row.time.step)} a step")

@@ -343,6 +343,40 @@ def test_the_commit_is_that_of_the_repository_which_tracks_the_recipe(tmp_path):
     assert code_state(tmp_path / "ignored.py") == {"file": "ignored.py"}, "the repository does not know this file"
 
 
+def test_what_was_found_on_an_abandoned_branch_is_marked_there(tmp_path):
+    """Steps 3 and 4 are done twice. The peak of the spike is that of a later step than the one it began at."""
+    log = attempt(tmp_path, {"seed": 1})
+    common = {"grad_norm": 1.0, "learning_rate": 0.1, "tokens": 5}
+    log.steps([{"step": step, "loss": loss, **common} for step, loss in enumerate((2.0, 2.0, 5.0, 9.0), 1)])
+    log.event("spike", kind="divergence", alarm=True, step=4, onset=3, points=2, base=2.0, peak=9.0, reason="high")
+    intent = log.event("rollback", phase="intent", action="skip", from_step=4, to_step=2, why="high")
+    log.branch += 1
+    log.event("rollback", phase="outcome", parent=intent, step=2, steps_given_up=2, seconds=0.1, bytes_read=0, set_aside=[],
+              verified=[], differing=[])  # fmt: skip
+    log.steps([{"step": step, "loss": 1.5, **common} for step in (3, 4)])
+    log.event("checkpoint", state="complete", step=4, path="x", seconds=0.1)
+    log.close()
+
+    curves = {curve["name"]: curve for curve in figures.charts(History.read(tmp_path))["curves"]["panels"][0]["curves"]}
+
+    assert curves["the run as it is"]["y"] == [2.0, 2.0, 1.5, 1.5] and curves["abandoned: branch 0"]["y"] == [5.0, 9.0]
+    assert (curves["spike"]["x"], curves["spike"]["y"]) == ([3], [5.0])
+    assert (curves["rollback"]["x"], curves["rollback"]["y"]) == ([4], [9.0])
+    assert (curves["checkpoint"]["x"], curves["checkpoint"]["y"]) == ([4], [1.5])
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "advice"), [("out/checkpoint-40", "Go on from out/checkpoint-40"), (None, "start again")]
+)
+def test_a_run_that_a_spike_stopped_names_the_next_step(tmp_path, checkpoint, advice):
+    log = attempt(tmp_path, {"seed": 1})
+    log.event("stop", step=60, rule="all was tried", why="divergence", exit_code=76, go_on_from=checkpoint, set_aside=[])
+    log.close()
+
+    for page in report.write(tmp_path):
+        assert page.read_text().count(advice) >= 3, "in the state, in the table of attempts, and in the events"
+
+
 def test_an_event_that_is_declared_once_is_in_the_terminal_the_report_and_the_page(tmp_path, capsys):
     """Nothing else names an event: neither the state of a run, nor a list, nor the loss curve."""
     before = dict(EVENT_TYPES)

@@ -108,9 +108,8 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
 
     files = _strategy_files(flags.strategies)
     request, words = _read_request(model_arguments, files, cluster, data=False)
-    traced, rows = plan_recipe(
-        request.recipe, request.sources, cluster, tqdm(files, desc="planning", unit=" files", leave=False)
-    )
+    progress = tqdm(files, desc="planning", unit=" files", leave=False)
+    traced, rows = plan_recipe(request.recipe, request.sources, cluster, progress, request.models)
     advice = advise(request, cluster) if flags.recommend else None
     # With ``--json -``, standard output has the JSON document alone.
     output = sys.stderr if flags.json == "-" else sys.stdout

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig
+from zerobook.launch.meet import restarts_ranks
 from zerobook.utils.nearest import nearest
 
 if TYPE_CHECKING:
@@ -132,8 +133,9 @@ def chose_threads() -> bool:
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     """Return `unreachable_name` of a launch over several machines with gloo. NCCL chooses an interface by itself."""
-    # FSDP2 has gloo beside NCCL, for what is in host memory.
-    uses_gloo = plan.backend is not None and (plan.device == "cpu" or plan.kind == "fsdp")
+    # FSDP2 has gloo beside NCCL, for what is in host memory, and so has every group that is formed here for restarts.
+    has_gloo = plan.device == "cpu" or plan.kind == "fsdp" or restarts_ranks(environ)
+    uses_gloo = plan.backend is not None and has_gloo
     several = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
     return unreachable_name(environ) if uses_gloo and several else None
 

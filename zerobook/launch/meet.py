@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,15 @@ PATIENCE_S = 600.0
 """Seconds that ranks wait for each other, as torch's own rendezvous does."""
 
 
+def restarts_ranks(environ: Mapping[str, str]) -> bool:
+    """Return whether torchrun may restart the ranks, and keeps its store from attempt to attempt."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
     """Form the process group under keys of this attempt alone, if torchrun may restart the ranks; else do nothing."""
     environ = os.environ
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    if not restarts_ranks(environ):
         return
     import torch.distributed as dist
 

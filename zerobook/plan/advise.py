@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from zerobook.plan.traced_job import TracedJob
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.bars import tqdm
-from zerobook.utils.units import counted, duration, size
+from zerobook.utils.units import counted, duration, size, with_range
 
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 """Method -> its name in messages, in the order in which they are tried."""
@@ -51,6 +51,8 @@ class Request:
     files: list[Path]
     # method -> settings that come with it
     settings: Callable[[str], dict[str, Any]] = lambda method: {}
+    # models that were built, see `plan_recipe`
+    models: dict[str, TracedJob] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -88,7 +90,8 @@ class Request:
             recipe_type = recipe_class(str(self.file.with_name(f"{recipe}.py")))
         config, sources = changed(self.recipe.config, self.sources, recipe_type.config_class, flags)
         description = f"planning micro-batch {config.per_device_train_batch_size}, {_describe_activations(config)}"
-        return plan_recipe(recipe_type(config), sources, cluster, tqdm(files, desc=description, unit=" files", leave=False))
+        progress = tqdm(files, desc=description, unit=" files", leave=False)
+        return plan_recipe(recipe_type(config), sources, cluster, progress, self.models)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class Candidate:
 
     def describe_time(self) -> str:
         assert self.row.time is not None
-        return f"{duration(self.row.time.step)} a step, {self.row.tokens_per_second:,.0f} tokens/s"
+        rate = with_range(self.row.tokens_per_second, self.row.rates, "{:,.0f}".format)
+        return f"{duration(self.row.time.step)} a step, {rate} tokens/s"
 
     def describe(self, cluster: Cluster) -> str:
         """Return the strategy, the settings, the memory and the rate in one line."""
@@ -243,7 +247,8 @@ class Advice:
         values: dict[str, Any] = {"strategy": None, "recipe": None, "flags": {}, "does_not_fit": self.shortfalls}
         if best is not None and best.row.memory is not None:
             values |= {"strategy": best.row.file, "recipe": best.recipe, "method": best.method, "flags": best.flags}
-            values |= {"memory": best.row.memory.total, "tokens_per_second": best.row.tokens_per_second}
+            values |= {"memory": best.row.memory.total, "memory_range": (best.row.memory.low, best.row.memory.high)}
+            values |= {"tokens_per_second": best.row.tokens_per_second, "tokens_per_second_range": best.row.rates}
         return values
 
 

@@ -21,7 +21,7 @@ from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import UnplannableModelError, make_job
 from zerobook.plan.literature import PaperFigures, paper_figures
 from zerobook.plan.memory import PeakMemory, peak_memory
-from zerobook.plan.roofline import StepSeconds, step_seconds
+from zerobook.plan.roofline import NODES_RATE_RANGE, RATE_RANGE, StepSeconds, step_seconds
 from zerobook.plan.sharding import ShardingSpec, sharding_spec
 from zerobook.plan.state_bytes import FP32_BYTES, check_nvme_buffers, checkpoint_numbers, count_states, optimizer_numbers
 from zerobook.plan.trace import TimelinePoint, Trace
@@ -53,6 +53,8 @@ class Row:
     checkpoints: int | None = 1
     time: StepSeconds | None = None
     tokens_per_step: int = 0
+    # lowest and highest tokens a second to expect, relative to the planned ones
+    rate_range: tuple[float, float] = (1.0, 1.0)
     # Of published runs with such a plan, some ran and some ran out of memory.
     tight: bool = False
     # The states alone exceed a GPU, so activations were not traced and there is no time.
@@ -79,6 +81,12 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens_per_step / self.time.step if self.time else 0.0
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Lowest and highest tokens a second to expect."""
+        low, high = self.rate_range
+        return low * self.tokens_per_second, high * self.tokens_per_second
 
 
 def launch_flags(file: str, cluster: Cluster, *, machine_rank: str, address: str) -> list[str]:
@@ -217,6 +225,9 @@ def _set_figures(
         # Activations that are kept in host memory cross PCIe twice, in the stream of the passes.
         activation_seconds = 2 * accumulation * trace.host_bytes / cluster.device.pcie
         row.time = replace(row.time, offload=row.time.offload + activation_seconds)
+        # The rates of a CPU are assumed, and no published run says how far off they are.
+        if not cluster.cpu:
+            row.rate_range = NODES_RATE_RANGE if cluster.nodes > 1 else RATE_RANGE
     row.uncounted = list(trace.uncounted)
     row.tokens_per_step = shape.rows * (shape.source + shape.target) * accumulation * sharding.ranks // sharding.token_ranks
 
@@ -298,10 +309,17 @@ SAME_RATE = 1.1
 """Ratio of two rates that are about the same: the model of time is no more exact."""
 
 
+SIZES = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"}
+"""Settings that change a micro-batch or the number of them, and not the model."""
+
+
 def plan_recipe(
-    recipe: Recipe[Any], sources: ConfigSources, cluster: Cluster, files: Iterable[Path]
+    recipe: Recipe[Any], sources: ConfigSources, cluster: Cluster, files: Iterable[Path], models: dict[str, TracedJob]
 ) -> tuple[TracedJob, list[Row]]:
     """Return the traced job of a recipe, and the rows of the strategy files, the best first.
+
+    Args:
+        models: those that were built, by all settings but those of `SIZES`. Building one takes a quarter of a plan's time.
 
     Raises:
         ConfigError: the recipe does not train such a model.
@@ -313,7 +331,11 @@ def plan_recipe(
         kind = "an encoder-decoder" if is_encoder_decoder else "no encoder-decoder"
         name = "seq2seq_chatbot" if is_encoder_decoder else "causal_lm"
         raise ConfigError(f"{job.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
-    traced = TracedJob.of(job, cluster.kernels)
+    settings = job.config.model_dump_json(exclude=SIZES)
+    key = f"{type(recipe)} {cluster.kernels} {settings} {job.model_config.to_json_string(use_diff=False)}"
+    if key not in models:
+        models[key] = TracedJob.of(job, cluster.kernels)
+    traced = replace(models[key], job=job)
     rows = rank_rows([plan_row(file, traced, cluster, sources) for file in files])
     if traced.failure is not None:
         raise traced.failure

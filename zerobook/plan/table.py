@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from zerobook.plan.hardware import Cluster
 from zerobook.utils.terminal import console, say
-from zerobook.utils.units import count, duration, gb, size
+from zerobook.utils.units import count, duration, gb, size, with_range
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +36,7 @@ _DISPENSABLE = (
     "buffers",
     "in\ntraining",
     "waits for",
+    "tokens/s,\nrange",
 )
 """Headers of columns in the order in which a narrow terminal does without them. After them, columns go from the right."""
 
@@ -83,9 +84,11 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
     _print_misfits(out, rows)
     best = rows[0]
     if best.fits and best.time is not None:
+        slowest, fastest = best.rates
+        time = with_range(1e9 / best.tokens_per_second, (1e9 / fastest, 1e9 / slowest), duration)
         out.print(
             f"best: [bold]{best.file}[/] ({best.name}), {duration(best.time.step)} a step of "
-            f"{best.tokens_per_step:,} tokens, {duration(1e9 / best.tokens_per_second)} for 10^9 tokens"
+            f"{best.tokens_per_step:,} tokens, {time} for 10^9 tokens"
         )
     else:
         out.print("[red]no strategy file fits with these settings.[/]")
@@ -181,8 +184,12 @@ def _time_cells(row: Row) -> Cells:
     if row.memory is None:
         return {}
     if row.time is None:
-        return {"tokens/s": "-", "waits for": "-"}
-    return {"tokens/s": f"{row.tokens_per_second:,.0f}", "waits for": row.time.bound}
+        return {"tokens/s": "-", "tokens/s,\nrange": "-", "waits for": "-"}
+    return {
+        "tokens/s": f"{row.tokens_per_second:,.0f}",
+        "tokens/s,\nrange": "{:,.0f} - {:,.0f}".format(*row.rates),
+        "waits for": row.time.bound,
+    }
 
 
 def _has_rule(rows: Sequence[Row]) -> bool:
@@ -226,7 +233,7 @@ def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[st
     lines = [
         f"checkpoints: {_describe_checkpoints(largest)}; times follow from the operations, at a share of {speed}",
         "weights, gradients and optimizer state are counted, activations traced; by paper: ZeRO, sections 5 and 7",
-        "card: what torch reserves, and CUDA's context; range: where the peaks of most published runs lie",
+        "card: what torch reserves, and CUDA's context; ranges: where the peaks and the rates of most published runs lie",
     ]
     uncounted = {name for row in rows for name in row.uncounted}
     if uncounted:
@@ -270,7 +277,8 @@ def record(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> dict[str
     """Return a plan as JSON values. Amounts are bytes, times seconds."""
     row_records = []
     for row in rows:
-        row_records.append(asdict(row) | {"fits": row.fits, "tokens_per_second": row.tokens_per_second})
+        rates = {"tokens_per_second": row.tokens_per_second, "tokens_per_second_range": row.rates}
+        row_records.append(asdict(row) | {"fits": row.fits} | rates)
     return {
         "model": traced.job.name,
         "parameters": traced.model.parameters,

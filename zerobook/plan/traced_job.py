@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -29,8 +30,8 @@ class TracedJob:
     device: str
     # on the meta device
     module: nn.Module
-    # (cast, autocast, ranks that share a row) -> the trace, or why there is none
-    _traces: dict[tuple[str, str, int], Trace | UnplannableModelError] = field(default_factory=dict)
+    # (micro-batch, cast, autocast, ranks that share a row) -> the trace, or why there is none
+    _traces: dict[tuple[Any, ...], Trace | UnplannableModelError] = field(default_factory=dict)
 
     @classmethod
     def of(cls, job: Job, device: str) -> TracedJob:
@@ -44,7 +45,7 @@ class TracedJob:
             UnplannableModelError: the model's step cannot be traced with these casts.
         """
         token_ranks = sharding.token_ranks
-        key = (sharding.cast, sharding.autocast, token_ranks)
+        key = (self.job.shape, self.job.evaluation_shape(keeps_logits=False), sharding.cast, sharding.autocast, token_ranks)
         if key not in self._traces:
             try:
                 job = replace(self.job, token_ranks=token_ranks)

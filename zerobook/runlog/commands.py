@@ -115,7 +115,8 @@ def is_waiting(runlog: Path) -> bool:
 
 def take_oldest(runlog: Path) -> Received | None:
     """Take the oldest command out of the folder; None if there is none."""
-    with _opened(runlog) as folder:
+    # An error of the disk ends no training: the command stays, or is lost.
+    with _opened(runlog) as folder, suppress(OSError):
         if folder is None:
             return None
         for name in _names(folder):

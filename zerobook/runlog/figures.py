@@ -12,7 +12,7 @@ from functools import partial
 from itertools import cycle, pairwise
 from typing import Any
 
-from zerobook.runlog.events import EVENT_TYPES, Event, Mark, ending_types, sentence
+from zerobook.runlog.events import EVENT_TYPES, Event, ending_types, sentence
 from zerobook.runlog.history import History, when
 from zerobook.utils.terminal import plain
 
@@ -25,7 +25,7 @@ ABANDONED_POINTS = 4_000
 MOST_TEXT = 300
 """Characters of an event's sentence beside the pointer."""
 
-HELD_OUT_COLOURS = ("magenta", "teal", "orange", "brown", "violet")
+HELD_OUT_COLOURS = ("magenta", "teal", "brown", "slate", "violet")
 LINE_COLOURS = ("blue", "orange", "green", "violet", "ochre", "teal", "magenta", "slate")
 
 SERIES = ("step", "loss", "grad_norm", "learning_rate")
@@ -81,10 +81,10 @@ def charts(history: History) -> dict[str, dict[str, Any]]:
         "scores": _scores(history),
         "steps": _step_times(history),
     }
-    return {name: _as_json(chart) for name, chart in drawn.items() if chart is not None}
+    return {name: as_json(chart) for name, chart in drawn.items() if chart is not None}
 
 
-def _as_json(chart: Chart) -> dict[str, Any]:
+def as_json(chart: Chart) -> dict[str, Any]:
     for panel in chart.panels:
         for curve in panel.curves:
             # Names may come from data.
@@ -103,16 +103,35 @@ def _rounded(value: float | None) -> float | None:
 # --- curves over steps
 def _curves(history: History) -> Chart:
     """Return the chart of loss, gradient norm and learning rate over steps."""
-    current, abandoned = _series(history)
+    return steps_chart(history.steps(), history.last_current_steps(), held_out(history), history.events)
+
+
+def steps_chart(
+    records: Iterable[dict[str, Any]],
+    last_current_step: dict[int, float],
+    held_out_losses: dict[str, dict[int, float]],
+    events: Iterable[Event],
+) -> Chart:
+    """Return the chart of loss, gradient norm and learning rate over steps.
+
+    Args:
+        records: of steps, with the values that `SERIES` names, and the branch.
+        last_current_step: branch -> its last step that is still part of the run.
+        held_out_losses: name -> step -> loss.
+        events: those that have a mark are drawn on the loss.
+    """
+    current, abandoned = _series(records, last_current_step)
     loss = Panel(title="loss", curves=[], height=300)
     norm = Panel(title="gradient norm", curves=[], is_log=True)
     rate = Panel(title="learning rate", curves=[])
     # Many branches share the points, so that the page stays small.
     points_of_branch = max(40, ABANDONED_POINTS // max(1, len(abandoned)))
+    abandoned_losses: dict[int, dict[int, Any]] = {}
     for branch, columns in sorted(abandoned.items()):
         title = f"abandoned: branch {branch}"
-        loss.curves.append(_curve(columns, "loss", title, "grey", points_of_branch))
-        norm.curves.append(_curve(columns, "grad_norm", title, "grey", points_of_branch))
+        loss.curves.append(_curve(columns, "loss", title, "orange", points_of_branch))
+        norm.curves.append(_curve(columns, "grad_norm", title, "orange", points_of_branch))
+        abandoned_losses[branch] = dict(zip(columns["step"], columns["loss"], strict=True))
     for panel, name in ((loss, "loss"), (norm, "grad_norm"), (rate, "learning_rate")):
         panel.curves.append(_curve(current, name, "the run as it is", "blue", POINTS))
     # A log axis has no place for values of 0.
@@ -120,18 +139,18 @@ def _curves(history: History) -> Chart:
     # A loss that falls far would be flat at its end on a linear axis.
     losses = [value for value in loss.curves[-1].y if value is not None]
     loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
-    for (name, curve), colour in zip(held_out(history).items(), cycle(HELD_OUT_COLOURS), strict=False):
+    for (name, curve), colour in zip(held_out_losses.items(), cycle(HELD_OUT_COLOURS), strict=False):
         loss.curves.append(Curve(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind="dotted"))
-    loss.curves += _marks(history, loss_of_step=dict(zip(current["step"], current["loss"], strict=True)))
+    current_losses = dict(zip(current["step"], current["loss"], strict=True))
+    loss.curves += _marks(events, current_losses, abandoned_losses)
     return Chart(panels=[loss, norm, rate])
 
 
-def _series(history: History) -> tuple[Columns, dict[int, Columns]]:
+def _series(records: Iterable[dict[str, Any]], last_current_step: dict[int, float]) -> tuple[Columns, dict[int, Columns]]:
     """Return (the steps that are part of the run, the given-up steps by branch)."""
-    last_current_step = history.last_current_steps()
     current: Columns = {name: [] for name in SERIES}
     abandoned: dict[int, Columns] = {}
-    for record in history.steps():
+    for record in records:
         branch = record["branch"]
         columns = current
         if record["step"] > last_current_step.get(branch, math.inf):
@@ -195,38 +214,27 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
     return curves
 
 
-def _marks(history: History, loss_of_step: dict[int, Any]) -> list[Curve]:
-    """Return the events that have a mark on the loss curve."""
-    curves = []
-    for name, event_type in EVENT_TYPES.items():
-        mark = event_type.mark
-        if mark is None:
+def _marks(events: Iterable[Event], current_losses: dict[int, Any], abandoned_losses: dict[int, dict[int, Any]]) -> list[Curve]:
+    """Return the marks of events, at the loss of their step.
+
+    Args:
+        current_losses: step -> loss.
+        abandoned_losses: branch -> step -> loss. What was found there is marked there.
+    """
+    marks: dict[str, Curve] = {}
+    for event in events:
+        event_type = EVENT_TYPES.get(event["type"])
+        mark = None if event_type is None else event_type.mark
+        step = None if mark is None else mark.step(event)
+        if mark is None or step is None:
             continue
-        events = [event for event in history.of(name) if mark.step(event) is not None]
-        if events:
-            steps: list[float] = [mark.step(event) or 0 for event in events]
-            heights = [_height(event, mark, loss_of_step) for event in events]
-            curves.append(
-                Curve(
-                    name=name.replace("_", " "),
-                    x=steps,
-                    y=heights,
-                    colour=mark.colour,
-                    kind="marks",
-                    symbol=mark.symbol,
-                    texts=_texts(events),
-                )
-            )
-    return curves
-
-
-def _height(event: Event, mark: Mark, loss_of_step: dict[int, Any]) -> float | None:
-    height = mark.height(event) if mark.height else None
-    if height is not None:
-        return height
-    # An event without a height of its own stands on the curve, where the step is still part of the run.
-    step = mark.step(event)
-    return None if step is None else loss_of_step.get(step)
+        name = event["type"].replace("_", " ")
+        curve = marks.setdefault(name, Curve(name=name, x=[], y=[], colour=mark.colour, kind="marks", symbol=mark.symbol))
+        losses = abandoned_losses.get(event["branch"], {})
+        curve.x.append(step)
+        curve.y.append(losses.get(step, current_losses.get(step)))
+        curve.texts += _texts([event])
+    return list(marks.values())
 
 
 def _texts(events: Iterable[Event]) -> list[str]:

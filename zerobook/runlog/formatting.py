@@ -45,3 +45,15 @@ def far_above_best(losses: dict[str, list[float | None]]) -> str:
         f"{name} {figure(last, '.4g')}{notes.get(name, '')}, was {best:.4g}" for name, (last, best) in losses.items()
     )
     return f"The run ended far above its best: {pairs}. Look at the curve before you use this model."
+
+
+def next_step_after_stop(checkpoint: str | None) -> str:
+    """Return what a person can do after a spike has stopped a run.
+
+    Args:
+        checkpoint: the newest complete one from before the spike; None if there is none.
+    """
+    way_on = f"Go on from {checkpoint} with --resume_from_checkpoint auto and"
+    if checkpoint is None:
+        way_on = "There is no checkpoint from before it to go on from, so start again with"
+    return f"{way_on} a lower --learning_rate, more --num_warmup_steps, or other data; or with --on_spike log."

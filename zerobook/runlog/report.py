@@ -49,23 +49,27 @@ def write(run: str | Path) -> tuple[Path, Path]:
 
 def render(history: History) -> str:
     """Return the page."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
-    spent = time_spent(history)
-    return environment.get_template("report.html.j2").render(
+    return render_page(
         name=_name(history),
         state=summary(history.folder),
         facts=run_facts(history),
-        cards=_cards(history, spent),
+        cards=_cards(history, time_spent(history)),
         charts=figures.charts(history),
         hint=figures.data_bound(history),
         tables=_tables(history),
         days=_days(history),
-        events=len(history.events),
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        note=f"Times are UTC. The page has {len(history.events)} events; [n] is an event's number in events.jsonl.",
     )
+
+
+def render_page(**values: Any) -> str:
+    """Return a page made of the values that its template names. It may be of a run that has no runlog."""
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return environment.get_template("report.html.j2").render(**values, written=written)
 
 
 def _printable(value: Any) -> Any:

@@ -12,6 +12,7 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction
+from zerobook.runlog.formatting import next_step_after_stop
 from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
@@ -205,6 +206,7 @@ class Recovery:
             exit_code=EXIT_CODE,
             go_on_from=checkpoint_path,
             set_aside=[str(path) for path in new_paths],
+            by=action.by,
         )
         self.say(f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. {self._way_on(action, checkpoint, new_paths)}")
         self.say(f"  `zerobook runlog show {self.state.config.output_dir} decisions` lists the decisions.")
@@ -220,13 +222,8 @@ class Recovery:
         if action.by is not None:
             return "Go on with --resume_from_checkpoint auto." if checkpoint else "No checkpoint was saved."
         saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
-        way_on = f"The last checkpoint before it is {checkpoint}.{saved_since}\n  Go on with --resume_from_checkpoint auto and"
-        if checkpoint is None:
-            way_on = f"There is no checkpoint from before it.{saved_since}\n  Start again with"
-        return (
-            f"{way_on} a lower --learning_rate than {self.state.config.learning_rate}, more --num_warmup_steps, or other data; "
-            "or with --on_spike log."
-        )
+        next_step = next_step_after_stop(None if checkpoint is None else str(checkpoint))
+        return f"{saved_since}\n  {next_step} The learning rate was {self.state.config.learning_rate}."
 
     def _before(self, action: RecoveryAction) -> Path | None:
         """Return the newest complete checkpoint from before the spike. Rank 0."""

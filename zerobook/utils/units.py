@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from zerobook.errors import ConfigError
@@ -60,7 +61,7 @@ def parse_count(text: str, key: str) -> int:
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
     value = _number(match[1]) if match else None
     if match is None or not value:
-        raise ConfigError(f"{key}: {text!r} is not a number of parameters such as 7.5B, 350M or 7500000000.")
+        raise ConfigError(f"{key}: {text!r} is not a number such as 7.5B, 350M or 7500000000.")
     return int(Fraction(match[1]) * _COUNTS[(match[2] or "").lower()])
 
 
@@ -70,6 +71,16 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+def with_range(value: float, bounds: tuple[float, float], show: Callable[[float], str]) -> str:
+    """Return a value with its range; alone where its bounds are equal, since its range is not known.
+
+    >>> with_range(5.0, (4.0, 7.0), count), with_range(90.0, (90.0, 90.0), duration)
+    ('5 (4 to 7)', '2 min')
+    """
+    low, high = bounds
+    return show(value) if low == high else f"{show(value)} ({show(low)} to {show(high)})"
 
 
 def gb(amount: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerobook.runlog.events.event_type import Event, declare
-from zerobook.runlog.formatting import far_above_best, figure
+from zerobook.runlog.formatting import far_above_best, figure, next_step_after_stop
 from zerobook.utils.units import counted
 
 
@@ -144,12 +144,16 @@ def _preempted(event: Event) -> str:
         "exit_code": "exit code, 76",
         "go_on_from": "newest complete checkpoint from before the spike",
         "set_aside": "checkpoints saved since the spike began, at their new paths",
+        "by": "person whose command stopped it",
     },
     ending="STOPPED, and handed over",
     style="bad",
 )
 def _stop(event: Event) -> str:
-    return f"STOPPED: {event.get('why') or event.get('reason')}."
+    # A person who stopped the run needs no advice.
+    if "why" not in event or event.get("by"):
+        return f"STOPPED: {event.get('why') or event.get('reason')}."
+    return f"STOPPED: {event['why']}. {next_step_after_stop(event.get('go_on_from'))}"
 
 
 @declare(

@@ -29,8 +29,6 @@ class Mark:
     """one character, which is drawn"""
     step: Callable[[Event], int | None] = step_of
     """returns the step at which the event is drawn; None where it is not drawn"""
-    height: Callable[[Event], float | None] | None = None
-    """returns the loss at which the event is drawn. Without it, and where it returns None, the loss of the step is taken"""
 
 
 @dataclass(kw_only=True)

@@ -40,8 +40,6 @@ _ACTIONS = {
     "stop": "stop, and hand over to people",
     "none": "nothing",
 }
-_HIGHEST_DRAWN_PEAK = 1e4
-"""Nats per token. A higher peak would flatten the rest of the curve."""
 
 
 def _style_of_spike(event: Event) -> str:
@@ -65,12 +63,6 @@ def _is_armed(event: Event) -> bool:
     return event["kind"] == "armed"
 
 
-def _peak(event: Event) -> float | None:
-    peak = event["peak"]
-    is_drawn = peak is not None and peak < _HIGHEST_DRAWN_PEAK
-    return peak if is_drawn else None
-
-
 def _step_of_intent(event: Event) -> int | None:
     return event["from_step"] if event["phase"] == "intent" else None
 
@@ -88,14 +80,14 @@ def _step_of_cut(event: Event) -> int:
     when="The detector armed, or saw odd data.",
     fields=_FINDING_FIELDS,
     is_quiet=_is_armed,
-    mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier, height=_peak),
+    mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier),
 )
 @declare(
     "spike",
     when="The detector found a spike, damage, a divergence or another change.",
     fields=_FINDING_FIELDS,
     style=_style_of_spike,
-    mark=Mark(colour="orange", symbol="▲", step=_onset, height=_peak),
+    mark=Mark(colour="red", symbol="▲", step=_onset),
 )
 @declare(
     "spike_end",

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.event_files import MAGIC, read_scalars
 from zerobook.errors import DataError
-from zerobook.runlog.event_files import MAGIC, read_scalars
 from zerobook.runlog.history import History
 from zerobook.runlog.writer import EVENTS
 from zerobook.utils.reading import MOST_BYTES, open_regular, read_text
@@ -55,7 +55,11 @@ _TRAINER_PAIR = re.compile(r"'([^']+)': '?([^',}]+)")
 
 @dataclass(kw_only=True)
 class OtherLog:
-    """The loss curve of a log. ``records`` have step, loss, grad_norm and learning_rate, in the log's order."""
+    """The loss curve of a log.
+
+    ``records`` have step, loss, grad_norm and learning_rate, in the log's order, and the branch: the number of times that the
+    steps went back before.
+    """
 
     path: Path
     file_format: str
@@ -65,12 +69,20 @@ class OtherLog:
     held_out: dict[int, float] = field(default_factory=dict)
     """step -> loss on held-out data"""
 
+    def last_current_steps(self) -> dict[int, float]:
+        """Return branch -> its last step that no later branch did again."""
+        first_steps = {record["branch"]: record["step"] for record in reversed(self.records)}
+        last_step = math.inf
+        last_current_steps = {}
+        # The newest branch is the first, since the records were read backwards.
+        for branch, first_step in first_steps.items():
+            last_current_steps[branch] = last_step
+            last_step = min(last_step, first_step - 1)
+        return last_current_steps
 
-def read_log(path: str | Path, norm_path: str | Path | None = None) -> OtherLog:
+
+def read_log(path: str | Path) -> OtherLog:
     """Return the loss curve of a file, or of a folder: a run's, one of Trainer's, or one with TensorBoard's event files.
-
-    Args:
-        norm_path: a file with the gradient norms, if they stand in another file.
 
     Raises:
         DataError: there is no loss curve. The message says what was found.
@@ -84,27 +96,18 @@ def read_log(path: str | Path, norm_path: str | Path | None = None) -> OtherLog:
             log.held_out[step] = point["held_out"]
         if "loss" in point:
             values = {name: point.get(name) for name in ("grad_norm", "learning_rate")}
-            log.records.append({"step": step, "loss": point["loss"], **values})
+            branch = 0
+            if log.records:
+                branch = log.records[-1]["branch"] + (step <= log.records[-1]["step"])
+            log.records.append({"step": step, "loss": point["loss"], **values, "branch": branch})
     if len(log.records) < 2:
         raise DataError(f"{path}: {len(log.records)} rows hold a step and a loss as numbers; a curve has more.")
-    if norm_path is not None:
-        _add_norms(log, Path(norm_path).expanduser())
     return log
 
 
-def _add_norms(log: OtherLog, path: Path) -> None:
-    """Take the gradient norms from a file of their own."""
-    file_format, rows = _read_rows(path)
-    columns = _choose_columns(path, file_format, rows, needed="grad_norm")
-    norms = {point["step"]: point.get("grad_norm") for point in _merge_rows(rows, columns)}
-    log.columns["grad_norm"] = f"{columns['grad_norm']} of {path.name}"
-    for record in log.records:
-        record["grad_norm"] = norms.get(record["step"])
-
-
 # --- columns
-def _choose_columns(path: Path, file_format: str, rows: list[Row], needed: str = "loss") -> dict[str, str]:
-    """Return quantity -> column. Raises `DataError` without steps, or without what is ``needed``."""
+def _choose_columns(path: Path, file_format: str, rows: list[Row]) -> dict[str, str]:
+    """Return quantity -> column. Raises `DataError` without steps or losses."""
     present = {name for row in rows for name in row}
     with_numbers = {name for row in rows for name, value in row.items() if _number(value) is not None}
     columns = {}
@@ -114,12 +117,12 @@ def _choose_columns(path: Path, file_format: str, rows: list[Row], needed: str =
         if candidates:
             columns[quantity] = candidates[0]
     if present == _TENSORBOARD_EXPORT:
-        columns[needed] = "value"
-    if "step" not in columns or needed not in columns:
+        columns["loss"] = "value"
+    if "step" not in columns or "loss" not in columns:
         names_found = ", ".join(sorted(present)[:12]) or "none"
         raise DataError(
             f"{path}: this is not a loss curve. Read as {file_format}, it needs a column of steps "
-            f"({', '.join(COLUMNS['step'])}) and one of these: {', '.join(COLUMNS[needed])}. Columns found: {names_found}."
+            f"({', '.join(COLUMNS['step'])}) and one of these: {', '.join(COLUMNS['loss'])}. Columns found: {names_found}."
         )
     return columns
 
@@ -221,28 +224,28 @@ def _output_rows(text: str) -> tuple[str, list[Row]]:
 
 
 def _json_rows(path: Path, text: str) -> tuple[str, list[Row]]:
-    try:
-        # Not orjson: trainers write NaN.
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        whole = None
+    whole = _parse_json(text)
     if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-        return "trainer_state.json of transformers", [row for row in whole["log_history"] if isinstance(row, dict)]
+        return "trainer_state.json of transformers", list(filter(_is_row, whole["log_history"]))
     if isinstance(whole, list):
-        return "JSON", [row for row in whole if isinstance(row, dict)]
-    rows = []
-    broken = 0
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            broken += bool(line.strip())
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    if broken > len(rows):
-        raise DataError(f"{path}: {broken} of its lines are no JSON, {len(rows)} are.")
+        return "JSON", list(filter(_is_row, whole))
+    lines = [_parse_json(line) for line in text.splitlines() if line.strip()]
+    rows = list(filter(_is_row, lines))
+    if len(rows) < len(lines) / 2:
+        raise DataError(f"{path}: of its {len(lines)} lines {len(rows)} are JSON objects.")
     return "JSON Lines", rows
+
+
+def _parse_json(text: str) -> Any:
+    """Return the value; None for what is no JSON. Not orjson: trainers write NaN."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _csv_rows(path: Path, text: str) -> list[Row]:

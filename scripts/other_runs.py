@@ -1,0 +1,219 @@
+"""What the spike monitor would have found and done in a run of another program: as a table, and as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from scripts.other_logs import OtherLog, read_log
+from zerobook.config import RecipeConfig
+from zerobook.monitor.detector import Finding, Point
+from zerobook.monitor.policy import LEAD, RecoveryAction
+from zerobook.monitor.spike_monitor import SpikeMonitor
+from zerobook.runlog import figures
+from zerobook.runlog.events import Event
+from zerobook.runlog.formatting import far_above_best, figure
+from zerobook.runlog.report import PAGE, render_page
+from zerobook.runlog.tables import Table
+from zerobook.training.intervals import FIRST_STEP, SAVES_A_RUN
+from zerobook.utils.units import counted
+from zerobook.utils.writing import write_whole
+
+NOTE = (
+    "What would have been done is what a run of Zerobook does with --on_spike rollback and the checkpoints that it saves by "
+    "itself: the first within ten steps, then ten in a run. The curve itself is as it was logged."
+)
+_REACTIONS = {
+    "outlier": "note it",
+    "spike": "wait",
+    "spike_end": "go on",
+    "level_shift": "note it, and take the new level",
+    "slow_rise": "warn",
+    "reset": "note it",
+    "chronic": "advise a lower learning rate",
+}
+"""Kind of a finding that needs no action -> what a run does about it."""
+
+
+class Judgement(NamedTuple):
+    """A finding, and what a run with ``--on_spike rollback`` would do about it, in words and as the action, if there is one.
+
+    ``number`` is that of the point at which it was noticed, from 0.
+    """
+
+    number: int
+    finding: Finding
+    reaction: str
+    action: RecoveryAction | None
+
+
+class Hindsight(NamedTuple):
+    """``far_above_best`` is the warning at the run's end, as of `SpikeMonitor.far_above_best`."""
+
+    judgements: list[Judgement]
+    far_above_best: dict[str, list[float | None]]
+
+
+def points_of(records: Iterable[dict[str, Any]]) -> list[Point]:
+    """Return the detector's points of records with step, loss, grad_norm and learning_rate."""
+    points = []
+    for record in records:
+        values = {name: record[name] for name in ("step", "loss", "grad_norm", "learning_rate")}
+        points.append(Point(**values))
+    return points
+
+
+def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Sequence[float] = ()) -> Hindsight:
+    """Return what is found on a curve, and what would be done about it.
+
+    The curve is as it is: what comes after a rollback does not change. So nothing more is done until it is calm again.
+
+    Args:
+        saved_steps: steps of the checkpoints that the run would have had, in order.
+        held_out: losses on held-out data, in order.
+    """
+    defaults = RecipeConfig.model_fields
+    monitor = SpikeMonitor(
+        "rollback",
+        max_rollbacks=defaults["max_rollbacks"].default,
+        rate_factor=defaults["rollback_lr_factor"].default,
+        detector={},
+        policy={},
+    )
+    judgements: list[Judgement] = []
+    saved: list[int] = []
+    # Checkpoints that may become proven good, and those that are.
+    candidates: list[int] = []
+    proven: list[int] = []
+    is_treated = False
+    for number, point in enumerate(points):
+        findings = monitor.update(point).findings
+        if number == len(points) - 1:
+            findings = [*findings, *monitor.detector.finish()]
+        for finding in findings:
+            # The detector arms at many harmless points.
+            if finding.kind == "armed" or (finding.needs_action and is_treated):
+                continue
+            action = None
+            if finding.needs_action:
+                unproven = [step for step in saved if step not in proven]
+                action = monitor.decide(finding, proven, unproven, None)
+                monitor.policy.record(action)
+                is_treated = True
+            # A checkpoint from shortly before a spike may hold the cause.
+            if finding.kind == "spike":
+                candidates = [step for step in candidates if step < finding.onset - LEAD]
+            judgements.append(Judgement(number, finding, _REACTIONS.get(finding.kind) or _describe(action), action))
+        saves = [step for step in saved_steps[len(saved) :] if step <= point.step]
+        saved += saves
+        if monitor.detector.calm:
+            is_treated = False
+            candidates += saves
+            newest_proven = points[max(0, number - monitor.settings.patience - LEAD)].step
+            proven += [step for step in candidates if step <= newest_proven]
+            candidates = [step for step in candidates if step > newest_proven]
+    last_held_out = held_out[-1] if held_out else None
+    return Hindsight(judgements, monitor.far_above_best(last_held_out, min(held_out, default=None)))
+
+
+def _describe(action: RecoveryAction | None) -> str:
+    """Return what a run would do, to be read after "would"."""
+    assert action is not None
+    first, last = action.steps or (max(1, action.onset - LEAD + 1), action.noticed)
+    samples = f"leave out the samples of steps {first} to {last}"
+    reactions: dict[str, str] = {
+        "replay": f"go back to step {action.to_step} and repeat the steps; if it comes again, {samples}",
+        "skip": f"go back to step {action.to_step} and {samples}",
+        "lower_rate": f"go back to step {action.to_step}, {samples} and lower the learning rate",
+        "stop": f"stop: {action.rule}",
+    }
+    return reactions.get(action.kind, f"warn: {action.rule}")
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """The log of another program, and what the spike monitor would have done in that run."""
+
+    log: OtherLog
+    hindsight: Hindsight
+
+    @classmethod
+    def read(cls, path: str | Path) -> OtherRun:
+        log = read_log(path)
+        points = points_of(log.records)
+        steps = [point.step for point in points]
+        # The steps at which a run saves by itself, as far as that does not depend on its speed.
+        interval = max(1, (max(steps) - min(steps)) // SAVES_A_RUN)
+        saved_steps = range(min(steps) - 1 + FIRST_STEP, max(steps) + 1, interval)
+        return cls(log, judge_run(points, saved_steps, list(log.held_out.values())))
+
+    def summary(self) -> str:
+        steps = [record["step"] for record in self.log.records]
+        findings = [judgement.finding for judgement in self.hindsight.judgements]
+        # What is not finite is a divergence without a spike before it.
+        alarms = sum(finding.kind == "spike" or (finding.needs_action and finding.points == 1) for finding in findings)
+        rollbacks = sum(action is not None and action.goes_back for *_, action in self.hindsight.judgements)
+        outliers = sum(finding.kind == "outlier" for finding in findings)
+        words = (
+            f"{counted(len(steps), 'point')}, steps {min(steps):,} to {max(steps):,}: {counted(alarms, 'alarm')}, "
+            f"{counted(rollbacks, 'rollback')}, {counted(outliers, 'case')} of odd data."
+        )
+        far = self.hindsight.far_above_best
+        return f"{words} {far_above_best(far)}" if far else words
+
+    def table(self) -> Table:
+        rows = []
+        for number, (_, finding, reaction, _) in enumerate(self.hindsight.judgements):
+            loss = f"{figure(finding.base, '.4g')} -> {figure(finding.peak, '.4g')}"
+            position = [f"[{number}]", str(finding.step), str(finding.onset)]
+            rows.append([*position, finding.kind.replace("_", " "), loss, finding.reason, reaction])
+        columns = ["seq", "step", "began at", "what", "loss", "why", "Zerobook would"]
+        return Table("What was found, and what would have been done", columns, rows)
+
+    def events(self) -> list[Event]:
+        """Return the findings and rollbacks as the events that a run writes about them, to be drawn."""
+        events: list[Event] = []
+        for number, (point_number, finding, _, action) in enumerate(self.hindsight.judgements):
+            place = {"seq": number, "branch": self.log.records[point_number]["branch"]}
+            event_type = {"outlier": "anomaly", "spike_end": "spike_end"}.get(finding.kind, "spike")
+            events.append({**place, "type": event_type, **asdict(finding)})
+            if action is not None and action.goes_back:
+                positions = {"from_step": action.noticed, "to_step": action.to_step, "action": action.kind}
+                events.append({**place, "type": "rollback", "phase": "intent", **positions})
+        return events
+
+    def write_page(self) -> Path:
+        """Write the page beside the log, or into its folder. Return its path."""
+        log = self.log
+        name = log.path.resolve().name
+        page = log.path / PAGE if log.path.is_dir() else log.path.with_name(f"{name}.{PAGE}")
+        columns = [f"{quantity} from {column}" for quantity, column in log.columns.items()]
+        held_out = {"held out": log.held_out} if log.held_out else {}
+        chart = figures.steps_chart(log.records, log.last_current_steps(), held_out, self.events())
+        text = render_page(
+            name=name,
+            state=self.summary(),
+            facts={"read as": log.file_format, "columns": ", ".join(columns)},
+            cards=self.cards(),
+            charts={"curves": figures.as_json(chart)},
+            hint="",
+            tables=[self.table()],
+            days=[],
+            note=NOTE,
+        )
+        write_whole(page, text)
+        return page
+
+    def cards(self) -> list[tuple[str, str]]:
+        """Return the large numbers at the top of the page: (text, label)."""
+        cards = [(f"{self.log.records[-1]['step']:,}", "last step"), (f"{len(self.log.records):,}", "logged points")]
+        losses = {"loss": [record["loss"] for record in self.log.records], "held-out loss": list(self.log.held_out.values())}
+        for name, values in losses.items():
+            # A NaN has no place in an order.
+            lowest = min(filter(math.isfinite, values), default=None)
+            if values:
+                cards += [(f"{values[-1]:.4g}", f"last {name}"), (figure(lowest, ".4g"), f"lowest {name}")]
+        return cards
