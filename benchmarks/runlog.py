@@ -78,7 +78,9 @@ def per_step(folder: Path) -> dict[str, float]:
     """Return the microseconds of CPU time a step that rank 0 spends on the log and the watch."""
     strategy = SimpleNamespace(is_main=True, plan=SimpleNamespace(precision="no"), on_main=lambda work: work())
     manager = SimpleNamespace(steps=lambda: ([], []), prove=lambda *_: None, protect=lambda *_: None, remember=lambda **_: None)
-    config = SimpleNamespace(on_spike="rollback", max_rollbacks=8, rollback_lr_factor=0.5, policy=None, expect=[])
+    config = SimpleNamespace(
+        on_spike="rollback", max_rollbacks=8, rollback_lr_factor=0.5, policy=None, expect=[], learning_rate=1e-3
+    )
     rng = random.Random(0)
     watching, writing = [], []
     for number in range(ROUNDS):

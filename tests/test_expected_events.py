@@ -15,8 +15,8 @@ CHANGE = 120
 SEEDS = range(20)
 
 
-def monitor_of(*events):
-    monitor = SpikeMonitor("rollback", max_rollbacks=8, rate_factor=0.5, detector={}, policy={})
+def monitor_of(*events, peak_rate=1e-3):
+    monitor = SpikeMonitor("rollback", max_rollbacks=8, rate_factor=0.5, peak_rate=peak_rate, detector={}, policy={})
     for step, what in events:
         monitor.expected.add(step, what)
     return monitor
@@ -67,6 +67,13 @@ def test_a_restart_of_the_rate_announces_itself():
 
     assert actions(monitor_of, shift=restart, rate=rate) == 0
     assert actions(monitor_of, shift=restart, rate=lambda step: 1e-3) >= 10
+
+
+def test_a_rate_above_the_schedule_is_not_expected():
+    def rate(step):
+        return 1e-2 if step >= CHANGE else 1e-3
+
+    assert actions(monitor_of, shift=lambda after: 1.5, rate=rate) == 20
 
 
 def test_a_smaller_batch_may_have_more_noise():

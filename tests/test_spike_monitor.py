@@ -56,7 +56,15 @@ class Run:
             differing_replicas=lambda: self.replicas,
         )  # fmt: skip
         config = SimpleNamespace(
-            **{"on_spike": "rollback", "max_rollbacks": 8, "rollback_lr_factor": 0.5, "policy": None, "expect": []} | config
+            **{
+                "on_spike": "rollback",
+                "max_rollbacks": 8,
+                "rollback_lr_factor": 0.5,
+                "policy": None,
+                "expect": [],
+                "learning_rate": 1e-3,
+            }
+            | config
         )
         self.spikes = SpikeHandler(config, strategy, self.manager, self.log, print, detector={}, policy={})
         self.monitor = self.spikes.monitor

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 WINDOW = 32
 """Steps after an announced one in which its effect may begin."""
+EPOCH_WINDOW = 4
+"""The same after the first step of an epoch. Epochs are many, and a long window would hide damage by their data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,7 @@ class SpikeMonitor:
 
     Args:
         on_spike: see `RecoveryPolicy`, as for ``max_rollbacks``, ``rate_factor``, ``order`` and ``total_steps``.
+        peak_rate: highest learning rate of the schedule.
         detector: state of the detector in the checkpoint; empty for a new run.
         policy: state of the policy, as `RecoveryPolicy.state` returned it; empty for a new run.
 
@@ -73,6 +74,7 @@ class SpikeMonitor:
         rate_factor: float,
         order: Sequence[PolicyAction] | None = None,
         total_steps: int | None = None,
+        peak_rate: float = math.inf,
         detector: dict[str, Any],
         policy: dict[str, Any],
     ):
@@ -89,6 +91,8 @@ class SpikeMonitor:
         self._history: deque[Point] = deque(maxlen=HISTORY_STEPS)
         self._replay: _Replay | None = None
         self.expected = ExpectedEvents()
+        # Rounding may put a rate above the peak.
+        self._peak_rate = 1.001 * peak_rate
 
     @property
     def last_is_finite(self) -> bool:
@@ -114,7 +118,10 @@ class SpikeMonitor:
         """Announce a learning rate that is raised or begins again. The warm-up of a new run raises it too, and is over soon."""
         rates = self.detector.rates[-1:]
         is_new = self.detector.seen < self.settings.level_points
-        if is_new or point.learning_rate is None or not rates or point.learning_rate <= RAISED_RATE * rates[0]:
+        # A rate above the peak of the schedule is nothing that the run has planned, and may do harm.
+        if is_new or point.learning_rate is None or not rates or point.learning_rate > self._peak_rate:
+            return
+        if point.learning_rate <= RAISED_RATE * rates[0]:
             return
         self.expected.add(point.step, f"the learning rate was raised from {rates[0]:.3g} to {point.learning_rate:.3g}")
 

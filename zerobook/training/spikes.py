@@ -59,6 +59,7 @@ class SpikeHandler:
             rate_factor=config.rollback_lr_factor,
             order=config.policy,
             total_steps=total_steps,
+            peak_rate=config.learning_rate,
             detector=detector,
             policy=policy,
         )

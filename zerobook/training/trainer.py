@@ -19,7 +19,7 @@ from zerobook.health.position import during, enter
 from zerobook.health.watch import Watch
 from zerobook.launch.process import leave
 from zerobook.monitor import policy, preemption
-from zerobook.monitor.events import WINDOW
+from zerobook.monitor.events import EPOCH_WINDOW
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.objective import Metrics, Objective
 from zerobook.runlog.lifecycle import last_words
@@ -339,9 +339,9 @@ class Trainer:
             step = progress.step
             is_last = step >= state.end_step
             if int(progress.epoch) > int(passes_before):
-                # Rows that were seen before have a lower loss. The window ends long before the next epoch.
+                # Rows that were seen before have another loss, at once. The window ends long before the next epoch.
                 steps_of_epoch = 1 / (progress.epoch - passes_before)
-                self.spikes.expect(step, "an epoch begins", window=min(WINDOW, int(steps_of_epoch / 4)))
+                self.spikes.expect(step, "an epoch begins", window=min(EPOCH_WINDOW, int(steps_of_epoch / 4)))
 
             # Log: losses and norms are known now, and a spike is seen before it is saved.
             if not is_last:
