@@ -73,7 +73,10 @@ def test_a_rate_above_the_schedule_is_not_expected():
     def rate(step):
         return 1e-2 if step >= CHANGE else 1e-3
 
-    assert actions(monitor_of, shift=lambda after: 1.5, rate=rate) == 20
+    planned, unplanned = monitor_of(peak_rate=1e-2), monitor_of(peak_rate=1e-3)
+    findings_on(planned, 0, rate=rate)
+    findings_on(unplanned, 0, rate=rate)
+    assert planned.expected.at(CHANGE) is not None and unplanned.expected.at(CHANGE) is None
 
 
 def test_a_smaller_batch_may_have_more_noise():
