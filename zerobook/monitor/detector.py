@@ -39,6 +39,8 @@ MIN_HIGH_POINTS = 3
 """High points that an alarm needs at least, however far apart the points are."""
 SMALL_STEP = 0.2
 """Share of the loss by which it may step up to a new level for no known reason, such as another mixture of data."""
+STEP_OF_RAISED_RATE = 0.75
+"""Share of the loss by which it may step up after its learning rate was raised. A rate that is too high raises it further."""
 SLOW_RISE = 0.25
 """Share of its lowest level by which a loss may creep up before it is reported."""
 DEAD_LEVEL = 0.02
@@ -548,9 +550,10 @@ class Detector:
 
         if self._begins_again(excursion):
             return [self._reset(excursion, point)]
-        if regained < 0.5 and self._is_small_step(excursion, late):
+        cause = self._cause_of_step(excursion, late)
+        if regained < 0.5 and cause is not None:
             self._close(losses[-self.settings.level_points :])
-            reason = f"from {base:.4g} to {late:.4g}, and level since"
+            reason = f"from {base:.4g} to {late:.4g}, and level since: {cause}"
             return [self._finding_of("level_shift", point, excursion, reason)]
 
         # It is coming down, but too slowly.
@@ -575,11 +578,11 @@ class Detector:
         reason = f"from {excursion.base:.4g} back to {excursion.peak:.4g}, as at the beginning of the run"
         return self._finding_of("reset", point, excursion, reason)
 
-    def _is_small_step(self, excursion: Excursion, late: float) -> bool:
-        """Return whether a step of the loss to ``late`` is one that data or the learning rate explain."""
+    def _cause_of_step(self, excursion: Excursion, late: float) -> str | None:
+        """Return what explains a step of the loss to ``late`` without damage, in words; None for nothing."""
         # The weights may be damaged.
         if self.shock is not None:
-            return False
+            return None
         base = excursion.base
         size = self.loss.size(base)
         # Several small steps one after another are no small step.
@@ -587,12 +590,14 @@ class Detector:
         # The level of a young run lags behind a loss that falls, so the step is larger than it looks.
         largest = SMALL_STEP / 2 if self.loss.is_young else SMALL_STEP
         if late - lowest < largest * size:
-            return True
+            return "a small step, as of other data"
         if excursion.rate is not None:
-            return self._rate_was_raised() and late - lowest < size
+            is_explained = self._rate_was_raised() and late - lowest < STEP_OF_RAISED_RATE * size
+            return "the learning rate was raised" if is_explained else None
         # A rate that is not known may have been raised. Then little of all that was learnt is lost.
         assert self.loss.first is not None
-        return late - base < min(size, 0.1 * (self.loss.first - base))
+        is_explained = late - base < min(size, 0.1 * (self.loss.first - base))
+        return "the learning rate, which is not known, may have been raised" if is_explained else None
 
     def _rate_was_raised(self) -> bool:
         """Return whether the learning rate was raised by a fifth after the first warm-up, as far as it is remembered."""
