@@ -43,6 +43,7 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 	@$(BIN)/python scripts/architecture.py
 	@$(BIN)/python scripts/parallelism.py
 	@$(BIN)/python scripts/failures.py
+	@$(BIN)/python scripts/replays.py
 
 bench: $(STAMP) ## speed on this machine: the loop, flags, growth, TRL and Trainer beside it; about an hour on two cores
 	@$(BIN)/python benchmarks/loop.py --out benchmarks/results/loop.json

@@ -1,0 +1,105 @@
+"""What the spike monitor does on a published spike, as docs/guides/replays.md: `python scripts/replays.py` writes the page.
+
+The curve is a reconstruction. Points that the source lists are as they are there; all others are made up, and say so.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from scripts.other_runs import judge_run, points_of
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "replays.md"
+CHRONICLES = "https://github.com/bigscience-workshop/bigscience/blob/master/train/tr11-176B-ml/chronicles.md"
+OPT_NOTES = "https://github.com/facebookresearch/metaseq/blob/main/projects/OPT/chronicles/56_percent_update.md"
+
+BLOOM = {
+    31214: (2.198845, 0.242),
+    31215: (2.220424, 0.947),
+    31216: (2.595213, 2.390),
+    31217: (2.241558, 15.886),
+    31218: (2.345279, 145.119),
+    31219: (5.098124, 960.351),
+    31220: (3.492029, 353.201),
+    31221: (3.213059, 379.330),
+    31222: (2.804948, 650.246),
+    31250: (2.215699, 0.267),
+    31251: (2.235667, 0.205),
+}
+"""Iteration -> lm loss and gradient norm that the chronicles list."""
+BLOOM_SAVES = (31000, 31100, 31200)
+"""The run saved every 100 iterations since 22 March 2022."""
+FIRST, LAST = 31000, 31350
+
+
+def bloom() -> list[dict[str, Any]]:
+    """Return the reconstruction of iterations 31,000 to 31,350 of BLOOM-176B.
+
+    Before and after the listed points, the loss is 2.21 with noise of 0.02, and the norm about 0.2. Between 31,222 and 31,250
+    loss and norm fall exponentially.
+    """
+    noise = random.Random(0)
+    (high, high_norm), (low, low_norm) = BLOOM[31222], BLOOM[31250]
+    records = []
+    for step in range(FIRST, LAST + 1):
+        loss = 2.21 + noise.gauss(0, 0.02)
+        norm = 0.2 * math.exp(noise.gauss(0, 0.15))
+        if 31222 < step < 31250:
+            share = (step - 31222) / 28
+            loss = high * (low / high) ** share
+            norm = high_norm * (low_norm / high_norm) ** share
+        loss, norm = BLOOM.get(step, (loss, norm))
+        records.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 5.28e-5})
+    return records
+
+
+def page() -> str:
+    """Return the page. The table ends at the first rollback: what comes after it in the curve would not have happened."""
+    rows = ["| noticed at | began at | what | why | Zerobook would |", "|---|---|---|---|---|"]
+    for _, finding, reaction, action in judge_run(points_of(bloom()), BLOOM_SAVES).judgements:
+        rows.append(f"| {finding.step:,} | {finding.onset:,} | {finding.kind} | {finding.reason} | {reaction} |")
+        if action is not None:
+            break
+    table = "\n".join(rows)
+    return f"""# Published spikes, and what Zerobook does on them
+
+## BLOOM-176B, iteration 31,216
+
+**Reconstructed from [the chronicles of the training]({CHRONICLES})
+(entry of 2022-04-12), not the original curve.** The chronicles list loss and gradient norm of {len(BLOOM)} iterations,
+{min(BLOOM):,} to {max(BLOOM):,}, and these are used as they are. The points before and after them are noise around 2.21, and
+those between 31,222 and 31,250 fall exponentially: both are made up. The norm rose from 0.2 to 960 within five iterations, and
+the loss from 2.2 to 5.1. The run saved every 100 iterations.
+
+What the team did: nothing. The loss came back within about 30 iterations.
+
+{table}
+
+A rollback at this place repeats about as many iterations as the spike lasted. So it costs what it saves, but it does not depend
+on the loss coming back.
+
+## The rule of PaLM
+
+[PaLM](https://arxiv.org/abs/2204.02311) (section 5.1) had about 20 such spikes. Each time, the team restarted from a checkpoint
+about 100 steps before the spike and skipped about 200 to 500 batches. The loss did not spike again. The same batches did not
+cause a spike from an earlier checkpoint. Zerobook first repeats the steps with nothing changed. Only if the spike comes again,
+it leaves out samples: those of the steps from the one before the spike to the one where it was noticed.
+
+## OPT-175B
+
+[The notes on the training]({OPT_NOTES})
+(16 December 2021) tell of two cases. On run 12.43, the norms of gradients and activations began to rise, and the team lowered
+the learning rate by 10 %. On run 12.45.2, the perplexity began to diverge after a few large gradient norms, and the team
+lowered the rate to two thirds of that of GPT-3. The text has no numbers of these curves, so there is no reconstruction.
+`--on_spike lower_rate` goes back and [lowers the rate by itself](runlog.md#what-is-done).
+
+This page is made by `python scripts/replays.py`.
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
