@@ -1,4 +1,4 @@
-"""Ranges of planned rates."""
+"""The whole run: ranges of rates, hours, costs, and machines compared."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planning import WIDE, rows_of
+from tests.planning import WIDE, made, rows_of
 from zerobook.cli.main import main
+from zerobook.errors import ConfigError
 from zerobook.plan.hardware import cluster
+from zerobook.plan.roofline import StepSeconds
+from zerobook.plan.rows import Row
+from zerobook.plan.whole_run import parse_prices, plan_whole_run
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -36,3 +40,96 @@ def test_the_range_stands_beside_the_rate_in_all_outputs(tiny, tmp_path, capsys)
         low, high = values["tokens_per_second_range"]
         assert low < values["tokens_per_second"] < high
     assert f"{low:,.0f} - {high:,.0f}" in text and f"({low:,.0f} to {high:,.0f}) tokens/s" in text
+
+
+def fitting_row() -> Row:
+    seconds = StepSeconds(compute=2, launches=0, links=0, network=0, optimizer=0, offload=0)
+    return Row(file="ddp", name="DDP", time=seconds, tokens_per_step=1000, rate_range=(0.8, 1.25))
+
+
+def test_hours_and_cost_have_the_range_of_the_rate():
+    where = cluster(gpus="4", gpu="l40s")
+    run = plan_whole_run(fitting_row(), made("causal_lm", WIDE).config, 8, where, 1_800_500, 2.0)
+    assert run is not None and run.steps == 1801, "the last step is not full"
+    assert run.seconds == 3602 and run.seconds_range == pytest.approx((3602 / 1.25, 3602 / 0.8))
+    assert run.cost == pytest.approx(2 * 4 * 3602 / 3600)
+    assert run.cost_range == pytest.approx((run.cost / 1.25, run.cost / 0.8))
+    assert all(f"${dollars:,.2f}" in run.describe() for dollars in (run.cost, *run.cost_range))
+
+
+def test_the_length_follows_from_tokens_then_steps_then_data(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("x" * 4 * 51200)
+    flags = {"train_file": str(file), "block_size": 512, "num_train_epochs": 2, "validation_split_percentage": 0}
+
+    def steps(tokens=None, price=None, **flags):
+        run = plan_whole_run(fitting_row(), made("causal_lm", WIDE, **flags).config, 5, cluster(), tokens, price)
+        return run and run.steps
+
+    assert steps(3000, max_train_steps=7, **flags) == 3 and steps(max_train_steps=7, **flags) == 7
+    assert steps(**flags) == 2 * 20, "100 rows of 512 tokens, 5 a step"
+    assert steps() is None and steps(price=1.0) == 10**6, "for 10^9 tokens"
+
+
+def test_prices_are_of_every_gpu_or_of_named_ones():
+    assert parse_prices("1.9") == {"": 1.9}
+    assert parse_prices("rtx-4090=.4,a100-80gb=2") == {"rtx-4090": 0.4, "a100-80gb": 2.0}
+    for text in ("cheap", "a100=2", "l40s=", "nan", "l40s=-1", "1.9,", "inf"):
+        with pytest.raises(ConfigError, match="--price"):
+            parse_prices(text)
+
+
+def test_a_misspelt_gpu_is_answered_with_the_nearest_ones():
+    for name, near, far in (("h10-80gb", "h100-80gb", "rtx-3090"), ("a100", "a100-40gb, a100-40gb-pcie, a100-80gb", "h100")):
+        with pytest.raises(ConfigError, match=near) as refused:
+            cluster(gpu=name)
+        assert far not in str(refused.value)
+
+
+MACHINES = ["plan", "--gpu", "l40s,rtx-4090", "--gpus", "1,2", "--nodes", "1-1", "--strategies", "single,ddp", "--tokens", "1M"]
+
+
+def test_machines_are_compared_by_cost_as_each_is_advised_on(tiny, capsys):
+    model = [str(tiny / "llama"), "--block_size", "64"]
+    assert main([*MACHINES, "--json", "-", "--price", "l40s=2,rtx-4090=0.5", *model]) == 0
+    machines = json.loads(capsys.readouterr().out)
+    costs = [machine["run"]["cost"] for machine in machines]
+    assert costs == sorted(costs)
+    by_name = {(machine["hardware"]["device"]["name"], machine["hardware"]["gpus"]): machine for machine in machines}
+    assert set(by_name) == {("l40s", 1), ("l40s", 2), ("rtx-4090", 1), ("rtx-4090", 2)}
+    line = ["plan", "--json", "-", "--recommend", "--gpu", "l40s", "--strategies", "single,ddp", "--tokens", "1M"]
+    assert main([*line, *model]) == 0
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    alone = by_name["l40s", 1]
+    assert alone["tokens_per_second"] == advice["tokens_per_second"] and alone["run"]["seconds"] == advice["run"]["seconds"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_of_machines_names_the_cheapest_and_the_fastest(tiny, capsys, monkeypatch, columns):
+    monkeypatch.setattr("zerobook.plan.machines.WIDTH", columns)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*MACHINES, "--price", "l40s=2", str(tiny / "llama"), "--block_size", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "cheapest" in text and "fastest" in text and "1.00M tokens" in " ".join(text.split())
+    assert all(len(line) <= columns for line in text.splitlines())
+    rows = [line.split() for line in text.splitlines() if " x " in line and " yes " in line]
+    assert [row[3] for row in rows] == ["l40s", "l40s", "rtx-4090", "rtx-4090"], "machines without a price come last"
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        (["--gpu", "l40s,a100", "{tiny}/llama"], ["--gpu", "a100-40gb"]),
+        (["--nodes", "1-2", "{tiny}/llama"], ["--interconnect"]),
+        (["--gpus", "1,2", "--failures", "llama3", "{tiny}/llama"], ["--failures", "one machine"]),
+        (["--gpus", "1,2", "{tiny}/llama", "--max_train_steps", "9"], ["max_train_steps", "--tokens"]),
+        (["--recommend", "--tokens", "many", "{tiny}/llama"], ["--tokens", "'many'"]),
+        (["--recommend", "--price", "many", "{tiny}/llama"], ["--price", "'many'"]),
+        (["--price", "1", "{tiny}/llama"], ["--price", "--recommend"]),
+        (["--gpus", "2-1", "{tiny}/llama"], ["--gpus", "'2-1'"]),
+    ],
+)
+def test_bad_questions_about_money_are_refused(tiny, capsys, line, words):
+    assert main(["plan", *(word.format(tiny=tiny) for word in line)]) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words), text

@@ -126,7 +126,7 @@ def test_a_config_in_a_folder_names_the_folder(tmp_path, monkeypatch, capsys):
     file = tmp_path / "small_full_1xa100-80gb.yaml"
     config, *_ = parse(recipe_class(str(ROOT / "recipes" / "causal_lm.py")).config_class, ["--config", str(file)])
     assert (config.model_name_or_path, config.train_file) == ("small", data)
-    assert "about 10 steps" in out and "without weights" not in out
+    assert "30 steps: 3 epochs" in out and "without weights" not in out
     table = out.partition("\nwrote ")[0]
     assert max(map(len, table.splitlines())) <= 80
 

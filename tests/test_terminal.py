@@ -147,6 +147,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
         over=[],
         uncounted=[BRACKETS],
         bare=False,
+        untraced=False,
         paper=None,
         checkpoint=1,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import re
 import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from zerobook.cli.arguments import Parser, add_hardware, described
 from zerobook.errors import ConfigError
@@ -23,7 +25,7 @@ from zerobook.utils.units import parse_count, size
 
 if TYPE_CHECKING:
     from zerobook.config import ConfigSources, RecipeConfig
-    from zerobook.plan.advise import Candidate, Request
+    from zerobook.plan.advise import Advice, Candidate, Request
     from zerobook.plan.measure import Figure
 
 USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
@@ -36,7 +38,11 @@ examples:
   zerobook plan --gpus 8 --gpu a100-80gb meta-llama/Llama-2-7b-hf --mixed_precision bf16
   zerobook plan --gpus 8 --nodes 2 --gpu_memory 80GB --interconnect 400Gbps --host_memory 1TB \\
       recipes/lora_finetune.py --model_name_or_path tiiuae/falcon-180B --mixed_precision bf16
+  zerobook plan --gpu a100-80gb,h100-80gb,l40s --gpus 8 --nodes 1-4 --interconnect 400Gbps \\
+      --price a100-80gb=1.9,h100-80gb=2.9 --tokens 300M meta-llama/Llama-2-7b-hf
   zerobook plan --formulas --parameters 7.5B --gpus 64
+
+Where --gpu, --gpus or --nodes are several, one table compares the machines: l40s,h100-80gb and 1,2,8 and 1-4.
 """
 
 
@@ -50,6 +56,8 @@ def plan(argv: list[str]) -> int:
     parser.add_argument("--precision", choices=("mixed", "fp32"), help="with --formulas (default mixed)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there; - prints them alone")
     parser.add_argument("--recommend", action="store_true", help="recommend the fastest run that fits, with its launch line")
+    parser.add_argument("--tokens", help="tokens of the whole run, such as 300M (default: by the data and num_train_epochs)")
+    parser.add_argument("--price", help="dollars of a GPU hour, such as 1.9, or a100-80gb=1.9,l40s=0.8")
     parser.add_argument("--measure", action="store_true", help="with --here: run a few steps of each and compare")
     parser.add_argument("--strategies", metavar="NAMES", help="only these files of accelerate_configs/, with commas between")
     parser.add_argument(
@@ -63,22 +71,42 @@ def plan(argv: list[str]) -> int:
     flags = parser.parse_args(argv[:model_index])
     model_arguments = argv[model_index:]
     _check_flags(flags, parser, model_arguments)
-    cluster = here(flags.gpus) if flags.here else described(flags)
+    clusters = [here(flags.gpus)] if flags.here else _list_clusters(flags)
     if flags.formulas:
-        _show_formulas(flags, cluster)
+        _show_formulas(flags, clusters[0])
         return 0
     if not model_arguments:
         raise ConfigError(
             "no model is named. Give a hub name, a config.json, or a recipe with its flags; see zerobook plan --help."
         )
     if flags.measure:
-        return _measure(model_arguments, cluster, flags)
+        return _measure(model_arguments, clusters[0], flags)
     # Importing torch and transformers makes many objects and little garbage: looking for it takes a tenth of a plan's time.
     gc.disable()
     try:
-        return _plan(model_arguments, cluster, flags)
+        if len(clusters) > 1:
+            return _compare_machines(model_arguments, clusters, flags)
+        return _plan(model_arguments, clusters[0], flags)
     finally:
         gc.enable()
+
+
+def _list_clusters(flags: argparse.Namespace) -> list[Cluster]:
+    """Return the machines that the flags describe: each GPU, with each number of GPUs and of nodes."""
+    gpu_names = flags.gpu.split(",") if flags.gpu else [None]
+    clusters = []
+    for gpu, gpus, nodes in itertools.product(gpu_names, _list_numbers(flags.gpus), _list_numbers(flags.nodes)):
+        machine = vars(flags) | {"gpu": gpu, "gpus": gpus, "nodes": nodes}
+        clusters.append(described(argparse.Namespace(**machine)))
+    return clusters
+
+
+def _list_numbers(text: str | None) -> list[str | None]:
+    """Return the numbers of ``1,2,8`` or ``1-4``. Words that are no numbers stay, to be refused with the others."""
+    first, dash, last = (text or "").partition("-")
+    if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last):
+        return [str(number) for number in range(int(first), int(last) + 1)]
+    return list(text.split(",")) if text else [None]
 
 
 def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
@@ -107,7 +135,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     from zerobook.utils.bars import tqdm
 
     files = _strategy_files(flags.strategies)
-    request, words = _read_request(model_arguments, files, cluster, data=False)
+    request, words = _read_request(model_arguments, files, cluster, flags)
     progress = tqdm(files, desc="planning", unit=" files", leave=False)
     traced, rows = plan_recipe(request.recipe, request.sources, cluster, progress, request.models)
     advice = advise(request, cluster) if flags.recommend else None
@@ -125,20 +153,44 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     if flags.json != "-":
         table.show(traced, rows, cluster, failures)
     if advice is not None:
-        table.show_lines(advice.describe(cluster), file=output)
-        if advice.best is not None:
-            say(f"\nto launch it:\n  {_launch_line(request, words, advice.best, cluster)}", file=output)
+        _show_advice(advice, request, words, cluster, output)
         return 0 if advice.best is not None else 1
     something_fits = any(row.fits for row in rows)
     return 0 if something_fits else 1
+
+
+def _show_advice(advice: Advice, request: Request, words: list[str], cluster: Cluster, output: TextIO) -> None:
+    table.show_lines(advice.describe(cluster), file=output)
+    if advice.best is not None:
+        say(f"\nto launch it:\n  {_launch_line(request, words, advice.best, cluster)}", file=output)
+
+
+def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags: argparse.Namespace) -> int:
+    """Print a table of machines, and the recommendation for the first of them. Return 0 if the model fits at least one,
+    otherwise 1."""
+    from zerobook.plan.advise import advise
+    from zerobook.plan.machines import compare_machines, show_machines
+
+    request, words = _read_request(model_arguments, _strategy_files(flags.strategies), clusters[0], flags)
+    machines = compare_machines(request, clusters)
+    output = sys.stderr if flags.json == "-" else sys.stdout
+    if flags.json:
+        table.write_json(flags.json, [{"hardware": asdict(where)} | advice.record() for where, advice in machines])
+    if flags.json != "-":
+        show_machines(machines)
+    cluster, advice = machines[0]
+    if flags.recommend and advice.best is not None:
+        say(f"\non {cluster.name}:", file=output)
+        _show_advice(advise(request.on(cluster), cluster), request, words, cluster, output)
+    return 0 if advice.best is not None else 1
 
 
 _SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
 _DESCRIPTION = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node")
 _EXCLUDED = {
     "here": (*_DESCRIPTION, "formulas"),
-    "formulas": ("recommend", "measure", "strategies"),
-    "measure": ("recommend", "failures"),
+    "formulas": ("recommend", "measure", "strategies", "tokens", "price"),
+    "measure": ("recommend", "failures", "tokens", "price"),
 }
 """Mode -> flags that have no effect in it."""
 
@@ -151,6 +203,13 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
         for flag in excluded:
             if values[mode] and values[flag]:
                 problems.append(f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out.")
+    are_several = "," in (flags.gpu or "") or re.search("[,-]", f"{flags.gpus}{flags.nodes}")
+    for mode in ("formulas", "failures"):
+        if values[mode] and are_several:
+            problems.append(f"--{mode}: it is planned for one machine, and --gpu, --gpus or --nodes name several. Choose one.")
+    for flag in ("tokens", "price"):
+        if values[flag] and not (flags.recommend or are_several):
+            problems.append(f"--{flag}: it has an effect only with --recommend, or where machines are compared.")
     for flag in ("parameters", "precision"):
         if values[flag] and not flags.formulas:
             problems.append(f"--{flag}: it has an effect only with --formulas, which is not given.")
@@ -230,7 +289,9 @@ def here(processes: str | None) -> Cluster:
     return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host_memory, disk=disk)
 
 
-def _read_request(model_arguments: list[str], files: list[Path], cluster: Cluster, *, data: bool) -> tuple[Request, list[str]]:
+def _read_request(
+    model_arguments: list[str], files: list[Path], cluster: Cluster, flags: argparse.Namespace
+) -> tuple[Request, list[str]]:
     """Read the model or recipe, and return the request with the recipe's flags as they were typed.
 
     Code is run only where the command line names it: a recipe's YAML may be somebody else's.
@@ -241,6 +302,7 @@ def _read_request(model_arguments: list[str], files: list[Path], cluster: Cluste
     from zerobook.config import changed, parse
     from zerobook.optimizer import names_code_in_yaml
     from zerobook.plan.advise import Request
+    from zerobook.plan.whole_run import parse_prices
     from zerobook.training.recipe_file import recipe_class
 
     model, *words = model_arguments
@@ -249,7 +311,7 @@ def _read_request(model_arguments: list[str], files: list[Path], cluster: Cluste
         file = shipped(f"recipes/{_recipe_for(model)}.py")
         words = ["--model_name_or_path", model, *words]
     kind = recipe_class(str(file))
-    config, sources, _ = parse(kind.config_class, words, data=data)
+    config, sources, _ = parse(kind.config_class, words, data=flags.measure)
     if names_code_in_yaml(config, sources):
         raise ConfigError(
             f"optimizer: {sources['optimizer']} names {config.optimizer}, and a plan would have to run it. Add --optimizer "
@@ -262,10 +324,11 @@ def _read_request(model_arguments: list[str], files: list[Path], cluster: Cluste
         print(f"note: the model has {positions} positions, so this is planned with --{key} {positions}.", file=sys.stderr)
         words += [f"--{key}", str(positions)]
         config, sources = changed(config, sources, kind.config_class, {key: positions})
-    # Nobody trains in fp32 on a GPU that has a faster precision. A measurement takes the precision of the run.
-    if config.mixed_precision is None and not cluster.cpu and not data:
-        config = config.model_copy(update={"mixed_precision": cluster.half_precision})
-    return Request(file, kind(config), sources, files), words
+    tokens = parse_count(flags.tokens, "--tokens") if flags.tokens else None
+    prices = parse_prices(flags.price) if flags.price else {}
+    request = Request(file, kind(config), sources, files, tokens=tokens, prices=prices)
+    # A measurement takes the precision of the run.
+    return request if flags.measure else request.on(cluster), words
 
 
 def _shorter_lengths(config: RecipeConfig, sources: ConfigSources) -> dict[str, int]:
@@ -356,7 +419,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     from zerobook.plan.measure import measure
     from zerobook.utils.bars import tqdm
 
-    request, words = _read_request(model_arguments, _strategy_files(flags.strategies), cluster, data=True)
+    request, words = _read_request(model_arguments, _strategy_files(flags.strategies), cluster, flags)
     job = make_job(request.recipe)
     measurements = []
     for file in tqdm(request.files, desc="measuring", unit=" files", leave=False):

@@ -86,7 +86,8 @@ def recipe(argv: list[str]) -> int:
     advice = advise(request, cluster)
     # Where no method was asked for, another method is better than offload.
     if flags.method is None and advice.best is not None and advice.best.row.offloads and advice.alternative is not None:
-        advice = replace(advice, best=advice.alternative, second=None, alternative=advice.best)
+        run = request.whole_run(advice.alternative, cluster)
+        advice = replace(advice, best=advice.alternative, second=None, alternative=advice.best, run=run)
     best = advice.best
     if best is None:
         say(f"nothing fits {cluster.name}:")

@@ -11,27 +11,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zerobook.config import ConfigSources, RecipeConfig, changed
-from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.rows import SAME_RATE, Row, plan_recipe, rank_rows
 from zerobook.plan.traced_job import TracedJob
+from zerobook.plan.whole_run import WholeRun, plan_whole_run
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.bars import tqdm
-from zerobook.utils.units import counted, duration, size, with_range
+from zerobook.utils.units import duration, size, with_range
 
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 """Method -> its name in messages, in the order in which they are tried."""
 MICRO_BATCH_TOKENS = 8192
 """Tokens of a micro-batch that is not made larger, unless the user asks for more."""
-BYTES_PER_TOKEN = 4
-"""Bytes of a data file for each token: about what tokenizers reach on English text."""
 CHECKPOINTING = ("none", "full", "offload")
 """Activation checkpointing that is tried, from the fastest to the one with the least memory."""
 _OFFLOADS = re.compile("offload|nvme")
@@ -51,6 +49,10 @@ class Request:
     files: list[Path]
     # method -> settings that come with it
     settings: Callable[[str], dict[str, Any]] = lambda method: {}
+    # of the whole run; None: the config and its data say its length
+    tokens: int | None = None
+    # GPU -> dollars an hour; "" for every GPU
+    prices: dict[str, float] = field(default_factory=dict)
     # models that were built, see `plan_recipe`
     models: dict[str, TracedJob] = field(default_factory=dict)
 
@@ -92,6 +94,19 @@ class Request:
         description = f"planning micro-batch {config.per_device_train_batch_size}, {_describe_activations(config)}"
         progress = tqdm(files, desc=description, unit=" files", leave=False)
         return plan_recipe(recipe_type(config), sources, cluster, progress, self.models)
+
+    def on(self, cluster: Cluster) -> Request:
+        """Return the request in the half precision of a cluster's GPUs, unless the user set a precision: nobody trains in fp32
+        on a GPU that has a faster one."""
+        if cluster.cpu or self.sources.given("mixed_precision"):
+            return self
+        config = self.recipe.config.model_copy(update={"mixed_precision": cluster.half_precision})
+        return replace(self, recipe=type(self.recipe)(config))
+
+    def whole_run(self, candidate: Candidate, cluster: Cluster) -> WholeRun | None:
+        """Return the length and the cost of a candidate's run, where they are known."""
+        price = self.prices.get(cluster.device.name, self.prices.get(""))
+        return plan_whole_run(candidate.row, candidate.config, candidate.samples, cluster, self.tokens, price)
 
 
 @dataclass(frozen=True)
@@ -154,43 +169,10 @@ class Candidate:
             words.append(config.optimizer)
         return f"{', '.join(words)}: {self.describe_memory(cluster)}; {self.describe_time()}"
 
-    def describe_run(self) -> str | None:
-        """Return the steps and the time of the run on its data, estimated from the size of the data file; None if neither the
-        file nor the config says that."""
-        assert self.row.time is not None
-        config = self.config
-        if config.max_train_steps is not None:
-            return f"{duration(config.max_train_steps * self.row.time.step)} for {counted(config.max_train_steps, 'step')}"
-        rows, basis = _count_rows(config)
-        if not basis:
-            return None
-        # A part is held out.
-        trained_rows = rows * (1 - config.validation_split_percentage / 100)
-        steps = math.ceil(trained_rows / self.samples)
-        epochs = config.num_train_epochs
-        epoch_seconds = steps * self.row.time.step
-        run = f"{duration(epochs * epoch_seconds)} for {counted(math.ceil(epochs * steps), 'step')} in {epochs:g} epochs"
-        return f"about {counted(steps, 'step')}, {duration(epoch_seconds)} an epoch; {run}, with {basis}"
-
 
 def _describe_activations(config: RecipeConfig) -> str:
     checkpointing = config.activation_checkpointing
     return _ACTIVATIONS.get(checkpointing, f"activation_checkpointing {checkpointing}")
-
-
-def _count_rows(config: RecipeConfig) -> tuple[float, str]:
-    """Return the rows of the training data, and what the number follows from; "" where the file does not say it."""
-    file = Path(config.train_file or "").expanduser()
-    # The suffix of a compressed file is .gz, whose size says nothing.
-    suffix = file.suffix.lower()
-    if not file.is_file() or suffix not in (*JSON_LINES, ".json", *TABLE, *TEXT):
-        return 0.0, ""
-    if config.packing or suffix in TEXT:
-        return file.stat().st_size / BYTES_PER_TOKEN / config.row_length, f"{BYTES_PER_TOKEN} bytes of the file a token"
-    if suffix not in JSON_LINES:
-        return 0.0, ""
-    samples = sum(1 for _ in file_source(file).read())
-    return samples, counted(samples, "sample")
 
 
 @dataclass(frozen=True)
@@ -205,6 +187,8 @@ class Advice:
     second: Candidate | None
     alternative: Candidate | None
     shortfalls: dict[str, str]
+    # the best candidate's, where its length is known
+    run: WholeRun | None = None
 
     def describe(self, cluster: Cluster) -> list[tuple[str, str]]:
         """Return (what, text) for each part of the advice."""
@@ -229,9 +213,8 @@ class Advice:
             ("memory", f"{best.describe_memory(cluster)}, planned for the fullest at its peak"),
             ("time", f"{best.describe_time()}, planned"),
         ]
-        run = best.describe_run()
-        if run is not None:
-            lines.append(("run", run))
+        if self.run is not None:
+            lines.append(("run", self.run.describe()))
         if best.row.memory.host_at_load:
             lines.append(("host RAM", f"{size(best.row.memory.host_at_load)} a node while the model is loaded"))
         if self.second is not None:
@@ -249,6 +232,8 @@ class Advice:
             values |= {"strategy": best.row.file, "recipe": best.recipe, "method": best.method, "flags": best.flags}
             values |= {"memory": best.row.memory.total, "memory_range": (best.row.memory.low, best.row.memory.high)}
             values |= {"tokens_per_second": best.row.tokens_per_second, "tokens_per_second_range": best.row.rates}
+        if self.run is not None:
+            values["run"] = asdict(self.run)
         return values
 
 
@@ -406,18 +391,21 @@ def _may_fit_with_less(row: Row) -> bool:
     return row.fits or any(limit.startswith("GPU memory") for limit in row.over)
 
 
-def advise(request: Request, cluster: Cluster) -> Advice:
+def advise(request: Request, cluster: Cluster, methods: list[str] | None = None) -> Advice:
     """Return the best run for a request, and what to do where it does not fit or needs offload.
+
+    Args:
+        methods: those that are tried; None means the request's and the ones with less memory.
 
     Raises:
         ConfigError: there is no such model, or the recipe does not train it.
     """
-    methods = list(METHODS)[list(METHODS).index(request.method) :]
-    if request.recipe.encoder_decoder:
-        methods.remove("qlora")
+    methods = methods or list(METHODS)[list(METHODS).index(request.method) :]
     # Adapters need a trained base.
     if request.recipe.config.initialised_from:
         methods = [request.method]
+    if request.recipe.encoder_decoder and "qlora" in methods:
+        methods.remove("qlora")
     ranked: dict[str, list[Candidate]] = {}
     shortfalls: dict[str, str] = {}
     for method in methods:
@@ -444,4 +432,5 @@ def advise(request: Request, cluster: Cluster) -> Advice:
     # It may be faster, where it is tight.
     second = max(ranked[best.method][1:], key=lambda run: run.row.tokens_per_second, default=None)
     alternatives = [candidate for candidate in on_gpu if candidate is not best]
-    return Advice(best, second, alternatives[0] if alternatives else None, shortfalls)
+    run = request.whole_run(best, cluster)
+    return Advice(best, second, alternatives[0] if alternatives else None, shortfalls, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import platform
 from collections.abc import Callable
@@ -185,17 +186,17 @@ def _choose_device(name: str | None, memory: int | None, problems: list[str]) ->
     default = DEVICES["a100-80gb"]
     if name is None:
         return default if memory is None else nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)
-    key = name.lower().replace(" ", "-")
+    words = name.lower().replace(" ", "-")
     # a100 is a part of several names, which are listed; 4090 of one alone, which is taken.
-    parts = set(key.split("-"))
+    parts = set(words.split("-"))
     candidates = [known for known in DEVICES if parts <= set(known.split("-"))]
-    if key in DEVICES:
-        candidates = [key]
+    if words in DEVICES:
+        candidates = [words]
     if len(candidates) != 1:
         hint = f" Did you mean --gpus {name}?" if name.isdecimal() else ""
+        known = candidates or difflib.get_close_matches(words, DEVICES, n=5) or DEVICES
         problems.append(
-            f"--gpu: {name!r} is not the name of one GPU.{hint} Known: {', '.join(candidates or DEVICES)}. Another: give "
-            "--gpu_memory alone."
+            f"--gpu: {name!r} is not the name of one GPU.{hint} Known: {', '.join(known)}. Another: give --gpu_memory alone."
         )
         return default
     device = DEVICES[candidates[0]]

@@ -37,6 +37,10 @@ _DISPENSABLE = (
     "in\ntraining",
     "waits for",
     "tokens/s,\nrange",
+    "card, GB",
+    "recomputed",
+    "micro-\nbatch",
+    "hours,\nrange",
 )
 """Headers of columns in the order in which a narrow terminal does without them. After them, columns go from the right."""
 
@@ -62,33 +66,32 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
         f"accumulation {config.gradient_accumulation_steps} | {', '.join(settings)} | {hardware}"
     )
 
-    memory_cells = {row.file: _memory_cells(row) for row in rows}
+    names = [{"strategy file": row.file, "fits": fits_text(row)} for row in rows]
+    dimmed = [not row.fits for row in rows]
+    memory_cells = [name | _memory_cells(row) for name, row in zip(names, rows, strict=True)]
     # Most plans use no disk during training.
     if not any(row.memory is not None and row.memory.disk for row in rows):
-        for cells in memory_cells.values():
+        for cells in memory_cells:
             cells.pop("disk in\ntraining", None)
-    _print_table(out, "GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", rows, memory_cells)
+    print_table(out, "GPU memory of the fullest rank at its peak, in GB (10^9 bytes)", memory_cells, tuple(names[0]), dimmed)
 
     is_sent = any(row.sent for row in rows)
     has_rule = _has_rule(rows)
-    step_cells = {}
-    title = "time of a step; nothing is sent"
-    for row in rows:
-        step_cells[row.file] = _time_cells(row)
-    if is_sent:
-        title = "sent in a step, and its time"
-        for row in rows:
-            step_cells[row.file] = _traffic_cells(row, cluster, has_rule) | step_cells[row.file]
-    _print_table(out, title, rows, step_cells)
+    title = "sent in a step, and its time" if is_sent else "time of a step; nothing is sent"
+    step_cells = []
+    for name, row in zip(names, rows, strict=True):
+        traffic_cells = _traffic_cells(row, cluster, has_rule) if is_sent else {}
+        step_cells.append(name | traffic_cells | _time_cells(row))
+    print_table(out, title, step_cells, tuple(names[0]), dimmed)
 
     _print_misfits(out, rows)
     best = rows[0]
     if best.fits and best.time is not None:
         slowest, fastest = best.rates
-        time = with_range(1e9 / best.tokens_per_second, (1e9 / fastest, 1e9 / slowest), duration)
+        hours = with_range(1e9 / best.tokens_per_second, (1e9 / fastest, 1e9 / slowest), duration)
         out.print(
             f"best: [bold]{best.file}[/] ({best.name}), {duration(best.time.step)} a step of "
-            f"{best.tokens_per_step:,} tokens, {time} for 10^9 tokens"
+            f"{best.tokens_per_step:,} tokens, {hours} for 10^9 tokens"
         )
     else:
         out.print("[red]no strategy file fits with these settings.[/]")
@@ -98,41 +101,44 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
         out.print(escape(failures.describe()))
 
 
-def _print_table(out: Console, title: str, rows: Sequence[Row], cells: dict[str, Cells]) -> None:
+def print_table(out: Console, title: str, rows: Sequence[Cells], fixed: Sequence[str], dimmed: Sequence[bool]) -> None:
     """Print a table without the columns that do not fit the terminal, the least important first, and name those.
 
     Args:
-        cells: strategy file -> its cells; empty for files without figures.
+        fixed: headers of the first columns, which are never left out.
+        dimmed: whether a row is less important.
     """
-    headers = list(next((row_cells for row_cells in cells.values() if row_cells), {}))
+    # A row without figures has the fixed columns alone.
+    headers = [header for header in max(rows, key=len) if header not in fixed]
     left_out = []
-    table = _build_table(title, rows, cells, headers)
+    table = _build_table(title, rows, fixed, headers, dimmed)
     while len(headers) > 1 and out.measure(table, options=out.options.update(max_width=1000)).maximum > out.width:
         dispensable = [header for header in _DISPENSABLE if header in headers] or headers[-1:]
         headers.remove(dispensable[0])
-        left_out.append(" ".join(dispensable[0].split()))
-        table = _build_table(title, rows, cells, headers)
+        left_out.append(dispensable[0].replace("-\n", "-").replace("\n", " "))
+        table = _build_table(title, rows, fixed, headers, dimmed)
     out.print(table)
     if left_out:
         out.print(f"[dim]left out on {out.width} columns: {', '.join(left_out)}; --json has all[/]")
 
 
-def _build_table(title: str, rows: Sequence[Row], cells: dict[str, Cells], headers: Sequence[str]) -> Table:
+def _build_table(
+    title: str, rows: Sequence[Cells], fixed: Sequence[str], headers: Sequence[str], dimmed: Sequence[bool]
+) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None)
-    table.add_column("strategy file", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
+    for header in fixed:
+        table.add_column(header, no_wrap=True)
     for header in headers:
         table.add_column(header, justify="right")
-    for row in rows:
-        texts = [cells[row.file].get(header, "") for header in headers]
-        style = "" if row.fits else "dim"
-        table.add_row(row.file, _fits(row), *texts, style=style)
+    for cells, is_dimmed in zip(rows, dimmed, strict=True):
+        texts = [cells.get(header, "") for header in (*fixed, *headers)]
+        table.add_row(*texts, style="dim" if is_dimmed else "")
     return table
 
 
-def _fits(row: Row) -> str:
+def fits_text(row: Row) -> str:
     if row.untraced:
         return "[red]not traced[/]"
     if row.memory is None:
@@ -185,9 +191,10 @@ def _time_cells(row: Row) -> Cells:
         return {}
     if row.time is None:
         return {"tokens/s": "-", "tokens/s,\nrange": "-", "waits for": "-"}
+    low, high = row.rates
     return {
         "tokens/s": f"{row.tokens_per_second:,.0f}",
-        "tokens/s,\nrange": "{:,.0f} - {:,.0f}".format(*row.rates),
+        "tokens/s,\nrange": f"{low:,.0f} - {high:,.0f}",
         "waits for": row.time.bound,
     }
 
@@ -277,8 +284,9 @@ def record(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> dict[str
     """Return a plan as JSON values. Amounts are bytes, times seconds."""
     row_records = []
     for row in rows:
-        rates = {"tokens_per_second": row.tokens_per_second, "tokens_per_second_range": row.rates}
-        row_records.append(asdict(row) | {"fits": row.fits} | rates)
+        row_records.append(
+            asdict(row) | {"fits": row.fits, "tokens_per_second": row.tokens_per_second, "tokens_per_second_range": row.rates}
+        )
     return {
         "model": traced.job.name,
         "parameters": traced.model.parameters,

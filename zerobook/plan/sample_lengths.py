@@ -1,0 +1,50 @@
+"""Token lengths of the samples of a run's data, where the data and the model's tokenizer are on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from zerobook.config import RecipeConfig
+from zerobook.data import embedded
+from zerobook.data.sources import open_source
+from zerobook.errors import ConfigError, DataError
+
+READ_BYTES = 8 << 20
+"""Size of a data file up to which its samples are tokenized for a plan, which takes a few seconds."""
+
+
+def read_lengths(config: RecipeConfig) -> np.ndarray | None:
+    """Return the tokens of each sample before cutting; None where they cannot be counted in short time, and for running text,
+    whose rows are blocks."""
+    from zerobook.data.examine import examine
+    from zerobook.data.templates import CausalEncoder
+    from zerobook.models.load import open_tokenizer
+
+    file = Path(config.train_file or "").expanduser()
+    model = config.tokenizer_name or config.model_name_or_path or ""
+    if not file.is_file() or file.stat().st_size > READ_BYTES:
+        return None
+    folder = embedded.smollm2() if model.startswith(embedded.PREFIX) else Path(model).expanduser()
+    if not folder.is_dir():
+        return None
+    try:
+        tokenizer, _ = open_tokenizer(
+            str(folder),
+            template=config.chat_template_text,
+            revision=config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+            tokens=config.new_tokens,
+        )
+        examined = examine(
+            open_source(str(file)).train,
+            CausalEncoder(tokenizer, length=None),
+            length=config.row_length,
+            format=config.format,
+            columns={"text_column": config.text_column, "summary_column": config.summary_column},
+        )
+    except (ConfigError, DataError):
+        # The run says what is wrong with its data.
+        return None
+    return None if examined.format == "text" or not len(examined.lengths) else examined.lengths

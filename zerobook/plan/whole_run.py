@@ -1,0 +1,105 @@
+"""A whole run: its steps, its hours and its cost, each with the range of the planned rate."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerobook.config import RecipeConfig
+from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
+from zerobook.errors import ConfigError
+from zerobook.plan.hardware import Cluster
+from zerobook.plan.rows import Row
+from zerobook.utils.devices import DEVICES
+from zerobook.utils.units import count, counted, duration, with_range
+
+BYTES_PER_TOKEN = 4
+"""Bytes of a data file for each token: about what tokenizers reach on English text."""
+TOKENS = 10**9
+"""Tokens of a run whose length nobody says, where its cost is asked for."""
+
+
+def parse_prices(text: str) -> dict[str, float]:
+    """Return GPU -> dollars an hour of ``a100-80gb=1.9,l40s=0.8``, or of ``1.9``, whose key is "": every GPU.
+
+    Raises:
+        ConfigError: not a price, or the name of no GPU.
+    """
+    prices = {}
+    for entry in text.split(","):
+        gpu, _, dollars = entry.rpartition("=")
+        if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", dollars) or gpu not in ("", *DEVICES):
+            raise ConfigError(f"--price: {entry!r} is no price of a GPU hour. Give dollars: 1.9, or a100-80gb=1.9,l40s=0.8.")
+        prices[gpu] = float(dollars)
+    return prices
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """Planned length, time and cost of a run. The ranges follow from the range of the rate; costs are dollars of all GPUs."""
+
+    steps: int
+    # what the steps follow from
+    basis: str
+    seconds: float
+    seconds_range: tuple[float, float]
+    cost: float | None
+    cost_range: tuple[float, float] | None
+
+    def describe(self) -> str:
+        text = f"{with_range(self.seconds, self.seconds_range, duration)} for {counted(self.steps, 'step')}: {self.basis}"
+        if self.cost is None or self.cost_range is None:
+            return text
+        return f"{with_range(self.cost, self.cost_range, '${:,.2f}'.format)} for {text}"
+
+
+def plan_whole_run(
+    row: Row, config: RecipeConfig, samples: int, cluster: Cluster, tokens: int | None, price: float | None
+) -> WholeRun | None:
+    """Return the planned run of a row that fits; None where nothing says its length, and no price is given.
+
+    Args:
+        samples: of a step.
+        tokens: of the whole run; None: the config and the size of its data say the length.
+        price: dollars of one GPU for an hour.
+    """
+    assert row.time is not None
+    rows, basis = _count_rows(config)
+    if tokens is None and config.max_train_steps is not None:
+        steps = config.max_train_steps
+        basis = "max_train_steps"
+    elif tokens is None and basis:
+        # A part is held out.
+        trained_rows = rows * (1 - config.validation_split_percentage / 100)
+        steps = math.ceil(config.num_train_epochs * math.ceil(trained_rows / samples))
+        basis = f"{config.num_train_epochs:g} epochs, with {basis}"
+    elif tokens is None and price is None:
+        return None
+    else:
+        tokens = tokens or TOKENS
+        steps = math.ceil(tokens / row.tokens_per_step)
+        basis = f"{count(tokens)} tokens"
+    seconds = steps * row.time.step
+    slowest, fastest = row.rate_range
+    seconds_range = (seconds / fastest, seconds / slowest)
+    if price is None:
+        return WholeRun(steps, basis, seconds, seconds_range, None, None)
+    cost = price * cluster.ranks * seconds / 3600
+    return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / fastest, cost / slowest))
+
+
+def _count_rows(config: RecipeConfig) -> tuple[float, str]:
+    """Return the rows of the training data, and what the number follows from; "" where the file does not say it."""
+    file = Path(config.train_file or "").expanduser()
+    # The suffix of a compressed file is .gz, whose size says nothing.
+    suffix = file.suffix.lower()
+    if not file.is_file() or suffix not in (*JSON_LINES, ".json", *TABLE, *TEXT):
+        return 0.0, ""
+    if config.packing or suffix in TEXT:
+        return file.stat().st_size / BYTES_PER_TOKEN / config.row_length, f"{BYTES_PER_TOKEN} bytes of the file a token"
+    if suffix not in JSON_LINES:
+        return 0.0, ""
+    samples = sum(1 for _ in file_source(file).read())
+    return samples, counted(samples, "sample")
