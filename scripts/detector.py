@@ -3,6 +3,7 @@
     python scripts/detector.py try FILE ...
     python scripts/detector.py page FILE ...
     python scripts/detector.py table FOLDER [--write docs/guides/detector.md]
+    python scripts/detector.py sets FOLDER ... [--write docs/guides/detector.md]
 
 `try` prints what would have been found and done in the run of a log, and `page` writes the same with its curves beside the log.
 A log is a transformers `trainer_state.json`, what Trainer printed, TensorBoard's event files or CSV, a history or chart export
@@ -10,7 +11,7 @@ of Weights & Biases, CSV, JSON Lines, or a folder with one of these.
 
 `table` compares the detector with published rules. FOLDER holds `curves/NAME.csv` (step,loss), `grad_norm/NAME.csv` and
 `lr/NAME.csv` where there are such, and `labels.json`: per curve its `label`, `source_repo` and `events` (`onset`, `recovered`,
-`points`, `kind`).
+`points`, `kind`). `sets` prints what the detector finds on several such folders, where each logged point counts as a step.
 
 Published rules, as implemented in their repositories (read in November 2026):
   llm-foundry KillLossSpike    5 losses in a row at least twice the mean of the last 100, or half of the last 100 above the cap
@@ -208,7 +209,7 @@ def score(curve: Curve, verdict: Verdict) -> dict[str, tuple[int, int]]:
         elif event["kind"] == "data_outlier":
             near = range(place.get(onset, 0), place.get(onset, 0) + event["points"] + 1)
             count("data outliers rolled back", any(place[began] in near for began, _ in verdict.rollbacks))
-        elif event.get("must_not_rollback"):
+        elif event["kind"] == "schedule_or_reset":
             start = place.get(onset, 0)
             near = range(start - 5, start + SLACK)
             count("planned restarts rolled back", any(place[began] in near for began, _ in verdict.rollbacks))
@@ -290,12 +291,54 @@ def write_table(folder: Path, page_path: Path | None) -> None:
         f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1])
     )
     text = f"{count}\n\n" + "\n".join(lines) + f"\n\nChosen without the source that was judged: {choices}.\n"
+    _write_between("table", text, page_path)
+
+
+def write_sets(folders: list[Path], page_path: Path | None) -> None:
+    """Print what is found on several sets of curves, where each logged point counts as a step."""
+    lines = [
+        "| set | curves | points | " + " | ".join(COLUMNS) + " | healthy curves rolled back |",
+        "|---|---|---|" + "---|" * (len(COLUMNS) + 1),
+    ]
+    for folder in tqdm(folders, desc="sets", unit="set"):
+        curves = [_with_points_as_steps(curve) for curve in load(folder)]
+        verdicts = [ours(curve.points) for curve in curves]
+        healthy = [verdict for curve, verdict in zip(curves, verdicts, strict=True) if curve.label == "healthy"]
+        rolled_back = sum(bool(verdict.rollbacks) for verdict in healthy)
+        points = sum(len(curve.points) for curve in curves)
+        found = row(f"{folder.name} | {len(curves)} | {points:,}", total(curves, verdicts))
+        lines.append(f"{found} {rolled_back}/{len(healthy)} |")
+    _write_between("sets", f"Run on {date.today()}.\n\n" + "\n".join(lines) + "\n", page_path)
+
+
+def _with_points_as_steps(curve: Curve) -> Curve:
+    """Return a curve whose steps are numbered by its points, in its events too."""
+    place: dict[int, int] = {}
+    for number, point in enumerate(curve.points):
+        place.setdefault(point.step, number)
+    steps = sorted(place)
+
+    def number_of(step: int) -> int:
+        # The step of an event may not be logged.
+        return place[min(steps, key=lambda logged: abs(logged - step))]
+
+    events = []
+    for event in curve.events:
+        recovered = event.get("recovered")
+        recovered = None if recovered is None else number_of(recovered)
+        events.append({**event, "onset": number_of(event["onset"]), "recovered": recovered})
+    points = [replace(point, step=number) for number, point in enumerate(curve.points)]
+    return Curve(curve.name, curve.label, curve.source, events, points)
+
+
+def _write_between(name: str, text: str, page_path: Path | None) -> None:
+    """Print a table, and put it into a page between its marks."""
     print(text)
-    if page_path is not None:
-        start, end = "<!-- table -->\n", "<!-- end of table -->"
-        page = page_path.read_text()
-        before, rest = page.split(start)
-        page_path.write_text(before + start + text + end + rest.split(end)[1])
+    if page_path is None:
+        return
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, rest = page_path.read_text().split(start)
+    page_path.write_text(before + start + text + end + rest.split(end)[1])
 
 
 # --- logs of other programs
@@ -323,11 +366,16 @@ def main(arguments: list[str] | None = None) -> int:
         actions.add_parser(name).add_argument("logs", nargs="+", metavar="FILE", help="the log of a run, or its folder")
     table = actions.add_parser("table")
     table.add_argument("folder", type=Path)
-    table.add_argument("--write", type=Path, help="put the tables between the marks of this Markdown file")
+    sets = actions.add_parser("sets")
+    sets.add_argument("folders", type=Path, nargs="+")
+    for parser_of_tables in (table, sets):
+        parser_of_tables.add_argument("--write", type=Path, help="put the table between its marks in this Markdown file")
     flags = parser.parse_args(arguments)
     try:
         if flags.action == "table":
             write_table(flags.folder, flags.write)
+        elif flags.action == "sets":
+            write_sets(flags.folders, flags.write)
         elif flags.action == "try":
             try_detector(flags.logs)
         else:

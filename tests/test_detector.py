@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.detector import replay
+from scripts.detector import main, replay
 from tests.calls import function_calls
 from zerobook.monitor.detector import Detector, Point, Settings
 
@@ -383,3 +383,19 @@ def test_nothing_here_needs_torch():
 
     modules = "zerobook.cli.runlog, zerobook.runlog.report, zerobook.monitor.policy"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=60)
+
+
+def test_sets_of_curves_are_judged_with_each_point_as_a_step(tmp_path, capsys):
+    diverges = lifted(noise(0.02), 200, [5.0] * 200)
+    (tmp_path / "curves").mkdir()
+    for name, losses in {"a.csv": noise(0.02), "b.csv": diverges}.items():
+        rows = "".join(f"{i * 50},{x}\n" for i, x in enumerate(losses))
+        (tmp_path / "curves" / name).write_text(f"step,loss\n{rows}")
+    event = {"onset": 200 * 50, "points": 200, "recovered": None, "kind": "divergence"}
+    labels = {
+        "a.csv": {"label": "healthy", "source_repo": "a/a", "events": []},
+        "b.csv": {"label": "divergence", "source_repo": "b/b", "events": [event]},
+    }
+    (tmp_path / "labels.json").write_text(json.dumps(labels))
+    assert main(["sets", str(tmp_path)]) == 0
+    assert "| 2 | 800 | 1/1 | 0/0 | 0/0 | 0/0 | 0/1 | 0/1 |" in capsys.readouterr().out
