@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from zerobook.errors import ConfigError
 from zerobook.plan.hardware import cluster
 from zerobook.plan.roofline import StepSeconds
 from zerobook.plan.rows import Row
+from zerobook.plan.sample_lengths import read_lengths
 from zerobook.plan.whole_run import parse_prices, plan_whole_run
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -133,3 +135,36 @@ def test_bad_questions_about_money_are_refused(tiny, capsys, line, words):
     assert main(["plan", *(word.format(tiny=tiny) for word in line)]) == 2
     text = capsys.readouterr().err
     assert all(word in text for word in words), text
+
+
+def write_chats(folder, words):
+    file = folder / "chats.jsonl"
+    chats = [[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes " * count}] for count in words]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    return str(file)
+
+
+def test_samples_are_counted_in_the_tokens_of_the_models_tokenizer(tiny, tmp_path, monkeypatch):
+    file = write_chats(tmp_path, [1, 2, 40])
+    config = made("lora_finetune", tiny / "llama", train_file=file).config
+    lengths = read_lengths(config)
+    assert len(lengths) == 3 and lengths[0] < lengths[1] < lengths[2]
+    packed = made("lora_finetune", tiny / "llama", train_file=file, packing=True, max_seq_length=8, num_train_epochs=8).config
+    run = plan_whole_run(fitting_row(), packed, 1, cluster(), None, None, lengths)
+    rows = sum(min(length, 8) for length in lengths) / 8 * 0.95
+    assert run.steps == 8 * math.ceil(rows), "five in a hundred samples are held out"
+    assert read_lengths(made("lora_finetune", WIDE, train_file=file).config) is None, "no tokenizer beside a config.json"
+    monkeypatch.setattr("zerobook.plan.sample_lengths.READ_BYTES", 10)
+    assert read_lengths(config) is None
+
+
+def test_padded_rows_are_planned_as_long_as_the_longest_sample(tiny, tmp_path, capsys):
+    file = write_chats(tmp_path, [1, 2, 40])
+    longest = max(read_lengths(made("lora_finetune", tiny / "llama", train_file=file).config))
+    line = ["plan", "--json", "-", "--strategies", "single", "recipes/lora_finetune.py", "--max_seq_length", "512"]
+    flags = ["--model_name_or_path", str(tiny / "llama"), "--train_file", file, "--per_device_train_batch_size", "1"]
+    assert main([*line, *flags]) == 0
+    printed = capsys.readouterr()
+    assert longest <= json.loads(printed.out)["rows"][0]["tokens_per_step"] < longest + 8 and "longest" not in printed.out
+    assert main([*line, *flags, "--packing", "true"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["tokens_per_step"] == 512

@@ -135,7 +135,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     from zerobook.utils.bars import tqdm
 
     files = _strategy_files(flags.strategies)
-    request, words = _read_request(model_arguments, files, cluster, flags)
+    request, words = _read_request(model_arguments, files, cluster, flags, packs=flags.recommend)
     progress = tqdm(files, desc="planning", unit=" files", leave=False)
     traced, rows = plan_recipe(request.recipe, request.sources, cluster, progress, request.models)
     advice = advise(request, cluster) if flags.recommend else None
@@ -171,7 +171,7 @@ def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags
     from zerobook.plan.advise import advise
     from zerobook.plan.machines import compare_machines, show_machines
 
-    request, words = _read_request(model_arguments, _strategy_files(flags.strategies), clusters[0], flags)
+    request, words = _read_request(model_arguments, _strategy_files(flags.strategies), clusters[0], flags, packs=True)
     machines = compare_machines(request, clusters)
     output = sys.stderr if flags.json == "-" else sys.stdout
     if flags.json:
@@ -290,7 +290,7 @@ def here(processes: str | None) -> Cluster:
 
 
 def _read_request(
-    model_arguments: list[str], files: list[Path], cluster: Cluster, flags: argparse.Namespace
+    model_arguments: list[str], files: list[Path], cluster: Cluster, flags: argparse.Namespace, *, packs: bool = False
 ) -> tuple[Request, list[str]]:
     """Read the model or recipe, and return the request with the recipe's flags as they were typed.
 
@@ -302,6 +302,7 @@ def _read_request(
     from zerobook.config import changed, parse
     from zerobook.optimizer import names_code_in_yaml
     from zerobook.plan.advise import Request
+    from zerobook.plan.sample_lengths import read_lengths
     from zerobook.plan.whole_run import parse_prices
     from zerobook.training.recipe_file import recipe_class
 
@@ -327,8 +328,20 @@ def _read_request(
     tokens = parse_count(flags.tokens, "--tokens") if flags.tokens else None
     prices = parse_prices(flags.price) if flags.price else {}
     request = Request(file, kind(config), sources, files, tokens=tokens, prices=prices)
-    # A measurement takes the precision of the run.
-    return request if flags.measure else request.on(cluster), words
+    # A measurement takes the precision and the rows of the run.
+    if flags.measure:
+        return request, words
+    request = replace(request, lengths=None if kind.encoder_decoder else read_lengths(config))
+    # The adviser packs samples into rows, which are then full. Held-out samples may be longer.
+    is_packed = config.packing or (packs and request.can_pack)
+    if request.lengths is not None and not is_packed and config.validation_file is None:
+        # Rows are padded to a multiple of 8.
+        longest = -(-int(request.lengths.max()) // 8) * 8
+        if longest < config.row_length:
+            print(f"note: no sample has more than {longest} tokens, so rows are planned with as many.", file=sys.stderr)
+            config, sources = changed(config, sources, kind.config_class, {config.length_key: longest})
+            request = replace(request, recipe=kind(config), sources=sources)
+    return request.on(cluster), words
 
 
 def _shorter_lengths(config: RecipeConfig, sources: ConfigSources) -> dict[str, int]:

@@ -142,6 +142,7 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
     """Return the request for the method that was asked for; for all weights where none was."""
     from zerobook.config import parse
     from zerobook.plan.advise import Request
+    from zerobook.plan.sample_lengths import read_lengths
     from zerobook.training.recipe_file import recipe_class
 
     method = flags.method or "full"
@@ -165,7 +166,8 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
         return _published(method, encoder_decoder)[1]
 
     files = sorted(shipped("accelerate_configs").glob("*.yaml"))
-    return Request(recipe_file, kind(config), sources, files, settings)
+    lengths = None if encoder_decoder else read_lengths(config)
+    return Request(recipe_file, kind(config), sources, files, settings, lengths=lengths)
 
 
 def _published(method: str, encoder_decoder: bool) -> tuple[str, dict[str, Any]]:

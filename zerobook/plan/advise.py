@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zerobook.config import ConfigSources, RecipeConfig, changed
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
@@ -53,6 +55,8 @@ class Request:
     tokens: int | None = None
     # GPU -> dollars an hour; "" for every GPU
     prices: dict[str, float] = field(default_factory=dict)
+    # tokens of each sample of the data, where they are known
+    lengths: np.ndarray | None = None
     # models that were built, see `plan_recipe`
     models: dict[str, TracedJob] = field(default_factory=dict)
 
@@ -106,7 +110,14 @@ class Request:
     def whole_run(self, candidate: Candidate, cluster: Cluster) -> WholeRun | None:
         """Return the length and the cost of a candidate's run, where they are known."""
         price = self.prices.get(cluster.device.name, self.prices.get(""))
-        return plan_whole_run(candidate.row, candidate.config, candidate.samples, cluster, self.tokens, price)
+        return plan_whole_run(candidate.row, candidate.config, candidate.samples, cluster, self.tokens, price, self.lengths)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether samples may share rows, as far as the user decided."""
+        config = self.recipe.config
+        shares_rows = config.rows_shared_by or config.group_by_length or self.recipe.encoder_decoder
+        return not (shares_rows or self.sources.given("packing"))
 
 
 @dataclass(frozen=True)
@@ -353,9 +364,8 @@ class _Search:
         if config.global_batch_size is None:
             samples = config.per_device_train_batch_size * config.gradient_accumulation_steps
             flags["gradient_accumulation_steps"] = samples // micro_batch
-        shares_rows = config.rows_shared_by or config.group_by_length or self.request.recipe.encoder_decoder
-        is_padded = self.method != "full" or self.request.recipe.batch_shape().padded
-        if is_padded and not shares_rows and not self.request.sources.given("packing"):
+        is_padded = self.method != "full" or self.request.recipe.batch_shape().padded or self.request.lengths is not None
+        if is_padded and self.request.can_pack:
             flags["packing"] = True
         return self.settings | flags
 

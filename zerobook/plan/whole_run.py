@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from zerobook.config import RecipeConfig
 from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
 from zerobook.errors import ConfigError
@@ -56,7 +58,13 @@ class WholeRun:
 
 
 def plan_whole_run(
-    row: Row, config: RecipeConfig, samples: int, cluster: Cluster, tokens: int | None, price: float | None
+    row: Row,
+    config: RecipeConfig,
+    samples: int,
+    cluster: Cluster,
+    tokens: int | None,
+    price: float | None,
+    lengths: np.ndarray | None = None,
 ) -> WholeRun | None:
     """Return the planned run of a row that fits; None where nothing says its length, and no price is given.
 
@@ -64,9 +72,10 @@ def plan_whole_run(
         samples: of a step.
         tokens: of the whole run; None: the config and the size of its data say the length.
         price: dollars of one GPU for an hour.
+        lengths: tokens of each sample of the data, where they are known.
     """
     assert row.time is not None
-    rows, basis = _count_rows(config)
+    rows, basis = _count_rows(config, lengths)
     if tokens is None and config.max_train_steps is not None:
         steps = config.max_train_steps
         basis = "max_train_steps"
@@ -90,8 +99,12 @@ def plan_whole_run(
     return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / fastest, cost / slowest))
 
 
-def _count_rows(config: RecipeConfig) -> tuple[float, str]:
+def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float, str]:
     """Return the rows of the training data, and what the number follows from; "" where the file does not say it."""
+    if lengths is not None:
+        kept = np.minimum(lengths, config.row_length)
+        basis = f"{counted(len(lengths), 'sample')} of {kept.mean():,.0f} tokens in the mean"
+        return (kept.sum() / config.row_length if config.packing else len(lengths)), basis
     file = Path(config.train_file or "").expanduser()
     # The suffix of a compressed file is .gz, whose size says nothing.
     suffix = file.suffix.lower()
