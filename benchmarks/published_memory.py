@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import published_programs  # noqa: E402
+from benchmarks.published_programs import traced_as_it_ran  # noqa: E402
 from benchmarks.published_runs import (  # noqa: E402
     PAGE,
     RUNS,
@@ -34,6 +36,7 @@ from benchmarks.published_runs import (  # noqa: E402
     _percent,
     _quantiles,
     _table,
+    peer_table,
     resolve_run,
     spread,
 )
@@ -42,19 +45,22 @@ from zerobook.plan import job as job_module  # noqa: E402
 from zerobook.plan import repetition  # noqa: E402
 from zerobook.plan import trace as trace_module  # noqa: E402
 from zerobook.plan.job import Job  # noqa: E402
-from zerobook.plan.memory import PeakMemory, peak_memory  # noqa: E402
+from zerobook.plan.memory import CONTEXT_BYTES, NCCL_BYTES, PeakMemory, peak_memory  # noqa: E402
 from zerobook.plan.sharding import ShardingSpec  # noqa: E402
-from zerobook.plan.state_bytes import ModelWeights, Weight  # noqa: E402
+from zerobook.plan.state_bytes import ModelWeights, Weight, cast_bytes  # noqa: E402
 from zerobook.plan.trace import TimelinePoint, Trace  # noqa: E402
 from zerobook.plan.traced_job import trace_job  # noqa: E402
 from zerobook.utils.versions import versions  # noqa: E402
 
 CACHE = Path(tempfile.gettempdir()) / "zerobook_published_memory"
+TRACED = ("saved", "layers", "loss", "loss_chunks")
+"""Differences of a program that change its trace, see `benchmarks.published_programs`."""
 
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """A run with its planned peak. ``published`` are bytes of ``counter``; None where only ``ran`` is known."""
+    """A run with its planned peak. ``published`` are bytes of ``counter``; None where only ``ran`` is known. ``chunked`` is the
+    peak with the loss of `zerobook.head`, where it was asked for."""
 
     run: PublishedRun
     memory: PeakMemory
@@ -62,6 +68,7 @@ class MemoryComparison:
     counter: str
     published: float | None
     ran: bool
+    chunked: PeakMemory | None = None
 
     @property
     def planned(self) -> int:
@@ -83,6 +90,23 @@ class MemoryComparison:
         if self.memory.low > self.capacity:
             return "no"
         return "tight" if self.memory.high > self.capacity else "yes"
+
+    @property
+    def shares_states(self) -> bool:
+        """Whether several ranks share states, whose buffers leave more gaps in the allocator's blocks."""
+        facts = self.run.facts
+        return facts["nodes"] * facts["gpus_per_node"] > 1 and facts["strategy"] != "ddp"
+
+    @property
+    def has_planned_gaps(self) -> bool:
+        """Whether the allocator's gaps are planned as a share of what is allocated, and count in what was published."""
+        return self.counter != "allocated" and "whole_model_at_load" not in self.run.facts.get("memory", {})
+
+    def with_gaps(self, cached_share: float) -> MemoryComparison:
+        """Return the comparison with another share of cached bytes."""
+        device = self.memory.device
+        device = replace(device, cached=int(cached_share * device.allocated))
+        return replace(self, memory=replace(self.memory, device=device))
 
 
 def read_memory_runs(file: Path = RUNS) -> list[PublishedRun]:
@@ -117,9 +141,15 @@ def read_counter(run: PublishedRun) -> str:
 class MemoryPlanner:
     """Plans the memory of runs. Traces are kept in a folder."""
 
-    def __init__(self, cache: Path = CACHE):
+    def __init__(self, cache: Path = CACHE, *, with_chunked_loss: bool = False):
+        """
+        Args:
+            with_chunked_loss: also plan each run with the loss of `zerobook.head`, which holds few logits at once.
+        """
         self._cache = cache
-        code = [Path(module.__file__ or "").read_bytes() for module in (trace_module, job_module, repetition)]
+        self._with_chunked_loss = with_chunked_loss
+        modules = (trace_module, job_module, repetition)
+        code = [Path(module.__file__ or "").read_bytes() for module in modules]
         self._code = hashlib.sha256(b"".join(code) + repr(versions()).encode()).hexdigest()
 
     def compare(self, run: PublishedRun) -> MemoryComparison:
@@ -130,23 +160,33 @@ class MemoryPlanner:
         """
         facts = run.facts
         # Compiled layers and operations that are recomputed selectively exclude each other here, and not in other programs.
-        if facts["compile"]:
-            run = PublishedRun(facts | {"compile": False})
+        traced = facts | {"compile": False}
+        if "saved" in facts.get("memory", {}):
+            traced["activation_checkpointing"] = "selective"
         where = run.cluster()
-        job, plan, sharding, model = resolve_run(run, where)
+        job, plan, sharding, model = resolve_run(PublishedRun(traced), where)
+        accumulation = job.config.accumulation_on(plan.data_parallel_size)
+        memory = self._plan(run, job, sharding, model, accumulation)
+        chunked = None
+        if self._with_chunked_loss:
+            chunked = memory
+            if job.whole_logits:
+                chunked = self._plan(run, replace(job, whole_logits=False), sharding, model, accumulation)
+        ran = facts["measured"].get("fits", True)
+        return MemoryComparison(run, memory, where.device.memory, read_counter(run), published_bytes(run), ran, chunked)
+
+    def _plan(self, run: PublishedRun, job: Job, sharding: ShardingSpec, model: ModelWeights, accumulation: int) -> PeakMemory:
+        """Return the peak of a run as its program ran it."""
+        facts = run.facts
         trace = self._trace(run, job, sharding)
         sharding = replace(sharding, **facts.get("deepspeed_elements", {}))
+        if facts.get("memory", {}).get("shards_scales"):
+            model = _shard_scales(model, sharding)
         in_half = facts["trained_weights"].startswith("bf16")
         model, sharding, trace = _keep_dtype(model, sharding, trace, in_half)
-        memory = peak_memory(
-            model,
-            sharding,
-            trace,
-            accumulation=job.config.accumulation_on(plan.data_parallel_size),
-            gpus_per_node=sharding.ranks_per_node,
-        )
-        ran = facts["measured"].get("fits", True)
-        return MemoryComparison(run, memory, where.device.memory, read_counter(run), published_bytes(run), ran)
+        ranks_per_node = sharding.ranks_per_node
+        memory = peak_memory(model, sharding, trace, accumulation=accumulation, gpus_per_node=ranks_per_node)
+        return _add_what_the_program_keeps(memory, model, sharding, facts)
 
     def _trace(self, run: PublishedRun, job: Job, sharding: ShardingSpec) -> Trace:
         """Return the timeline of a micro-batch's activations."""
@@ -159,9 +199,15 @@ class MemoryPlanner:
         settings = job.config.model_dump_json(exclude={"model_name_or_path", "gradient_accumulation_steps"})
         config = job.model_config.to_json_string(use_diff=False)
         key = f"{self._code} {settings} {config} {cast} {autocast} {job.whole_logits}"
+        program = run.facts.get("memory", {})
+        differences = {name: program[name] for name in TRACED if name in program}
+        if differences:
+            code = Path(published_programs.__file__).read_text()
+            key = f"{key} {differences} {run.facts['compile']} {code}"
         file = self._cache / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
         if not file.exists():
-            trace = trace_job(job, cast, autocast, "cuda")
+            with traced_as_it_ran(run.facts):
+                trace = trace_job(job, cast, autocast, "cuda")
             self._cache.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"timeline": trace.timeline, "host_bytes": trace.host_bytes}))
         facts = json.loads(file.read_text())
@@ -195,11 +241,48 @@ def _keep_dtype(
     return result, sharding_in_half, replace(trace, timeline=timeline)
 
 
+def _shard_scales(model: ModelWeights, sharding: ShardingSpec) -> ModelWeights:
+    """Return the weights with the scales that one rank holds where they are divided among ranks."""
+    weights = [replace(weight, scale_bytes=weight.scale_bytes // sharding.ranks) for weight in model.weights]
+    return replace(model, weights=weights)
+
+
+def _add_what_the_program_keeps(
+    memory: PeakMemory, model: ModelWeights, sharding: ShardingSpec, facts: dict[str, Any]
+) -> PeakMemory:
+    """Return the peak of a program that keeps more than a plan counts, see `benchmarks.published_programs`."""
+    program = facts.get("memory", {})
+    device = memory.device
+    weight_bytes = [weight.numel * cast_bytes(weight, sharding) for weight in model.weights]
+    if program.get("copies_gathered"):
+        device = replace(device, buffers=device.buffers + max(weight_bytes))
+    if program.get("whole_model_at_load"):
+        reserved = max(device.allocated + device.cached, sum(weight_bytes))
+        # The blocks of the layers' weights stay reserved. Larger tensors do not fit into them, and come on top.
+        layer_bytes = [weight.numel * cast_bytes(weight, sharding) for weight in model.weights if weight.unit]
+        hidden_bytes = facts["seq_len"] * facts["micro_batch"] * facts["arch"]["hidden_size"] * sharding.compute_bytes
+        if hidden_bytes > max(layer_bytes):
+            reserved = max(reserved, sum(layer_bytes) + device.activations)
+        device = replace(device, cached=reserved - device.allocated)
+    other = device.other
+    if "context_gb" in program:
+        other += int(program["context_gb"] * 1e9) - CONTEXT_BYTES
+    if "communicators" in program:
+        other += (program["communicators"] - 1) * NCCL_BYTES
+    device = replace(device, other=other)
+    scale = device.total / memory.total
+    return replace(memory, device=device, low=int(scale * memory.low), high=int(scale * memory.high))
+
+
 INTRODUCTION = """
 Each run that names its peak, or says whether it fitted, is planned as it ran, and compared with the planned figure of the
 counter that it printed: `allocated`, `reserved`, or `driver`. Where a source does not name its counter, the row says which one
 is assumed. Errors are |planned / published - 1|: median / 90th percentile; the ratio is planned over published in the median.
-None of these runs ran here. The planner's shares and sizes are not fitted to single sources, so none is left out in turn.
+None of these runs ran here. What a plan counts has no fitted constant. What torch's allocator caches is planned as a share of
+that, the median of these runs: where a source is left out, the shares are those of all other sources. The row of the chunked
+loss plans all runs with the loss of Zerobook's recipes, in place of the loss that each program has. Where a program keeps
+otherwise what ours keep, its runs are planned so, and their caveats say from which code: saved products, Liger's layers,
+copies of logits or of gathered weights, sizes of buckets, weights that are on each GPU before they are sharded.
 """
 GROUPS: dict[str, Callable[[MemoryComparison], str]] = {
     "source": lambda comparison: comparison.run.source,
@@ -216,7 +299,15 @@ def memory_section(comparisons: Sequence[MemoryComparison], unplanned: Sequence[
     """Return the page's section about memory as Markdown."""
     with_peak = [comparison for comparison in comparisons if comparison.published is not None]
     lines = ["## Memory", "", *INTRODUCTION.strip().splitlines(), ""]
-    overall = [["sources weighted alike", str(len(with_peak)), _percent(spread(with_peak)), _ratio(with_peak)]]
+    kinds = {
+        "sources weighted alike": with_peak,
+        "sources weighted alike, each left out in turn": leave_sources_out(with_peak),
+        "with the chunked loss of our recipes": with_chunked_loss(with_peak),
+    }
+    overall = []
+    for name, members in kinds.items():
+        if members:
+            overall.append([name, str(len(members)), _percent(spread(members)), _ratio(members)])
     lines += _table(["", "runs", "error", "ratio"], overall)
     for heading, group_of in GROUPS.items():
         groups = defaultdict(list)
@@ -227,6 +318,9 @@ def memory_section(comparisons: Sequence[MemoryComparison], unplanned: Sequence[
             errors = _quantiles([member.error for member in members])
             rows.append([name, str(len(members)), _percent(errors), _ratio(members)])
         lines += _table([heading, "runs", "error", "ratio"], rows)
+
+    lines += ["### Beside another program", ""]
+    lines += peer_table(with_peak, "memory_gb", lambda comparison: comparison.published / 1e9)
 
     lines += [
         "### Does it fit?",
@@ -257,10 +351,54 @@ def memory_section(comparisons: Sequence[MemoryComparison], unplanned: Sequence[
     return "\n".join(lines)
 
 
+def with_chunked_loss(comparisons: Sequence[MemoryComparison]) -> list[MemoryComparison]:
+    """Return the comparisons that were also planned with our loss, with that peak."""
+    planned = []
+    for comparison in comparisons:
+        if comparison.chunked is not None:
+            planned.append(replace(comparison, memory=comparison.chunked))
+    return planned
+
+
+def leave_sources_out(comparisons: Sequence[MemoryComparison]) -> list[MemoryComparison]:
+    """Return each comparison with the shares of cached bytes that the runs of all other sources have."""
+    left_out = []
+    for source in sorted({comparison.run.source for comparison in comparisons}):
+        others = [comparison for comparison in comparisons if comparison.run.source != source]
+        shares = {shares_states: cached_share(others, shares_states=shares_states) for shares_states in (False, True)}
+        for comparison in comparisons:
+            if comparison.run.source != source:
+                continue
+            if comparison.has_planned_gaps:
+                comparison = comparison.with_gaps(shares[comparison.shares_states])
+            left_out.append(comparison)
+    return left_out
+
+
+def cached_share(comparisons: Sequence[MemoryComparison], *, shares_states: bool) -> float:
+    """Return the median of the cached bytes for each byte that is allocated, as published peaks imply them. Each source has
+    the same weight."""
+    by_source = defaultdict(list)
+    for comparison in comparisons:
+        if comparison.has_planned_gaps and comparison.shares_states is shares_states and comparison.published is not None:
+            device = comparison.memory.device
+            outside = device.other if comparison.counter == "driver" else 0
+            by_source[comparison.run.source].append((comparison.published - outside) / device.allocated - 1)
+    weighted = []
+    for shares in by_source.values():
+        weighted += [(share, 1 / len(shares) / len(by_source)) for share in shares]
+    total = 0.0
+    for share, weight in sorted(weighted):
+        total += weight
+        if total >= 0.5 - 1e-9:
+            return max(share, 0.0)
+    return 0.0
+
+
 def _cause(facts: dict[str, Any]) -> str:
     """Return the probable cause of a large distance; "not known" where there is none."""
     if facts["attention"].startswith("megatron"):
-        return "Megatron-DeepSpeed of 2021; what it holds beside the states is not known"
+        return "Megatron-DeepSpeed of 2021 holds 2 to 4 GB more than its code explains: not known"
     if facts["method"].get("quant") == "gptq-int4":
         return "base: GPTQ, planned as NF4"
     if facts["plannable"] != "yes":
@@ -303,11 +441,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="runs whose id contains this; the page is left as it is")
     parser.add_argument("--cache", type=Path, default=CACHE, help="the folder in which traces are kept")
     flags = parser.parse_args()
-    comparisons, unplanned = compare_all(MemoryPlanner(flags.cache), flags.only)
+    comparisons, unplanned = compare_all(MemoryPlanner(flags.cache, with_chunked_loss=not flags.only), flags.only)
     if not flags.only:
         append_section(PAGE, comparisons, unplanned)
     with_peak = [comparison for comparison in comparisons if comparison.published is not None]
     print(f"sources weighted alike: {_percent(spread(with_peak))}")
+    for shares_states in (False, True):
+        print(f"cached share, shared states {shares_states}: {cached_share(with_peak, shares_states=shares_states):.3f}")
 
 
 if __name__ == "__main__":

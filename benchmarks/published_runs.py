@@ -46,6 +46,8 @@ from zerobook.utils.versions import versions  # noqa: E402
 
 RUNS = ROOT / "benchmarks" / "published_runs.jsonl"
 PAGE = ROOT / "docs" / "measured" / "plan_accuracy.md"
+FTUNEAI = ROOT / "benchmarks" / "results" / "published_ftuneai.json"
+"""What ``benchmarks/published_ftuneai.py`` wrote."""
 
 STRATEGY_FILES = {
     "fsdp1-full": "fsdp",
@@ -54,6 +56,7 @@ STRATEGY_FILES = {
     "fsdp1-hybrid": "fsdp_hybrid",
     "fsdp1-full-offload": "fsdp_offload",
     "fsdp2-full": "fsdp",
+    "fsdp2-full-offload": "fsdp_offload",
 }
 """Name of a strategy in the runs -> shipped strategy file, where it is not the name with ``_`` for ``-``."""
 CHECKPOINTING = {"selective-op": "selective", "selective-2nd-layer": "every:2"}
@@ -441,6 +444,42 @@ def spread(comparisons: Iterable[Comparison]) -> tuple[float, float]:
     return quantile(0.5), quantile(0.9)
 
 
+@dataclass(frozen=True)
+class PeerError:
+    """Distance of another program's figure from what was published."""
+
+    run: PublishedRun
+    error: float
+
+
+def peer_table(comparisons: Iterable[Any], figure: str, published_of: Callable[[Any], float]) -> list[str]:
+    """Return a table of the plan's errors beside those of ftuneai, on the runs that both plan.
+
+    Args:
+        comparisons: have a run and an error.
+        figure: its name in what ftuneai planned.
+        published_of: returns the published figure of a comparison.
+    """
+    peer = json.loads(FTUNEAI.read_text())
+    ours = [comparison for comparison in comparisons if comparison.run.facts["id"] in peer["runs"]]
+    theirs = []
+    for comparison in ours:
+        planned = peer["runs"][comparison.run.facts["id"]][figure]
+        theirs.append(PeerError(comparison.run, abs(planned / published_of(comparison) - 1)))
+    rows = [["sources weighted alike", str(len(ours)), _percent(spread(ours)), _percent(spread(theirs))]]
+    for source in sorted({comparison.run.source for comparison in ours}):
+        our_errors = [comparison.error for comparison in ours if comparison.run.source == source]
+        their_errors = [peer_error.error for peer_error in theirs if peer_error.run.source == source]
+        cells = [_percent(_quantiles(errors)) for errors in (our_errors, their_errors)]
+        rows.append([source, str(len(our_errors)), *cells])
+    lines = [
+        f"The same runs by [ftuneai](https://pypi.org/project/ftuneai/) {peer['ftuneai']}, a program of formulas, on",
+        f"{peer['date']}: `benchmarks/published_ftuneai.py`. Runs that it has no words for are left out on both sides.",
+        "",
+    ]
+    return lines + _table(["", "runs", "zerobook plan", "ftuneai"], rows)
+
+
 def _percent(errors: tuple[float, float]) -> str:
     median, late = errors
     return f"{median:.0%} / {late:.0%}"
@@ -533,6 +572,9 @@ def page(comparisons: list[Comparison], left_out: list[Comparison], unplanned: l
     lines += _table(["", "runs", "error", "ratio"], rows)
     for heading, group_of in GROUPS.items():
         lines += _group_table(heading, group_of, comparisons, left_out)
+
+    lines += ["## Beside another program", ""]
+    lines += peer_table(comparisons, "tokens_per_s_per_gpu", lambda comparison: comparison.run.tokens_per_second)
 
     misses = [comparison for comparison in comparisons if comparison.error > WIDE_MISS]
     lines += [f"## Runs more than {WIDE_MISS:.0%} off", ""]

@@ -6,9 +6,17 @@ import json
 
 import pytest
 
-from benchmarks.published_memory import MemoryPlanner, append_section, memory_section, read_memory_runs
-from benchmarks.published_runs import PublishedRun
-from zerobook.plan.memory import CONTEXT_BYTES, peak_memory
+from benchmarks.published_memory import (
+    MemoryComparison,
+    MemoryPlanner,
+    append_section,
+    cached_share,
+    leave_sources_out,
+    memory_section,
+    read_memory_runs,
+)
+from benchmarks.published_runs import PublishedRun, peer_table
+from zerobook.plan.memory import CONTEXT_BYTES, DeviceBytes, PeakMemory, peak_memory
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import ModelWeights, Weight
 from zerobook.plan.trace import TimelinePoint, Trace
@@ -90,11 +98,105 @@ def test_the_section_stands_once_and_lists_every_miss(tmp_path, planner, compari
     assert "| far-off |" in text and "no recipe" in text and memory_section(compared, []).splitlines()[0] == "## Memory"
 
 
+def small(name: str, **changes) -> PublishedRun:
+    """Return a published run of a model of 4 narrow layers."""
+    facts = json.loads(json.dumps(RUNS[name].facts))
+    facts["arch"] |= {"hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 160, "vocab": 512}
+    return PublishedRun(facts | {"seq_len": 128, "micro_batch": 2} | changes)
+
+
+@pytest.mark.parametrize(
+    "name, program, keeps_less",
+    [
+        ("torchtitan-009", {"saved": "second_products"}, True),
+        ("torchtune-012", {"layers": "fused"}, True),
+        ("bigscience-005", {"loss": "megatron"}, True),
+        ("torchtune-020", {"loss": "torchtune_2024"}, False),
+        ("torchtitan-009", {"saved": "second_products", "loss_chunks": 1}, False),
+    ],
+)
+def test_a_program_is_planned_with_what_it_keeps(planner, name, program, keeps_less):
+    """Against selective checkpointing, the layers, the loss and the chunks of ours."""
+    ours = {"saved": "second_products"} if "loss_chunks" in program else {}
+    plain = planner.compare(small(name, memory=ours)).memory.device.activations
+
+    planned = planner.compare(small(name, memory=program)).memory.device.activations
+
+    assert planned < 0.95 * plain if keeps_less else planned > 1.05 * plain
+
+
+def test_weights_that_are_whole_while_they_are_loaded_stay_reserved(planner):
+    sharded = planner.compare(small("ml-engineering-001", memory={})).memory
+    whole = planner.compare(small("ml-engineering-001", memory={"whole_model_at_load": True})).memory
+    long_rows = planner.compare(small("ml-engineering-001", memory={"whole_model_at_load": True}, seq_len=1024)).memory
+
+    assert whole.reserved >= sharded.reserved and whole.allocated == sharded.allocated
+    assert long_rows.reserved > long_rows.device.activations + 0.9 * 2 * 4 * 64 * (64 * 2 + 32 * 2 + 160 * 3)
+
+
+def comparison(source: str, published: int, *, ranks: int = 1) -> MemoryComparison:
+    device = DeviceBytes(parameters=100, cached=4)
+    memory = PeakMemory(device=device, when="", host_at_load=0, host=0, disk=0, low=100, high=120)
+    facts = {"id": source, "source": source, "nodes": 1, "gpus_per_node": ranks, "strategy": "zero3"}
+    return MemoryComparison(PublishedRun(facts), memory, 10**9, "reserved", published, True)
+
+
+def test_the_share_of_cached_bytes_weighs_sources_alike_and_is_that_of_the_other_sources():
+    many = [comparison("a/a", 110) for _ in range(9)]
+    few = [comparison("b/b", 120), comparison("c/c", 130), comparison("d/d", 150, ranks=2)]
+
+    left_out = {each.run.source: each.planned for each in leave_sources_out([*many, *few])}
+
+    assert cached_share([*many, *few], shares_states=False) == pytest.approx(0.2)
+    assert cached_share([*many, *few], shares_states=True) == pytest.approx(0.5)
+    assert left_out["c/c"] == 110 and left_out["a/a"] == 120
+
+
+def test_another_program_is_compared_on_the_runs_that_both_plan():
+    """ftuneai has no words for offload."""
+    runs = [comparison("QwenLM/Qwen", 100), comparison("huggingface/peft", 100)]
+    for each, name in zip(runs, ("qwen-001", "peft-008"), strict=True):
+        each.run.facts["id"] = name
+
+    table = "\n".join(peer_table(runs, "memory_gb", lambda each: each.published / 10))
+
+    assert "| QwenLM/Qwen | 1 |" in table and "huggingface/peft" not in table
+
+
 def peak(kind: str, ranks: int, *, on_gpu: bool = True, stage: int = 0):
     model = ModelWeights([Weight("w", (1000, 1000), 4, True)], [[Weight("w", (1000, 1000), 4, True)]])
     sharding = ShardingSpec(kind=kind, name="", ranks=ranks, ranks_per_node=ranks, stage=stage, reduce_bucket_elements=0)
     trace = Trace(0, [TimelinePoint(0, 10**9), TimelinePoint(10**6, 0)])
     return peak_memory(model, sharding, trace, accumulation=1, gpus_per_node=ranks, on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(
+    "kind, stage, offload", [("single", 0, "none"), ("deepspeed", 2, "none"), ("deepspeed", 3, "cpu"), ("fsdp", 3, "none")]
+)
+def test_a_step_holds_what_loading_holds(kind, stage, offload):
+    """While weights are loaded, a GPU has its part of them, and a whole one besides where they are sharded."""
+    layers = [Weight(f"layers.{index}", (1000, 1000), 2, False, unit=str(index)) for index in range(4)]
+    trained = Weight("adapter", (10, 10), 4, True, unit="0")
+    model = ModelWeights([*layers, trained], [[trained]])
+    sharding = ShardingSpec(
+        kind=kind, name="", ranks=4, ranks_per_node=4, stage=stage, shard_ranks=4, precision="bf16", offload_param=offload
+    )
+
+    memory = peak_memory(model, sharding, Trace(0, [TimelinePoint(0, 0)]), accumulation=1, gpus_per_node=4)
+
+    a_whole_weight = 2 * 10**6 if stage == 3 else 0
+    assert memory.allocated >= memory.device.parameters + a_whole_weight
+
+
+def test_fsdp_gathers_one_layer_beside_the_one_in_use():
+    layers = [Weight(f"layers.{index}", (1000, 1000), 2, False, unit=str(index)) for index in range(4)]
+    trained = Weight("norm", (10,), 4, True)
+    model = ModelWeights([*layers, trained], [[trained]])
+    sharding = ShardingSpec(kind="fsdp", name="", ranks=4, ranks_per_node=4, stage=3, shard_ranks=4, precision="bf16")
+
+    memory = peak_memory(model, sharding, Trace(0, [TimelinePoint(0, 0)]), accumulation=1, gpus_per_node=4)
+
+    assert memory.device.buffers == 2 * 2 * 10**6 + 2 * 10
 
 
 def test_a_peak_is_stated_as_allocated_reserved_and_card():

@@ -219,8 +219,10 @@ def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backwa
     # Weights outside layers stay gathered.
     root_bytes = unit_bytes.pop("", 0)
     layers = sorted(unit_bytes.values(), reverse=True)
-    # a layer in use, the next layer, and the flat buffer in which it is gathered
-    buffers = root_bytes + sum(layers[:2]) + sum(layers[:1])
+    # A layer is copied out of the flat buffer that it was gathered in. A flat buffer is kept until the next layer is copied in
+    # the forward pass, when this layer has been freed, and the next layer's is gathered early in the backward pass. So there
+    # are a layer and a flat buffer, or two flat buffers (torch 2.13, fsdp/_fully_shard/_fsdp_param_group.py).
+    buffers = root_bytes + sum(layers[:2])
     if is_backward:
         trained_elements: dict[str, int] = defaultdict(int)
         for weight in model.trained:
