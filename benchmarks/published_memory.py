@@ -165,6 +165,9 @@ class MemoryPlanner:
             traced["activation_checkpointing"] = "selective"
         where = run.cluster()
         job, plan, sharding, model = resolve_run(PublishedRun(traced), where)
+        # A program's own loss takes the logits of all tokens, in whatever way it computes with them.
+        if "loss" in facts.get("memory", {}):
+            job = replace(job, whole_logits=True)
         accumulation = job.config.accumulation_on(plan.data_parallel_size)
         memory = self._plan(run, job, sharding, model, accumulation)
         chunked = None
@@ -180,8 +183,7 @@ class MemoryPlanner:
         facts = run.facts
         trace = self._trace(run, job, sharding)
         sharding = replace(sharding, **facts.get("deepspeed_elements", {}))
-        if facts.get("memory", {}).get("shards_scales"):
-            model = _shard_scales(model, sharding)
+        model = _shard_as_it_did(model, sharding, facts.get("memory", {}))
         in_half = facts["trained_weights"].startswith("bf16")
         model, sharding, trace = _keep_dtype(model, sharding, trace, in_half)
         ranks_per_node = sharding.ranks_per_node
@@ -241,10 +243,18 @@ def _keep_dtype(
     return result, sharding_in_half, replace(trace, timeline=timeline)
 
 
-def _shard_scales(model: ModelWeights, sharding: ShardingSpec) -> ModelWeights:
-    """Return the weights with the scales that one rank holds where they are divided among ranks."""
-    weights = [replace(weight, scale_bytes=weight.scale_bytes // sharding.ranks) for weight in model.weights]
-    return replace(model, weights=weights)
+def _shard_as_it_did(model: ModelWeights, sharding: ShardingSpec, program: dict[str, Any]) -> ModelWeights:
+    """Return the weights in the units that the program gathers, with the scales that one rank holds of them."""
+
+    def adapt(weight: Weight) -> Weight:
+        if program.get("shards_scales"):
+            weight = replace(weight, scale_bytes=weight.scale_bytes // sharding.ranks)
+        if program.get("shards_embeddings") and not weight.unit:
+            weight = replace(weight, unit=weight.name)
+        return weight
+
+    groups = [[adapt(weight) for weight in group] for group in model.groups]
+    return ModelWeights([adapt(weight) for weight in model.weights], groups)
 
 
 def _add_what_the_program_keeps(

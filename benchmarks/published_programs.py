@@ -6,10 +6,12 @@ row's caveats:
 - ``saved``: ``second_products``: checkpointing saves every second matrix product, and attention.
 - ``layers``: ``fused``: norms, rotary positions and gated layers keep nothing between matrix products but their inputs and
   results, as the kernels of liger-kernel do, and layers without checkpointing that torch.compile made.
-- ``loss``: ``megatron``, which overwrites the logits; ``torchtune_2024``, which copies them twice.
+- ``loss``: ``megatron``, which overwrites fp32 logits; ``torchtune_spring``, which copies them twice; ``torchtune_compiled``,
+  which overwrites logits in half precision.
 - ``loss_chunks``: how many chunks the logits are computed in.
 - ``whole_model_at_load``: every GPU holds all weights before they are sharded.
 - ``copies_gathered``: what is gathered from host memory is copied once on the GPU.
+- ``shards_embeddings``: FSDP gathers and frees the weights outside of layers one after the other.
 - ``shards_scales``: the scales of quantised weights are sharded as their weights are.
 - ``context_gb``: what the driver shows on that machine before the first tensor.
 - ``communicators``: NCCL communicators, where there are several.
@@ -110,13 +112,13 @@ def _fused_layers() -> Iterator[None]:
         yield
 
 
-class _MegatronCrossEntropy(torch.autograd.Function):
-    """Megatron-LM's loss of 2021 (megatron/mpu/cross_entropy.py): the softmax and the gradient overwrite the logits."""
+class _OverwritingLoss(torch.autograd.Function):
+    """It keeps the logits, and writes their gradient over them."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(logits)
-        return logits.new_empty(())
+        return logits.new_empty((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -124,7 +126,14 @@ class _MegatronCrossEntropy(torch.autograd.Function):
 
 
 def _megatron_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return _MegatronCrossEntropy.apply(logits.float())
+    """Loss of Megatron-LM in 2021 (megatron/mpu/cross_entropy.py): of fp32 logits."""
+    return _OverwritingLoss.apply(logits.float())
+
+
+def _torchtune_compiled_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Loss of torchtune in autumn 2024 (torchtune/modules/loss/ce_chunked_output_loss.py), compiled: each chunk of logits is
+    converted to fp32 in a kernel."""
+    return _OverwritingLoss.apply(logits)
 
 
 def _torchtune_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -136,5 +145,9 @@ def _torchtune_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return nll_loss(log_probabilities, targets[:, 1:].clamp(min=0), reduction="sum")
 
 
-_LOSSES = {"megatron": _megatron_loss, "torchtune_2024": _torchtune_loss}
+_LOSSES = {
+    "megatron": _megatron_loss,
+    "torchtune_spring": _torchtune_loss,
+    "torchtune_compiled": _torchtune_compiled_loss,
+}
 """Name of a loss -> function that has its memory."""

@@ -111,7 +111,7 @@ def small(name: str, **changes) -> PublishedRun:
         ("torchtitan-009", {"saved": "second_products"}, True),
         ("torchtune-012", {"layers": "fused"}, True),
         ("bigscience-005", {"loss": "megatron"}, True),
-        ("torchtune-020", {"loss": "torchtune_2024"}, False),
+        ("torchtune-020", {"loss": "torchtune_spring"}, False),
         ("torchtitan-009", {"saved": "second_products", "loss_chunks": 1}, False),
     ],
 )
