@@ -7,7 +7,7 @@ row's caveats:
 - ``layers``: ``fused``: norms, rotary positions and gated layers keep nothing between matrix products but their inputs and
   results, as the kernels of liger-kernel do, and layers without checkpointing that torch.compile made.
 - ``loss``: ``megatron``, which overwrites fp32 logits; ``torchtune_spring``, which copies them twice; ``torchtune_compiled``,
-  which overwrites logits in half precision.
+  which overwrites logits in half precision; ``qwen``, in half precision with a copy.
 - ``loss_chunks``: how many chunks the logits are computed in.
 - ``whole_model_at_load``: every GPU holds all weights before they are sharded.
 - ``copies_gathered``: what is gathered from host memory is copied once on the GPU.
@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.nn.functional import nll_loss
+import torch.nn.functional as F
 
 from zerobook import head, objective
 from zerobook.models import recompute
@@ -142,10 +142,18 @@ def _torchtune_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     fp32_logits = logits.float()
     copied = fp32_logits[:, :-1].contiguous()
     log_probabilities = copied.transpose(1, 2).contiguous().log_softmax(1)
-    return nll_loss(log_probabilities, targets[:, 1:].clamp(min=0), reduction="sum")
+    return F.nll_loss(log_probabilities, targets[:, 1:].clamp(min=0), reduction="sum")
+
+
+def _qwen_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Loss in Qwen's code of 2023 (modeling_qwen.py): a copy without each row's last position, and no conversion to fp32
+    unless autocast makes it."""
+    copied = logits[:, :-1].contiguous()
+    return F.cross_entropy(copied.flatten(0, 1), targets[:, :-1].flatten(), reduction="sum")
 
 
 _LOSSES = {
+    "qwen": _qwen_loss,
     "megatron": _megatron_loss,
     "torchtune_spring": _torchtune_loss,
     "torchtune_compiled": _torchtune_compiled_loss,
