@@ -106,6 +106,15 @@ def test_machines_are_compared_by_cost_as_each_is_advised_on(tiny, capsys):
     assert alone["tokens_per_second"] == advice["tokens_per_second"] and alone["run"]["seconds"] == advice["run"]["seconds"]
 
 
+def test_machines_are_compared_for_a_gigatoken_where_the_data_does_not_say_its_size(tiny, capsys):
+    line = ["plan", "--json", "-", "--gpu", "l40s,rtx-4090", "--strategies", "single", str(tiny / "llama")]
+    assert main([*line, "--block_size", "64", "--dataset_name", "somebody/data"]) == 0
+    machines = json.loads(capsys.readouterr().out)
+    seconds = [machine["run"]["seconds"] for machine in machines]
+    assert seconds == sorted(seconds) and machines[0]["run"]["cost"] is None
+    assert seconds[0] == pytest.approx(1e9 / machines[0]["tokens_per_second"], rel=1e-5)
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_table_of_machines_names_the_cheapest_and_the_fastest(tiny, capsys, monkeypatch, columns):
     monkeypatch.setattr("zerobook.plan.machines.WIDTH", columns)

@@ -27,9 +27,13 @@ def compare_machines(request: Request, clusters: Sequence[Cluster]) -> list[tupl
         raise ConfigError(
             "max_train_steps: more GPUs train on more tokens in as many steps, so machines cannot be compared. Give --tokens."
         )
-    if not config.names_data() and request.tokens is None:
-        request = replace(request, tokens=TOKENS)
-    machines = [(cluster, advise(request.on(cluster), cluster, [request.method])) for cluster in clusters]
+    machines = []
+    for cluster in clusters:
+        advice = advise(request.on(cluster), cluster, [request.method])
+        # Neither the data nor the user says how long the run is.
+        if advice.best is not None and advice.run is None:
+            advice = replace(advice, run=replace(request, tokens=TOKENS).whole_run(advice.best, cluster))
+        machines.append((cluster, advice))
 
     def sort_key(machine: tuple[Cluster, Advice]) -> tuple[float, float]:
         run = machine[1].run
