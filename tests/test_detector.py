@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scripts.detector import main, replay
 from tests.calls import function_calls
 from zerobook.monitor.detector import Detector, Point, Settings
+from zerobook.monitor.excursion import Excursion
 
 STEPS = 400
 
@@ -94,6 +95,10 @@ def test_a_step_that_a_raised_rate_explains_is_accepted_and_one_that_nothing_exp
     assert kinds(losses, learning_rate=raised) == accepted
     for rates in ([1e-3] * STEPS, lowered, warmed_up):
         assert kinds(losses, learning_rate=rates)[:2] == found
+
+
+def test_losses_whose_ratio_is_rounded_to_0_are_compared():
+    assert not Excursion(onset=1, base=1.0, unit=1.0, losses=[1.1e-163]).begins_as([4.6e160])
 
 
 def test_weights_made_anew_are_a_reset():
