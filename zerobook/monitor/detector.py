@@ -591,6 +591,9 @@ class Detector:
         largest = SMALL_STEP / 2 if self.loss.is_young else SMALL_STEP
         if late - lowest < largest * size:
             return "a small step, as of other data"
+        # A run knows its schedule, and announces the raises that are planned.
+        if self.settings.is_one_run:
+            return None
         if excursion.rate is not None:
             is_explained = self._rate_was_raised() and late - lowest < STEP_OF_RAISED_RATE * size
             return "the learning rate was raised" if is_explained else None

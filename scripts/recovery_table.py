@@ -1,0 +1,149 @@
+"""Train with faults, with and without the monitor, and compare the final held-out losses.
+
+    python scripts/recovery_table.py [--steps 60 150] [--seeds 3] [--write docs/measured/recovery.md]
+
+Each run is `causal_lm` on the embedded dialogues with a very small GPT-2 with random weights, under DDP with two processes and
+default flags; only the seed, the number of steps and the fault differ. A fault begins after a sixth, a half or four fifths of
+the steps: the labels of one rank's rows are wrong in six steps, or the learning rate is 60 times too high in six steps. The
+losses are divided by those of the run of the same seed that has no fault and no monitor. About 20 seconds a run on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from tests.harness import ROOT, Run, launch
+from tests.tiny import folder as tiny_models
+from zerobook.utils.terminal import say
+
+FAULT_STEPS = 6
+PLACES = {"early": 1 / 6, "middle": 1 / 2, "late": 4 / 5}
+FAULTS = {"labels": "wrong labels", "rate": "rate too high"}
+
+
+class Case(NamedTuple):
+    """A run: its number of steps, its fault and the step at which it begins; None for a run without a fault."""
+
+    steps: int
+    fault: str | None
+    place: str | None
+
+
+class Outcome(NamedTuple):
+    """Final held-out loss, actions in their order, and steps that were given up."""
+
+    loss: float
+    actions: tuple[str, ...]
+    given_up: int
+
+
+def train(case: Case, seed: int, on_spike: str, folder: Path) -> Outcome:
+    environment: dict[str, object] = {}
+    through = None
+    if case.fault is not None and case.place is not None:
+        begin = round(case.steps * PLACES[case.place])
+        environment = {"ZEROBOOK_FAULT": case.fault, "ZEROBOOK_FAULT_AT": begin, "ZEROBOOK_FAULT_STEPS": FAULT_STEPS}
+        through = ROOT / "tests" / "distributed" / "faults.py"
+    output = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    run = launch(
+        "ddp",
+        2,
+        "causal_lm",
+        output,
+        through=through,
+        environment=environment,
+        expect=None,
+        forked=False,
+        model_name_or_path=tiny_models() / "gpt2",
+        dataset_name="embedded:chatterbot",
+        cache_dir=folder / "data",
+        block_size=64,
+        max_train_steps=case.steps,
+        per_device_train_batch_size=4,
+        learning_rate=6e-3,
+        max_eval_samples=100,
+        seed=seed,
+        on_spike=on_spike,
+    )
+    return outcome_of(run)
+
+
+def outcome_of(run: Run) -> Outcome:
+    evaluations = [event["loss"] for event in run.events if event["type"] == "eval"]
+    actions = [event["action"] for event in run.events if event["type"] == "decision" and event["action"] != "none"]
+    rollbacks = [event for event in run.events if event["type"] == "rollback" and event["phase"] == "intent"]
+    given_up = sum(event["from_step"] - event["to_step"] for event in rollbacks)
+    # A run that stopped for a person has no final evaluation.
+    loss = evaluations[-1] if evaluations and run.returncode == 0 else float("nan")
+    return Outcome(loss, tuple(actions), given_up)
+
+
+def row(case: Case, outcomes: list[tuple[Outcome, Outcome]], clean: list[float]) -> str:
+    """Return the line of a case.
+
+    Args:
+        outcomes: without and with the monitor, for each seed.
+        clean: losses of the runs of the same seeds without a fault and a monitor.
+    """
+    ratios: list[str] = []
+    for which in (0, 1):
+        losses = [pair[which].loss / loss for pair, loss in zip(outcomes, clean, strict=True)]
+        ratios.append(f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})")
+    actions = "; ".join(", ".join(pair[1].actions) or "none" for pair in outcomes)
+    given_up = ", ".join(str(pair[1].given_up) for pair in outcomes)
+    fault = "none" if case.fault is None else f"{FAULTS[case.fault]}, {case.place}"
+    return f"| {case.steps} | {fault} | {ratios[0]} | {ratios[1]} | {actions} | {given_up} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, nargs="+", default=[60, 150])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--write", type=Path, help="put the table between its marks in this Markdown file")
+    flags = parser.parse_args()
+    cases = []
+    for steps in flags.steps:
+        cases.append(Case(steps, None, None))
+        for fault in FAULTS:
+            cases += [Case(steps, fault, place) for place in PLACES]
+    lines = [
+        "| steps | fault | held-out loss without the monitor | with it | actions of each seed | steps given up |",
+        "|---|---|---|---|---|---|",
+    ]
+    clean: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=len(cases) * flags.seeds * 2, unit="run") as bar:
+        for case in cases:
+            outcomes = []
+            for seed in range(flags.seeds):
+                pair = []
+                for on_spike in ("log", "rollback"):
+                    pair.append(train(case, seed, on_spike, Path(folder)))
+                    bar.update()
+                outcomes.append((pair[0], pair[1]))
+            if case.fault is None:
+                clean = [without.loss for without, _ in outcomes]
+            lines.append(row(case, outcomes, clean))
+            tqdm.write(lines[-1])
+    table = "\n".join(lines)
+    machine = f"{platform.machine()} CPU, torch {torch.__version__}, {date.today()}"
+    text = f"Median of {flags.seeds} seeds (smallest to largest). {machine}.\n\n{table}\n"
+    say(text)
+    if flags.write is not None:
+        before, rest = flags.write.read_text().split("<!-- table -->\n")
+        after = rest.split("<!-- end of table -->")[1]
+        flags.write.write_text(f"{before}<!-- table -->\n{text}<!-- end of table -->{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
