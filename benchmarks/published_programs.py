@@ -7,7 +7,7 @@ row's caveats:
 - ``layers``: ``fused``: norms, rotary positions and gated layers keep nothing between matrix products but their inputs and
   results, as the kernels of liger-kernel do, and layers without checkpointing that torch.compile made.
 - ``loss``: ``megatron``, which overwrites fp32 logits; ``torchtune_spring``, which copies them twice; ``torchtune_compiled``,
-  which overwrites logits in half precision; ``qwen``, in half precision with a copy.
+  which overwrites logits in half precision.
 - ``loss_chunks``: how many chunks the logits are computed in.
 - ``whole_model_at_load``: every GPU holds all weights before they are sharded.
 - ``copies_gathered``: what is gathered from host memory is copied once on the GPU.
@@ -145,15 +145,7 @@ def _torchtune_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return F.nll_loss(log_probabilities, targets[:, 1:].clamp(min=0), reduction="sum")
 
 
-def _qwen_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Loss in Qwen's code of 2023 (modeling_qwen.py): a copy without each row's last position, and no conversion to fp32
-    unless autocast makes it."""
-    copied = logits[:, :-1].contiguous()
-    return F.cross_entropy(copied.flatten(0, 1), targets[:, :-1].flatten(), reduction="sum")
-
-
 _LOSSES = {
-    "qwen": _qwen_loss,
     "megatron": _megatron_loss,
     "torchtune_spring": _torchtune_loss,
     "torchtune_compiled": _torchtune_compiled_loss,

@@ -118,7 +118,6 @@ SELECTIVE = {"saved": "second_products"}
         ("torchtune-012", 512, {"layers": "fused"}, {}),
         ("torchtune-012", 8192, {"loss": "torchtune_compiled"}, {"loss": "torchtune_spring"}),
         ("bigscience-005", 65536, {"loss": "megatron"}, {}),
-        ("qwen-013", 65536, {"loss": "qwen"}, {}),
     ],
 )
 def test_a_program_is_planned_with_what_it_keeps(planner, name, vocabulary, less, more):
