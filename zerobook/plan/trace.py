@@ -205,6 +205,9 @@ class StorageCounter(TorchDispatchMode):
         elif name == "aten::_local_scalar_dense" and args[0].dtype == torch.bool and isinstance(args[0], FakeTensor):
             # Before 5.23, transformers draws in each layer of BART and its kind whether to skip it. Every layer is counted.
             result = False
+        elif func is torch.ops.aten.addmm.dtype_out and isinstance(kwargs["out"], FakeTensor):
+            # The shape rule of torch 2.11 takes the dtype of the result for a factor.
+            result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
         self._record(func, name, args, result)
