@@ -163,6 +163,8 @@ class MemoryPlanner:
         traced = facts | {"compile": False}
         if "saved" in facts.get("memory", {}):
             traced["activation_checkpointing"] = "selective"
+        if "inputs_on_host" in facts.get("memory", {}):
+            traced["activation_checkpointing"] = "offload"
         where = run.cluster()
         job, plan, sharding, model = resolve_run(PublishedRun(traced), where)
         # A program's own loss takes the logits of all tokens, in whatever way it computes with them.

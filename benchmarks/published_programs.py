@@ -4,6 +4,7 @@ A row of ``benchmarks/published_runs.jsonl`` names its program's differences und
 row's caveats:
 
 - ``saved``: ``second_products``: checkpointing saves every second matrix product, and attention.
+- ``inputs_on_host``: the inputs of checkpointed layers are in host memory.
 - ``layers``: ``fused``: norms, rotary positions and gated layers keep nothing between matrix products but their inputs and
   results, as the kernels of liger-kernel do, and layers without checkpointing that torch.compile made.
 - ``loss``: ``megatron``, which overwrites fp32 logits; ``torchtune_spring``, which copies them twice; ``torchtune_compiled``,
