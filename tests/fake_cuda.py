@@ -153,6 +153,8 @@ def gpus(environ: dict[str, str], ranks: int) -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch._C, "_get_accelerator", lambda: GPU))
+        # torch 2.11 makes a real tensor there first, so that CUDA is initialized.
+        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None))
         # Fake tensors have no address, by which accelerate tells parameters apart.
         address = lambda tensor: tensor.untyped_storage()._cdata  # noqa: E731
         stack.enter_context(mock.patch.object(torch.Tensor, "data_ptr", address))

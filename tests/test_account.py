@@ -12,6 +12,7 @@ import yaml
 from tests.harness import ROOT
 from tests.strategy_corpus import CORPUS, DEEPSPEED, FSDP, ZERO2, ZERO3, Case, fsdp
 from tests.test_strategy_corpus import written
+from tests.versions import shipped_strategies
 from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.launch import account, deepspeed_keys
 from zerobook.launch.resolve import Hardware
@@ -45,7 +46,7 @@ def no_accelerator_chosen(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("name", [*ACCEPTED, *sorted(file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml"))])
+@pytest.mark.parametrize("name", [*ACCEPTED, *shipped_strategies()])
 def test_every_key_of_the_files_is_in_the_account_once(name, tmp_path):
     if name in CORPUS:
         file, processes, flags = written(tmp_path, CORPUS[name]), CORPUS[name].processes, CORPUS[name].flags

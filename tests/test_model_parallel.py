@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 from tests.harness import ROOT
 from tests.planning import MODELS, rows_of
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
+from tests.versions import NEEDS_MODEL_PARALLELISM
 from zerobook.launch.accelerate_cli import left_unsaid
 from zerobook.launch.groups import unfit_config
 from zerobook.launch.worker_environment import worker_environment
@@ -27,6 +28,7 @@ TENSOR, EXPERTS = FSDP | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, FSDP | {"PARALLELI
 LLAMA = {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
+@NEEDS_MODEL_PARALLELISM
 def test_sizes_are_read():
     plan, _ = plan_for(TENSOR | {"WORLD_SIZE": "8"}, A100)
     assert not plan.problems and (plan.tensor, plan.shard, plan.data_parallel_size) == (2, 4, 4)
@@ -62,11 +64,12 @@ def test_sizes_that_do_not_fit_are_problems(tmp_path, sizes, name):
 
 @pytest.mark.parametrize("sizes", [TENSOR, EXPERTS], ids=["tensor", "experts"])
 def test_a_transformers_that_cannot_divide_a_model_is_a_problem(monkeypatch, sizes):
-    monkeypatch.delitem(DistributedConfig.__dataclass_fields__, "ep_size")
+    monkeypatch.delitem(DistributedConfig.__dataclass_fields__, "ep_size", raising=False)
     (problem,) = plan_for(sizes | {"WORLD_SIZE": "8"}, A100)[0].problems
     assert "transformers 5.20 or newer" in problem and version("transformers") in problem
 
 
+@NEEDS_MODEL_PARALLELISM
 @pytest.mark.parametrize(
     "more, config, said",
     [
@@ -83,6 +86,7 @@ def test_what_is_not_supported_beside_them_is_a_problem(sizes, more, config, sai
     assert said in problem
 
 
+@NEEDS_MODEL_PARALLELISM
 def test_both_together_and_adapters_are_problems():
     lora = recipe_class(str(ROOT / "recipes" / "lora_finetune.py")).config_class
     (problem,) = plan_for(TENSOR | EXPERTS | {"WORLD_SIZE": "4"})[0].problems
@@ -92,6 +96,7 @@ def test_both_together_and_adapters_are_problems():
         assert "adapters" in problem and "accelerate_configs/fsdp.yaml" in problem
 
 
+@NEEDS_MODEL_PARALLELISM
 @pytest.mark.parametrize(
     "facts, tensor, experts",
     [
@@ -146,6 +151,7 @@ def test_an_led_is_refused_under_zero3_alone(tmp_path):
     assert not plan_for(deepspeed(tmp_path), model_name_or_path=str(tmp_path))[0].problems, "ZeRO-2"
 
 
+@NEEDS_MODEL_PARALLELISM
 def test_the_planner_gives_no_figures_for_parts():
     rows = rows_of("causal_lm", "llama2_7b", cluster(gpus="8", gpu="a100-80gb"), ("fsdp_tensor", "fsdp_experts"))
     made = rows["fsdp_tensor"]

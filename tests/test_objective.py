@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 import zerobook
 from recipes.causal_lm import CausalLM, CausalLMConfig
 from tests.alone import train
+from tests.versions import needs_transformers
 from zerobook.data.collate import CausalCollator
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder, Encoded
@@ -138,10 +139,7 @@ def test_the_loss_that_balances_experts_is_trained_and_leaves_out_padding():
     assert all(layer.mlp.gate.weight.grad.abs().sum() > 0 for layer in model.model.layers)
 
 
-needs_router_loss = pytest.mark.skipif(
-    [int(part) for part in transformers.__version__.split(".")[:2]] < [5, 20],
-    reason="before 5.20, transformers gives no router loss of DBRX",
-)
+needs_router_loss = needs_transformers("5.20", "gives no router loss of DBRX")
 
 
 @pytest.mark.parametrize(

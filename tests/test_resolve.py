@@ -14,6 +14,7 @@ from torch.utils import cpp_extension
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT, staged
+from tests.versions import shipped_strategies
 from zerobook.checkpoint import store
 from zerobook.cli.doctor import inspect_launch
 from zerobook.config import ConfigSources, RecipeConfig
@@ -171,9 +172,10 @@ def test_use_cpu_never_drops_sharding(tmp_path):
     assert (plan.kind, plan.zero_stage, plan.device, plan.backend) == ("deepspeed", 2, "cpu", "gloo")
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", shipped_strategies())
 @pytest.mark.parametrize("hardware", [CPU, A100], ids=["cpu", "8xA100"])
 def test_every_shipped_file_resolves_on_a_laptop_and_on_eight_gpus(file, hardware, monkeypatch):
+    file = ROOT / "accelerate_configs" / f"{file}.yaml"
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the tests' own, on a machine without GPUs
     processes = 1 if file.stem == "single" else 4 if hardware is CPU else 8

@@ -18,6 +18,7 @@ import torch
 
 from tests.harness import ROOT, Run, calls, launch
 from tests.tiny import causal_rows, mean_loss
+from tests.versions import NEEDS_MODEL_PARALLELISM
 
 STRATEGIES = {
     "single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero2_offload": 2, "zero3": 2, "zero3_offload_optimizer": 2,
@@ -178,6 +179,8 @@ def cases():
             if strategy in IN_PARTS and RECIPES[recipe].get("recipe", recipe) == "lora_finetune":
                 continue
             marks = [] if (strategy, recipe) in SAMPLE else [pytest.mark.full]
+            if strategy in IN_PARTS:
+                marks.append(NEEDS_MODEL_PARALLELISM)
             yield pytest.param(strategy, recipe, marks=[pytest.mark.launch, *marks], id=f"{strategy}-{recipe}")
 
 
