@@ -69,7 +69,7 @@ test-launches: setup ## the launched sample alone, or TESTS of it
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10 $(TESTS)
 
 # uv chooses the versions that pyproject.toml allows: RESOLUTION is lowest-direct or highest. PYTHONPATH puts benchmarks/
-# before a package of that name that a dependency installs.
+# before the package of that name that PyArrow 17 installs.
 RESOLUTION ?= lowest-direct
 VERSIONS := .cache/versions/$(RESOLUTION)
 test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (highest) libraries; needs uv
