@@ -360,7 +360,8 @@ def test_any_bytes_are_a_curve_or_a_named_error(tmp_path_factory, content):
         ("{}\n{}\n", "none"),
         ("{\n{\n{\n", "3 lines"),
         ("\0\0\0PNG\n\0", "none"),
-        ("step,loss\n1," + "9" * 200_000, "CSV"),
+        # Other code of the process may have raised the limit of a cell.
+        ("step,loss\n1," + "9" * 200_000, "CSV|1 rows"),
         ('[{"step": 1' + "0" * 400 + ', "loss": 1}, {"step": 2, "loss": 1}]', "1 rows"),
         ('{"step": 1' + "0" * 5000 + ', "loss": 1}', "1 lines"),
     ],
