@@ -37,6 +37,7 @@ def wait_for(output, step):
     raise AssertionError(f"there is no checkpoint of step {step}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_every_command_is_taken_by_all_ranks_of_a_live_run(tiny, tmp_path, capsys, strategy):
     output = tmp_path / "run"
