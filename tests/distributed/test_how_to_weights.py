@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 
@@ -11,15 +10,6 @@ import safetensors.torch
 import torch
 
 from tests.harness import ROOT, launch, sampled
-from zerobook.training.hooks import Hook
-
-
-class Dies(Hook):
-    """Ends the process in step 6, without any cleaning up."""
-
-    def before_step(self, trainer, step):
-        if step == 6:
-            os._exit(9)
 
 
 def code_of(page, folder):
@@ -126,7 +116,7 @@ def test_other_weights_are_evaluated_and_saved_as_in_one_process(runs, strategy,
 )
 def test_a_killed_run_goes_on_with_them_under_another_strategy(runs, before, after, tmp_path):
     _, flags, one = runs
-    hooks = [flags["hooks"], f"{__file__}:Dies"]
+    hooks = [flags["hooks"], str(ROOT / "tests" / "distributed" / "run_hooks.py") + ":Dies"]
     launch(before, 2, "causal_lm", tmp_path / "run", per_device_train_batch_size=2, expect=None, **flags | {"hooks": hooks})
     ranks = 1 if after == "single" else 2
     run = run_of(after, ranks, tmp_path / "run", flags | {"resume_from_checkpoint": "auto"})

@@ -8,36 +8,28 @@ from collections import Counter
 
 import pytest
 
-from tests.harness import LIMIT_S, SETTINGS, Run, command, start
+from tests.harness import LIMIT_S, ROOT, SETTINGS, Run, command, start
 from zerobook.checkpoint import store
 from zerobook.cli.main import main
 from zerobook.monitor.policy import rate_share
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 from zerobook.runlog.summary import summary
-from zerobook.training.hooks import Hook
 from zerobook.utils.subprocess_launch import kill_family
 
 pytestmark = pytest.mark.launch
 
 
-class Slow(Hook):
-    """Leaves a person time for commands."""
-
-    def before_step(self, trainer, step):
-        time.sleep(0.1)
-
-
-def wait_for(output, step):
+def wait_for(process, output, step):
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         if any(store.step_of(checkpoint) >= step for checkpoint in store.list_complete(store.folder_of(output))):
             return
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.2)
     raise AssertionError(f"there is no checkpoint of step {step}")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_every_command_is_taken_by_all_ranks_of_a_live_run(tiny, tmp_path, capsys, strategy):
     output = tmp_path / "run"
@@ -53,7 +45,7 @@ def test_every_command_is_taken_by_all_ranks_of_a_live_run(tiny, tmp_path, capsy
         "save_steps": 10,
         "max_eval_samples": 10,
         "rollback_lr_steps": 1000,
-        "hooks": f"{__file__}:Slow",
+        "hooks": str(ROOT / "tests" / "distributed" / "run_hooks.py") + ":Slow",
     }
     process = start(command(strategy, 2, "causal_lm", flags), {**os.environ, **SETTINGS})
 
@@ -62,7 +54,7 @@ def test_every_command_is_taken_by_all_ranks_of_a_live_run(tiny, tmp_path, capsy
         return code, capsys.readouterr().out
 
     try:
-        wait_for(output, 20)
+        wait_for(process, output, 20)
         refused = [act("rollback", "--to", "13"), act("rollback", "--to", "99999"), act("skip", "5-99999")]
         accepted = [
             act("policy", "log"),
