@@ -271,6 +271,25 @@ def test_the_whole_grid_of_descents(scale, straight):
     assert_bounds(FALLS, PLATEAUS[:1], DAMAGES[1:], scale=scale, straight=straight)
 
 
+def test_a_state_with_residuals_in_units_of_the_loss_loads():
+    """As checkpoints of earlier versions have it."""
+    losses = lifted(noise(0.02), 300, [1.8] * 40)
+    points = [Point(step=i, loss=loss, grad_norm=1 + 0.1 * (i % 3)) for i, loss in enumerate(losses)]
+    first = Detector()
+    for point in points[:200]:
+        first.update(point)
+    state = json.loads(json.dumps(first.state()))
+    level = first.loss.level()
+    for name, unit in (("loss", level), ("norm", 1.0)):
+        series = state[name]
+        shares = series.pop("residuals")
+        state[name] = {"near": series["near"], "excess": [share * unit for share in shares], "first": series["first"]}
+    second = Detector(state=state)
+    assert second.unit() == pytest.approx(first.unit(), rel=0.2)
+    found = [f.kind for point in points[200:] for f in second.update(point) if f.alarm]
+    assert found == ["spike", "divergence"]
+
+
 # --- young runs, and curves whose noise is no normal noise
 def seeds_with(question, make):
     """Return for how many of twenty seeds ``question`` is true of the losses that ``make`` makes."""

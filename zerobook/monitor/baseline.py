@@ -61,7 +61,8 @@ class Baseline:
         self.level_points = level_points
         state = state or {}
         self.accepted = RollingQuantiles(level_points, state.get("near", []))
-        self.residuals = RollingQuantiles(unit_points, state.get("residuals", []))
+        # Earlier versions wrote all residuals in the unit of the series, as "excess".
+        self.residuals = RollingQuantiles(unit_points, state.get("residuals", state.get("excess", [])))
         self.first: float | None = state.get("first")
 
     def level(self) -> float:
@@ -109,6 +110,9 @@ class LossBaseline(Baseline):
     def __init__(self, level_points: int, unit_points: int, state: dict[str, Any] | None = None):
         super().__init__(level_points, unit_points, state)
         state = state or {}
+        if "residuals" not in state and len(self.accepted) > 0:
+            size = self.size(self.accepted.quantile(0.5))
+            self.residuals = RollingQuantiles(unit_points, [residual / size for residual in self.residuals.values])
         self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, self.residuals.values))
         self.noise = RollingQuantiles(4 * level_points, state.get("noise", []))
         self.excesses = RollingQuantiles(unit_points, state.get("excesses", []))
