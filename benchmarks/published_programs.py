@@ -1,4 +1,4 @@
-"""What other programs keep in memory where they differ from the models and losses of a plan.
+"""Changes to a plan for what other programs keep in memory, and a recipe of ours does not.
 
 A row of ``benchmarks/published_runs.jsonl`` names its program's differences under ``memory``, each with its source in the
 row's caveats:

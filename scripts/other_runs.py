@@ -1,4 +1,4 @@
-"""What the spike monitor would have found and done in a run of another program: as a table, and as a page."""
+"""Show what the spike monitor would have found and done in a run of another program: as a table, and as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the spike monitor does on a published spike, as docs/guides/replays.md: `python scripts/replays.py` writes the page.
+"""Show what the spike monitor does on a published spike: `python scripts/replays.py` writes docs/guides/replays.md.
 
 The curve is a reconstruction. Points that the source lists are as they are there; all others are made up, and say so.
 """
