@@ -139,3 +139,9 @@ def test_a_run_with_room_is_recommended_and_a_faster_one_that_is_tight_is_named(
     assert advice.best is not None and advice.best.row.offloads and not advice.best.row.tight
     assert advice.second is not None and advice.second.row.file == "single" and advice.second.row.tight
     assert "tight" in dict(advice.describe(where))["second best"]
+
+
+def test_rows_are_not_shared_among_ranks_where_a_smaller_micro_batch_has_room():
+    files = [file for file in FILES if file.stem in ("fsdp", "fsdp_context")]
+    _, advice = ask("causal_lm", MODELS / "llama2_7b.json", cluster(gpus="8", gpu="a100-80gb"), {}, files)
+    assert advice.best is not None and advice.best.row.file == "fsdp" and not advice.best.row.tight

@@ -36,6 +36,8 @@ CHECKPOINTING = ("none", "full", "offload")
 """Activation checkpointing that is tried, from the fastest to the one with the least memory."""
 _OFFLOADS = re.compile("offload|nvme")
 """Names of the strategy files that keep weights or optimizer state outside of the GPU."""
+_SHARES_ROWS = re.compile("context|sequence|tensor")
+"""Names of the strategy files that share each row among ranks."""
 _LORA_RECIPE = "lora_finetune"
 _ACTIVATIONS = {"none": "activations kept", "full": "activations recomputed", "offload": "activations recomputed and offloaded"}
 
@@ -271,7 +273,11 @@ class _Search:
         sharding = [file for file in self.request.files if file not in offloading]
         # One process would leave other GPUs idle, and alone it has nothing to share.
         useful = [file for file in sharding if (file.stem == "single") == (self.cluster.ranks == 1)]
-        self._plan_strategies(useful or sharding, {})
+        useful = useful or sharding
+        # Sharing each row among ranks costs traffic, and is compared with the others at the settings with which those have room.
+        sharing_rows = [file for file in useful if _SHARES_ROWS.search(file.stem)]
+        self._plan_strategies([file for file in useful if file not in sharing_rows], {})
+        self._plan_strategies(sharing_rows, {})
         # Offload and states of 8 bits are compared only where nothing fits without them.
         if not self.roomy:
             self._plan_strategies(offloading, {})
