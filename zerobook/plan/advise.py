@@ -274,7 +274,7 @@ class _Search:
         # One process would leave other GPUs idle, and alone it has nothing to share.
         useful = [file for file in sharding if (file.stem == "single") == (self.cluster.ranks == 1)]
         useful = useful or sharding
-        # Sharing each row among ranks costs traffic, and is compared with the others at the settings with which those have room.
+        # Sharing each row among ranks costs traffic, so it has to be faster than the others with the settings that fit them.
         sharing_rows = [file for file in useful if _SHARES_ROWS.search(file.stem)]
         self._plan_strategies([file for file in useful if file not in sharing_rows], {})
         self._plan_strategies(sharing_rows, {})
