@@ -1,4 +1,4 @@
-"""Hooks of launched runs. Ranks cannot import ``tests`` under every strategy, so this file imports nothing of it."""
+"""Hooks of launched runs."""
 
 import os
 import time

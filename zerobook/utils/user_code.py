@@ -30,6 +30,7 @@ def problem(key: str, spec: str) -> str | None:
     if not source or not name.isidentifier():
         return f"{key}: {spec!r} does not name a class. Write FILE.py:Class or module:Class."
     if not source.endswith(".py"):
+        _make_importable(Path.cwd())
         if _is_importable(source):
             return None
         return f"{key}: {spec}: there is no module {source}. Give one that Python finds, or FILE.py."
@@ -90,7 +91,8 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Return the module of a file, which is run if it is not loaded yet."""
+    """Return the module of a file, which is run if it is not loaded yet. It can import what lies beside it."""
+    _make_importable(file.parent, Path.cwd())
     # `getattr` on a lazy module can import others, which would change the dict during the loop.
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
@@ -107,6 +109,17 @@ def _import_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _make_importable(*folders: Path) -> None:
+    """Add folders to Python's path, where they are not there yet.
+
+    Of accelerate's launchers, DeepSpeed's alone does so with the working folder. Under every launcher it is the same from here.
+    """
+    for folder in map(str, folders):
+        # Behind all others, so that a user's module never replaces an installed one.
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def _is_importable(module: str) -> bool:
