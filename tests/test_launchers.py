@@ -378,9 +378,11 @@ def test_the_skypilot_task_starts_a_launcher_on_every_machine(stubs, tmp_path):
 SAVING = """
 import signal, sys, time
 def save(*_):
+    signals.append("saved")
     time.sleep(1)
-    print("saved", flush=True)
+    print(*signals, flush=True)
     sys.exit(75)
+signals = []
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGINT, save)
 print("begun", flush=True)
@@ -388,21 +390,18 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_of_one_process_ends_with_it_and_not_before(number, tmp_path):
-    """Docker and Kubernetes send SIGTERM to the launcher alone, a terminal SIGINT to both."""
+@pytest.mark.parametrize("number, send", [(signal.SIGTERM, os.kill), (signal.SIGINT, os.kill), (signal.SIGINT, os.killpg)])
+def test_a_launcher_of_one_process_ends_with_it_and_not_before(number, send, tmp_path):
+    """Docker, Kubernetes and ``kill`` send a signal to the launcher alone, a terminal SIGINT to both: the process gets one."""
     (tmp_path / "saving.py").write_text(SAVING)
     single = str(ROOT / "accelerate_configs" / "single.yaml")
     command = [sys.executable, "-m", "zerobook.cli.main", "launch", "--config_file", single, str(tmp_path / "saving.py")]
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert launcher.stdout.readline() == "begun\n"
-        if number == signal.SIGINT:
-            os.killpg(launcher.pid, number)
-        else:
-            launcher.send_signal(number)
+        send(launcher.pid, number)
         assert launcher.wait(60) == preemption.EXIT_CODE
-        assert launcher.stdout.readline() == "saved\n"
+        assert launcher.stdout.read() == "saved\n"
     finally:
         # A process that its launcher has left behind, too.
         with suppress(ProcessLookupError):

@@ -152,24 +152,34 @@ def quietly(launcher: Callable[[], None]) -> int:
 
 
 def pass_signals_on() -> None:
-    """Let the launcher of one process alone end with it and not before: at SIGTERM, which it sends on, and at Ctrl-C.
+    """Let the launcher of one process alone end with it and not before: at SIGTERM and SIGINT, which it sends on.
 
     torchrun, which starts several processes, does so itself. accelerate's launcher of one would end, and leave it running.
     """
+    import subprocess
+
     import psutil
 
-    def terminate(number: int, frame: FrameType | None) -> None:
-        children = psutil.Process().children()
+    # Ctrl-C reaches all processes that the terminal shows, and so ends this one. It reads until the launcher has ended.
+    witness = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def send_on(number: int, frame: FrameType | None) -> None:
+        children = [child for child in psutil.Process().children() if child.pid != witness.pid]
         # Nothing runs yet.
         if not children:
             os._exit(128 + number)
+        if number == signal.SIGINT:
+            with suppress(subprocess.TimeoutExpired):
+                witness.wait(0.2)
+            # The process has got this signal, too. It would end without a checkpoint at a second one.
+            if witness.returncode == -number:
+                return
         for child in children:
             with suppress(psutil.Error):
-                child.terminate()
+                child.send_signal(number)
 
-    signal.signal(signal.SIGTERM, terminate)
-    # The terminal sends this one to the process too, which saves.
-    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, send_on)
+    signal.signal(signal.SIGINT, send_on)
 
 
 def launched() -> bool:
