@@ -22,6 +22,7 @@ from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.norm import total_norm
+from zerobook.strategy.replicas import Replicas, compare_replicas
 from zerobook.strategy.zero import ZeroStrategy
 
 
@@ -310,48 +311,90 @@ def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
 
 
 def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there_is_none():
-    from zerobook.strategy.replicas import Replicas
-
-    three = Replicas("w", 1, [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
+    three = Replicas("w", 1, [0, 1, 2], [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
     assert three.describe(None).startswith(
         "rank 1's copy of w differs from those of the other ranks (element 5: 0.5 on rank 0, 2e+30 on rank 1"
     )
-    two = Replicas("w", 3, [7, 9], [5], [[math.nan], [0.5]])
+    two = Replicas("w", 3, [0, 1], [7, 9], [5], [[math.nan], [0.5]])
     assert two.describe(lambda name, place: 0.49).startswith("rank 0's copy of w") and "2 more tensors differ" in two.describe(
         None
     )
-    near = Replicas("w", 1, [7, 9], [5], [[0.5], [0.7]])
+    near = Replicas("w", 1, [0, 1], [7, 9], [5], [[0.5], [0.7]])
     assert near.describe(lambda name, place: 0.51).startswith("rank 1's copy")
     assert near.describe(lambda name, place: 0.6).startswith("the copies of w on ranks [0, 1] differ"), "that is not clear"
     assert "the copies of w on ranks [0, 1] differ" in near.describe(None)
 
 
-def _copies_on_a_rank(rank, folder, queue):
-    """A process of the test below."""
+def _compare_on_a_rank(rank, ranks, folder, queue, compare):
+    """A process of the tests below: puts what ``compare`` returns into the queue."""
     import torch.distributed as dist
 
-    from zerobook.strategy.replicas import compare_replicas
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = Mesh(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        copy = torch.ones(2, 4, dtype=dtype)
-        assert compare_replicas(mesh, [("same", copy)]) is None
-        copy[0, 3] += rank
-        queue.put((str(dtype), rank, compare_replicas(mesh, [("same", torch.ones(2)), ("odd", copy)])))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    accelerator = SimpleNamespace(
+        process_index=rank, num_processes=ranks, is_main_process=rank == 0, device=torch.device("cpu")
+    )
+    queue.put((rank, compare(Mesh(accelerator))))
     dist.destroy_process_group()
 
 
-def test_copies_that_differ_are_told_in_every_precision(tmp_path):
+def compare_on_ranks(ranks, folder, compare):
+    """Return what ``compare`` of a `Mesh` returns, by rank."""
     import torch.multiprocessing as mp
 
     queue = mp.get_context("fork").SimpleQueue()
-    mp.start_processes(_copies_on_a_rank, (tmp_path, queue), nprocs=2, start_method="fork")
-    found = [queue.get() for _ in range(6)]
-    assert len({(dtype, rank) for dtype, rank, _ in found}) == 6
-    for _, _, replicas in found:
+    mp.start_processes(_compare_on_a_rank, (ranks, folder, queue, compare), nprocs=ranks, start_method="fork")
+    return dict(queue.get() for _ in range(ranks))
+
+
+def _compare_in_every_precision(mesh):
+    differences = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        copy = torch.ones(2, 4, dtype=dtype)
+        assert compare_replicas(mesh, [[0, 1]], [("same", copy)]) is None
+        copy[0, 3] += mesh.rank
+        differences.append(compare_replicas(mesh, [[0, 1]], [("same", torch.ones(2)), ("odd", copy)]))
+    return differences
+
+
+def test_copies_that_differ_are_told_in_every_precision(tmp_path):
+    differences = compare_on_ranks(2, tmp_path, _compare_in_every_precision)
+    assert set(differences) == {0, 1}
+    for replicas in (*differences[0], *differences[1]):
         assert replicas.name == "odd" and replicas.tensors == 1
         assert replicas.positions == [3] and replicas.values == [[1.0], [2.0]]
+
+
+def _compare_shards(mesh):
+    # Ranks 0, 2, 4 hold one shard, and ranks 1, 3, 5 another of another size.
+    groups = [[0, 2, 4], [1, 3, 5]]
+    shard = torch.arange(5.0 if mesh.rank % 2 == 0 else 3.0)
+    assert compare_replicas(mesh, groups, [("w", shard)]) is None
+    if mesh.rank == 3:
+        shard[2] += 1e-6
+    return compare_replicas(mesh, groups, [("w", shard)])
+
+
+def test_the_odd_shard_of_hybrid_sharding_is_named_by_its_replicas(tmp_path):
+    differences = compare_on_ranks(6, tmp_path, _compare_shards)
+    for rank in range(6):
+        replicas = differences[rank]
+        assert (replicas.ranks, replicas.positions, replicas.is_shard) == ([1, 3, 5], [2], True)
+        assert replicas.describe(None).startswith("rank 3's shard of w differs")
+
+
+@pytest.mark.parametrize(
+    ("plan", "groups"),
+    [
+        ({"kind": "single", "world_size": 1}, []),
+        ({"kind": "ddp", "world_size": 3}, [[0, 1, 2]]),
+        ({"kind": "deepspeed", "world_size": 2, "zero_stage": 2}, [[0, 1]]),
+        ({"kind": "deepspeed", "world_size": 2, "zero_stage": 3}, []),
+        ({"kind": "fsdp", "world_size": 4, "shard": 4}, []),
+        ({"kind": "fsdp", "world_size": 4, "replicate": 2, "shard": 2}, [[0, 2], [1, 3]]),
+    ],
+)
+def test_ranks_that_hold_the_same_weights(plan, groups):
+    assert LaunchPlan(device="cpu", backend=None, precision="no", precision_source="", **plan).replica_groups == groups
 
 
 def mesh_of(rank, processes, *, data_parallel_size, computing_the_same=1):

@@ -9,6 +9,8 @@ sharp   a rate above 0.95 of the scheduled one acts a hundred times as strong in
 nan     a gradient on rank 1 is not a number from that step on, until the run goes back
 bit     an exponent bit of one weight flips on rank 1 at that step, once
 drift   the last bit of one weight flips on rank 1 at that step, once: no loss ever shows it
+moment  the first bit after the point of one of Adam's moments flips on rank 1 at that step, once
+copy    the last bit of a weight flips on rank 1 after that step, and not in its fp32 master, once
 again   nothing is wrong, but every time that step is reached the run is sent back, as many times as there are steps
 
 It writes every poisoned row that reaches a model to ``fault-RANK.jsonl`` in the output folder.
@@ -135,6 +137,7 @@ class NotANumber(Hook):
 
 class FlippedBit(Hook):
     bit = 30
+    key = None
 
     def __init__(self):
         self.done = False
@@ -143,13 +146,25 @@ class FlippedBit(Hook):
         if step == AT and not self.done:
             self.done = True
             for piece in trainer.strategy.pieces():
-                if RANK == 1 and piece.key is None:
+                if RANK == 1 and piece.key == self.key:
                     piece.values.view(torch.int32)[0] ^= 1 << self.bit
                     break
 
 
 class Drift(FlippedBit):
     bit = 0
+
+
+class FlippedMoment(FlippedBit):
+    bit = 22
+    key = "exp_avg"
+
+
+class FlippedCopy(Hook):
+    def after_step(self, trainer, record):
+        if record.step == AT and RANK == 1 and not trainer.progress.redone:
+            weight = next(trainer.strategy.unwrapped.parameters())
+            weight.data.view(torch.int32)[0, 0] ^= 1
 
 
 class SentBack(Hook):
@@ -196,6 +211,8 @@ HOOKS = {
     "nan": NotANumber,
     "bit": FlippedBit,
     "drift": Drift,
+    "moment": FlippedMoment,
+    "copy": FlippedCopy,
     "again": SentBack,
 }
 

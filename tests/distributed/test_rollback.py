@@ -13,9 +13,9 @@ from zerobook.runlog.history import History
 from zerobook.runlog.summary import summary
 
 AT, STEPS = 71, 100
-WINDOW = {"labels": 8, "burst": 2, "rate": 6, "sharp": 5, "nan": 1, "bit": 1, "drift": 1, "again": 20}
+WINDOW = {"labels": 8, "burst": 2, "rate": 6, "sharp": 5, "nan": 1, "bit": 1, "drift": 1, "moment": 1, "copy": 1, "again": 20}
 """steps that a fault lasts, where it is not for good"""
-BEGINS = {"again": 75, "sharp": 86}
+BEGINS = {"again": 75, "sharp": 86, "copy": 80}
 """steps at which a fault begins, where it is not `AT`"""
 PUBLISHED = ROOT / "ds_configs" / "published" / "zero2_config_accelerate.json"
 LAUNCHERS = {"published": ["--use_deepspeed", "--deepspeed_config_file", str(PUBLISHED), "--mixed_precision", "no"]}
@@ -269,14 +269,23 @@ def test_a_clean_run_does_nothing(trained):
 
 
 @pytest.mark.full
-def test_copies_that_drift_apart_are_found_before_they_are_saved(trained):
-    clean, run = trained("ddp"), trained("ddp", "drift")
+@pytest.mark.parametrize(
+    ("strategy", "fault", "hardware"),
+    [
+        ("ddp", "drift", "rank 1's copy of transformer.wpe.weight differs from those of the other ranks (element 0: "),
+        ("ddp", "moment", "rank 1's copy of transformer.wpe.weight differs"),
+        ("zero2", "copy", "rank 1's copy of transformer.wte.weight differs"),
+        ("fsdp_hybrid", "drift", "the copies of transformer.wte.weight on ranks [1, 3] differ"),
+    ],
+)
+def test_copies_that_drift_apart_are_found_before_they_are_saved(trained, strategy, fault, hardware):
+    split = {"processes": 4, "per_device_train_batch_size": 2}
+    clean, run = trained(strategy, **split), trained(strategy, fault, **split)
     decision = run.event("decision")
-    assert decision["hardware"].startswith("the copies of transformer.wpe.weight on ranks [0, 1] differ (element 0: ")
+    assert decision["hardware"].startswith(hardware)
     assert (decision["action"], run.event("spike")["step"]) == ("replay", 80), "at the first save after step 71"
-    assert [s["loss"] for s in History.read(run.output).steps(current=True)] == clean.losses and held_out(run) == held_out(
-        clean
-    )
+    losses = [s["loss"] for s in History.read(run.output).steps(current=True)]
+    assert losses == clean.losses and held_out(run) == held_out(clean)
 
 
 @pytest.mark.full

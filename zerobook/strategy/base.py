@@ -119,11 +119,15 @@ class Strategy(Engine):
         return SwappedWeights(self, weights)
 
     def differing_replicas(self) -> Replicas | None:
-        """Return the difference between the ranks' copies of the weights; None if they are equal or sharded. Collective."""
-        if self.mesh.world_size == 1 or self.shards_parameters:
+        """Return the difference between the ranks' copies of the weights; None if they are equal. Collective.
+
+        Without copies there is nothing to compare: ZeRO-3, and FSDP2 without replicas.
+        """
+        groups = self.plan.replica_groups
+        if not groups:
             return None
-        named = [(unwrapped_name(name), parameter) for name, parameter in self.model.named_parameters()]
-        return compare_replicas(self.mesh, named)
+        named = [(unwrapped_name(name), local(parameter)) for name, parameter in self.model.named_parameters()]
+        return compare_replicas(self.mesh, groups, named)
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the strategy that runs, read from the live objects and not from the plan or files.

@@ -68,6 +68,19 @@ class LaunchPlan:
         """Groups of processes that read different samples."""
         return self.world_size // (self.sequence * self.context * self.tensor)
 
+    @property
+    def replica_groups(self) -> list[list[int]]:
+        """Groups of ranks that hold the same part of the weights; empty if no rank has a copy of another's."""
+        if self.world_size == 1 or self.zero_stage == 3:
+            return []
+        if self.kind != "fsdp":
+            return [list(range(self.world_size))]
+        if self.replicate == 1:
+            return []
+        # Hybrid sharding: the ranks of a replica are adjacent.
+        ranks_of_replica = self.world_size // self.replicate
+        return [list(range(place, self.world_size, ranks_of_replica)) for place in range(ranks_of_replica)]
+
     def copies_at_load(self, processes: int) -> int:
         """Return the number of copies of the weights that the processes of a host load. ZeRO-3 shards while loading."""
         if self.zero_stage == 3 or self.loaded_in_parts:

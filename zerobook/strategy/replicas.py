@@ -25,16 +25,20 @@ class Replicas(NamedTuple):
     Attributes:
         name: the first tensor that differs.
         tensors: the number of tensors that differ.
-        checksums: of the first one, by rank.
-        positions: elements of the flattened tensor in which ranks differ from rank 0.
-        values: the numbers at these positions, by rank.
+        ranks: those that should hold the same copy of it.
+        checksums: of the first tensor, by place in ``ranks``, as all lists below.
+        positions: elements of the flattened copy in which ranks differ from the first one.
+        values: the numbers at these positions.
+        is_shard: the copies are shards, so a position in one is none in the weight.
     """
 
     name: str
     tensors: int
+    ranks: list[int]
     checksums: list[int]
     positions: list[int]
     values: list[list[float]]
+    is_shard: bool = False
 
     def describe(self, read: Callable[[str, int], float] | None) -> str:
         """Return a sentence that names the rank whose copy differs, and the values.
@@ -49,17 +53,19 @@ class Replicas(NamedTuple):
             position = self.positions[0]
             values = [values_of_rank[0] for values_of_rank in self.values]
         majority, votes = Counter(self.checksums).most_common(1)[0]
-        ranks: list[int] = []
+        places: list[int] = []
         # More than half of the ranks agree, so the others are wrong.
         if votes > len(self.checksums) / 2:
-            ranks = [rank for rank, checksum in enumerate(self.checksums) if checksum != majority]
-        elif read is not None:
-            ranks = _find_far_off(values, read(self.name, position))
-        if len(ranks) == 1:
-            sentence = f"rank {ranks[0]}'s copy of {self.name} differs from those of the other ranks"
+            places = [place for place, checksum in enumerate(self.checksums) if checksum != majority]
+        elif read is not None and not self.is_shard:
+            places = _find_far_off(values, read(self.name, position))
+        wrong_ranks = [self.ranks[place] for place in places]
+        copies = f"shard of {self.name}" if self.is_shard else f"copy of {self.name}"
+        if len(wrong_ranks) == 1:
+            sentence = f"rank {wrong_ranks[0]}'s {copies} differs from those of the other ranks"
         else:
-            sentence = f"the copies of {self.name} on ranks {ranks or list(range(len(values)))} differ"
-        listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(values))
+            sentence = f"the copies of {self.name} on ranks {wrong_ranks or self.ranks} differ"
+        listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(self.ranks, values, strict=True))
         sentence += f" (element {position}: {listed})"
         if self.tensors > 1:
             sentence += f", and {self.tensors - 1} more tensors differ"
@@ -67,45 +73,65 @@ class Replicas(NamedTuple):
 
 
 def _find_far_off(values: list[float], before: float) -> list[int]:
-    """Return the rank whose value is ten times as far from ``before`` as any other's, in a list; empty if there is none."""
+    """Return the place of the value that is ten times as far from ``before`` as any other, in a list; empty if none is."""
     distances = []
     for value in values:
         # A value that is not finite is farther off than every number.
         distances.append(abs(value - before) if math.isfinite(value) else math.inf)
     farthest = max(distances)
-    rank = distances.index(farthest)
-    second_farthest = max(distances[:rank] + distances[rank + 1 :])
+    place = distances.index(farthest)
+    second_farthest = max(distances[:place] + distances[place + 1 :])
     if farthest > 10 * second_farthest:
-        return [rank]
+        return [place]
     return []
 
 
-def compare_replicas(mesh: Mesh, named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
-    """Return how the ranks' copies of the weights differ; None if they are equal. Collective.
+def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
+    """Return how the ranks' copies of the weights differ; None if they are equal. Collective over all ranks.
 
     The ranks first compare a checksum of each weight. Then they compare the elements of the first weight that differs.
+
+    Args:
+        groups: the ranks that should hold the same numbers; each rank is in one group.
+        named: name -> what this rank holds of the weight, the same names in the same order on every rank.
     """
     # A checksum has 8 bytes, so little is sent.
     sums = torch.stack([_sum_of_bits(parameter) for _, parameter in named])
+    # NCCL sends nothing that lies in host memory, as offloaded weights do.
+    sums = sums.to(mesh.device)
     sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(sums_of_ranks, sums)
-    table = torch.stack(sums_of_ranks)
     # One row for each rank, one column for each weight.
-    differs = (table != table[0]).any(dim=0)
-    differing = differs.nonzero().flatten().tolist()
+    table = torch.stack(sums_of_ranks)
+    expected = table.clone()
+    for group in groups:
+        expected[list(group)] = table[group[0]]
+    differs = table != expected
+    differing = differs.any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return None
-    # All ranks see the same table, so all of them compare the same weight here.
+    # All ranks see the same table, so all of them compare the same weight of the same group here.
     first = differing[0]
     name, parameter = named[first]
-    bits = _bits(parameter)
-    reference = bits.clone()
+    ranks_that_differ = differs[:, first].nonzero().flatten().tolist()
+    ranks = next(list(group) for group in groups if ranks_that_differ[0] in group)
+    bits = _bits(parameter).to(mesh.device)
+    # Ranks of other groups receive too, and their shard may have another size.
+    size = mesh.gather(bits.numel())[ranks[0]]
+    reference = bits.clone() if mesh.rank == ranks[0] else bits.new_empty(size)
     # The same memory as bytes: neither NCCL nor gloo sends 2-byte integers.
-    dist.broadcast(reference.view(torch.uint8), src=0)
-    differing_here = (bits != reference).nonzero().flatten()[:_MOST_POSITIONS].tolist()
+    dist.broadcast(reference.view(torch.uint8), src=ranks[0])
+    differing_here: list[int] = []
+    if mesh.rank in ranks:
+        differing_here = (bits != reference).nonzero().flatten()[:_MOST_POSITIONS].tolist()
     positions = sorted(set(chain.from_iterable(mesh.gather(differing_here))))
-    values = mesh.gather(parameter.detach().flatten()[positions].float().tolist())
-    return Replicas(name, len(differing), table[:, first].tolist(), positions, values)
+    values_here: list[float] = []
+    if mesh.rank in ranks:
+        values_here = parameter.detach().flatten()[positions].float().tolist()
+    values_of_ranks = mesh.gather(values_here)
+    values = [values_of_ranks[rank] for rank in ranks]
+    checksums = table[ranks, first].tolist()
+    return Replicas(name, len(differing), ranks, checksums, positions, values, is_shard=len(groups) > 1)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
