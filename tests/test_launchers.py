@@ -39,7 +39,11 @@ done
 exit $code
 """,
     "scontrol": """#!/bin/bash
-if [[ $1 == show ]]; then printf 'node-a\\nnode-b\\n'; else echo "$@" >> "$RECORD/scontrol"; fi
+case "$1 $2" in
+"show hostnames") printf 'node-a\\nnode-b\\n' ;;
+"show job") echo "   JobState=COMPLETING Reason=$REASON Dependency=(null)" ;;
+*) echo "$@" >> "$RECORD/scontrol" ;;
+esac
 """,
     # two ranks that save at SIGUSR1 and end with 75, as their launcher then does
     "zerobook": f"""#!{sys.executable}
@@ -75,7 +79,7 @@ def stubs(tmp_path) -> dict[str, str]:
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2"}
     return os.environ | slurm | {
         "PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(tmp_path), "LASTS": "0.2", "PROCESSES_PER_NODE": "2",
-        "SLURM_CPUS_PER_TASK": "64",
+        "SLURM_CPUS_PER_TASK": "64", "REASON": "None",
     }  # fmt: skip
 
 
@@ -175,9 +179,12 @@ def test_slurms_warning_reaches_all_ranks_and_the_job_is_queued_again(tmp_path, 
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
 
 
-def test_a_cancelled_slurm_job_saves_and_is_not_queued_again(tmp_path, stubs):
+@pytest.mark.parametrize("reason, is_queued_again", [("None", False), ("TimeLimit", True)])
+def test_a_slurm_job_saves_at_sigterm_and_is_queued_again_only_at_the_end_of_its_time(
+    tmp_path, stubs, reason, is_queued_again
+):
     """As with proctrack/cgroup, Slurm sends SIGTERM to the batch script and to the tasks, and to none of their processes."""
-    with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60"}) as job:
+    with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60", "REASON": reason}) as job:
         ranks = [tmp_path / f"rank-{machine}-{rank}" for machine in (0, 1) for rank in (0, 1)]
         wait_for(ranks)
         job.send_signal(signal.SIGTERM)
@@ -185,7 +192,16 @@ def test_a_cancelled_slurm_job_saves_and_is_not_queued_again(tmp_path, stubs):
             os.kill(int(node), signal.SIGTERM)
         assert job.wait(30) == 75
     assert [file.read_text() for file in ranks] == ["ready saved "] * 4
-    assert not (tmp_path / "scontrol").exists()
+    commands = tmp_path / "scontrol"
+    assert (commands.read_text() if commands.exists() else "") == ("requeue 4711\n" if is_queued_again else "")
+
+
+def test_slurm_jobs_meet_at_a_port_that_no_connection_takes(tmp_path, stubs):
+    """Linux takes ports from 32768 on for connections, unless it is told otherwise."""
+    for number in ("12767", "12768", "31999"):
+        subprocess.run(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"SLURM_JOB_ID": number}, check=True, timeout=60)
+        words = (tmp_path / "launch-0").read_text().split("\n")
+        assert 20_000 <= int(words[words.index("--main_process_port") + 1]) < 32_768
 
 
 def wait_for(files: list[Path]) -> None:
