@@ -180,9 +180,7 @@ def test_slurms_warning_reaches_all_ranks_and_the_job_is_queued_again(tmp_path, 
 
 
 @pytest.mark.parametrize("reason, is_queued_again", [("None", False), ("TimeLimit", True)])
-def test_a_slurm_job_saves_at_sigterm_and_is_queued_again_only_at_the_end_of_its_time(
-    tmp_path, stubs, reason, is_queued_again
-):
+def test_a_slurm_job_saves_at_sigterm_and_is_queued_again_only_at_the_end_of_its_time(tmp_path, stubs, reason, is_queued_again):
     """As with proctrack/cgroup, Slurm sends SIGTERM to the batch script and to the tasks, and to none of their processes."""
     with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60", "REASON": reason}) as job:
         ranks = [tmp_path / f"rank-{machine}-{rank}" for machine in (0, 1) for rank in (0, 1)]
@@ -389,6 +387,29 @@ def test_the_skypilot_task_starts_a_launcher_on_every_machine(stubs, tmp_path):
     check_manifest(said, "10.0.0.1", content["envs"]["OUTPUT"], content["envs"])
     recovery = content["resources"]["job_recovery"]
     assert recovery["recover_on_exit_codes"] == [preemption.EXIT_CODE, 128 + signal.SIGTERM]
+
+
+UV = """#!/bin/bash
+[[ -d .venv && " $* " != *" --allow-existing "* ]] && { echo "a virtual environment already exists" >&2; exit 2; }
+mkdir -p .venv/bin
+printf '#!/bin/bash\\necho "$@" >> installed\\n' > .venv/bin/pip
+chmod +x .venv/bin/pip
+"""
+"""Makes an environment as uv does, which refuses to make it a second time."""
+
+
+def test_the_skypilot_task_sets_a_machine_up_again_and_leaves_its_own_python_alone(tmp_path):
+    folder = tmp_path / ".local" / "bin"
+    folder.mkdir(parents=True)
+    for name, text in {"uv": UV, "python3": "#!/bin/bash\necho 'externally-managed-environment' >&2; exit 1\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = {"HOME": str(tmp_path), "PATH": f"{folder}:/usr/bin:/bin"}
+    for _ in range(2):
+        line = ["bash", "-c", manifest("skypilot.yaml")["setup"]]
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+    assert "requirements.txt" in (tmp_path / "installed").read_text()
 
 
 SAVING = """
