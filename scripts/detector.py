@@ -42,7 +42,9 @@ from tqdm import tqdm
 from scripts.other_logs import read_log
 from scripts.other_runs import OtherRun, points_of
 from zerobook.errors import ZerobookError
-from zerobook.monitor.detector import Detector, Finding, Point, Settings
+from zerobook.monitor.detector import Detector
+from zerobook.monitor.finding import Finding, Point
+from zerobook.monitor.settings import Settings
 from zerobook.utils.terminal import console, plain, say
 
 

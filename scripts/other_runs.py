@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from scripts.other_logs import OtherLog, read_log
 from zerobook.config import RecipeConfig
-from zerobook.monitor.detector import Finding, Point
+from zerobook.monitor.finding import Finding, Point
 from zerobook.monitor.policy import LEAD, RecoveryAction
 from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog import figures

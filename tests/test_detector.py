@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from scripts.detector import main, replay
 from tests.calls import function_calls
-from zerobook.monitor.detector import Detector, Point, Settings
+from zerobook.monitor.detector import Detector
 from zerobook.monitor.excursion import Excursion
+from zerobook.monitor.finding import Point
+from zerobook.monitor.settings import Settings
 
 STEPS = 400
 

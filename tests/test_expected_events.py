@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.alone import train
-from zerobook.monitor.detector import Point
+from zerobook.monitor.finding import Point
 from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.training.hooks import Hook
 

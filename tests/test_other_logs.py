@@ -20,7 +20,7 @@ from scripts.event_files import read_scalars
 from scripts.other_logs import COLUMNS, read_log
 from scripts.other_runs import judge_run
 from zerobook.errors import DataError
-from zerobook.monitor.detector import Point
+from zerobook.monitor.finding import Point
 
 SAMPLES = Path(__file__).parent / "fixtures" / "logs"
 """What transformers 5.23 wrote about a run of 40 steps, logged every second step and evaluated every tenth."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobook.monitor.detector import Finding
+from zerobook.monitor.finding import Finding
 from zerobook.monitor.policy import LEAD, RecoveryPolicy, rate_share
 from zerobook.utils.ranges import joined, ranges
 

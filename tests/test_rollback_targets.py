@@ -14,7 +14,7 @@ from zerobook.checkpoint import manager as manager
 from zerobook.checkpoint import save, store
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.errors import CheckpointError
-from zerobook.monitor.detector import Finding
+from zerobook.monitor.finding import Finding
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.writer import read
 from zerobook.training.hooks import Hook

@@ -22,12 +22,14 @@ The defaults were chosen on public logs. docs/guides/detector.md has the results
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from zerobook.monitor.baseline import Baseline, LossBaseline
 from zerobook.monitor.excursion import BEGINNING_POINTS, Excursion
+from zerobook.monitor.finding import Finding, Point
+from zerobook.monitor.settings import Settings
 
 RECENT_RATES = 32
 """Points whose learning rates are remembered."""
@@ -48,101 +50,6 @@ DEAD_LEVEL = 0.02
 MIN_NORM_UNIT = 0.1
 """Smallest unit of the logarithm of the gradient norm. A logarithm is a ratio already, so its level is no part of it: a tenfold
 norm must look the same in every run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of the detector. Points are logged points; excesses are in units of the usual residual."""
-
-    level_points: int = 24
-    """accepted points whose median is the level"""
-    unit_points: int = 128
-    """accepted points whose residuals give the unit"""
-    min_unit: float = 0.02
-    """smallest unit, as a share of the level"""
-    min_unit_at_start: float = 0.06
-    """smallest unit without history, as a share of the level; shrinks over the first ``level_points`` points"""
-    high: float = 3.0
-    """excess of a point that may belong to a spike and is kept out of the baseline"""
-    drift: float = 1.5
-    """evidence subtracted at each point"""
-    evidence_cap: float = 4.0
-    """evidence that one point can add, before the drift"""
-    evidence: float = 5.0
-    """sum of evidence that raises an alarm"""
-    outlier_steps: int = 3
-    """odd data lasts this many steps at most"""
-    patience: int = 8
-    """points that a spike may take to come back before it counts as damage"""
-    absurd_factor: float = 40.0
-    """factor above the level, or above the run's first loss, that no data causes with sound weights"""
-    precursor: float = 8.0
-    """excess of a gradient norm that arms the detector"""
-    shock_factor: float = 1000.0
-    """a gradient norm of this factor times its level is a shock, whatever the loss is at that step"""
-    chronic_spikes: int = 3
-    """spikes within 1000 points that make a ``chronic`` finding"""
-    is_one_run: bool = False
-    """the points are of one run. A log may hold several, and a loss that begins again is a new run there. In one run, it means
-    that its weights were lost."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One logged point, all values reduced over ranks."""
-
-    step: int
-    loss: float
-    """nats per supervised token; any finite number, or not finite"""
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    is_skipped: bool = False
-    """the update was not applied, since a gradient was not finite"""
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and not self.is_skipped
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """An observation on the curve. ``kind`` is one of
-
-    ``armed``        a gradient norm or a first high loss that may announce a spike
-    ``outlier``      high for as long as odd data lasts, and back
-    ``spike``        an alarm: high for longer than odd data lasts
-    ``spike_end``    the loss came back
-    ``damage``       the loss did not come back in time
-    ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on
-    ``slow_rise``    the level has crept far above its lowest value
-    ``level_shift``  a moderate step to a new level, which is the baseline now
-    ``reset``        the run's own beginning again: weights were initialised anew
-    ``chronic``      spikes so often that the learning rate is the cause
-    """
-
-    kind: str
-    step: int
-    """step at which it was noticed"""
-    onset: int
-    """step at which it began"""
-    points: int
-    """logged points since the onset"""
-    base: float
-    """level before the onset"""
-    peak: float
-    reason: str
-    """reason in words"""
-    finite: bool = True
-    """False where a loss or a gradient was not finite"""
-
-    @property
-    def alarm(self) -> bool:
-        return self.kind in ("spike", "damage", "divergence", "slow_rise")
-
-    @property
-    def needs_action(self) -> bool:
-        """True if something has to be done about it: the weights are, or will be, damaged."""
-        return self.kind in ("damage", "divergence")
 
 
 class Detector:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from zerobook.config import OnSpike, PolicyAction
-from zerobook.monitor.detector import Finding
+from zerobook.monitor.finding import Finding
 from zerobook.utils.units import counted
 
 ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]

@@ -10,9 +10,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from zerobook.config import OnSpike, PolicyAction
-from zerobook.monitor.detector import Detector, Finding, Point, Settings
+from zerobook.monitor.detector import Detector
 from zerobook.monitor.events import ExpectedEvents
+from zerobook.monitor.finding import Finding, Point
 from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
+from zerobook.monitor.settings import Settings
 
 RAISED_RATE = 1.1
 """Factor from one step to the next from which a learning rate counts as raised."""

@@ -283,17 +283,25 @@ class _Search:
             self._plan_strategies(offloading, {})
             is_default = self.request.recipe.config.optimizer == "adamw" and not self.request.sources.given("optimizer")
             if self.method == "full" and is_default:
-                whole = [file for file in useful if file.stem in ("single", "ddp")]
-                exact = list(self.roomy)
-                fastest = max((candidate.row.tokens_per_second for candidate in exact), default=0.0)
-                self._plan_strategies(whole, {"optimizer": "adamw_8bit"})
-                # They are an approximation, and so no equal of what is about as fast.
-                approximate = self.roomy[len(exact) :]
-                self.roomy = exact + [run for run in approximate if run.row.tokens_per_second > SAME_RATE * fastest]
-        # Settings that were planned later need less memory, and have to be faster by more than the rates are exact.
+                self._plan_8_bit_states([file for file in useful if file.stem in ("single", "ddp")])
+        return self._rank_fastest()
+
+    def _plan_8_bit_states(self, files: list[Path]) -> None:
+        """Plan with Adam's states in 8 bits. They are an approximation, and so no equal of what is about as fast without."""
+        exact = list(self.roomy)
+        fastest = max((candidate.row.tokens_per_second for candidate in exact), default=0.0)
+        self._plan_strategies(files, {"optimizer": "adamw_8bit"})
+        for candidate in self.roomy[len(exact) :]:
+            if candidate.row.tokens_per_second > SAME_RATE * fastest:
+                exact.append(candidate)
+        self.roomy = exact
+
+    def _rank_fastest(self) -> list[Candidate]:
+        """Return the fastest candidate of each strategy and optimizer, the best first; those that are tight stand last."""
         best: dict[tuple[str, str], Candidate] = {}
         for candidate in [*self.roomy, *self.tight]:
             key = (candidate.row.file, candidate.config.optimizer)
+            # Settings that were planned later need less memory, and have to be faster by more than the rates are exact.
             is_faster = key in best and candidate.row.tokens_per_second > SAME_RATE * best[key].row.tokens_per_second
             if key not in best or (is_faster and not candidate.row.tight):
                 best[key] = candidate

@@ -110,33 +110,7 @@ def peak_memory(
     rank_states = [count_states(model, sharding, rank) for rank in (0, sharding.ranks - 1)]
     states = max(rank_states, key=lambda states: states.live.total)
 
-    def at_moment(gradients: int, activations: int, buffers: int) -> DeviceBytes:
-        return DeviceBytes(
-            parameters=states.device.parameters,
-            gradients=gradients,
-            optimizer=states.device.optimizer,
-            activations=activations,
-            buffers=buffers,
-        )
-
-    # The passes: the fullest point of the forward pass, and of the backward pass.
-    moments: dict[str, DeviceBytes] = {}
-    buffers = {
-        "forward and loss": _pass_buffers(model, sharding, gathers.peak_elements, is_backward=False),
-        "backward": _pass_buffers(model, sharding, gathers.peak_elements, is_backward=True),
-    }
-    for gradient_elements, activations in trace.timeline:
-        name = "backward" if gradient_elements else "forward and loss"
-        gradients = _gradient_bytes(model, states, sharding, gradient_elements, accumulation)
-        moment = at_moment(gradients, activations, buffers[name])
-        if name not in moments or moment.allocated > moments[name].allocated:
-            moments[name] = moment
-    moments["step"] = at_moment(states.device.gradients, 0, _step_buffers(model, sharding))
-    if trace.evaluation_bytes is not None:
-        # The step's gradients are freed.
-        gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
-        moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, buffers["forward and loss"])
-
+    moments = _moments(model, sharding, trace, states, gathers.peak_elements, accumulation)
     when = max(moments, key=lambda name: moments[name].allocated)
     device = moments[when]
     low = high = 1.0
@@ -157,6 +131,39 @@ def peak_memory(
         disk=states.disk * gpus_per_node,
         moments={name: moment.allocated for name, moment in moments.items()},
     )
+
+
+def _moments(
+    model: ModelWeights, sharding: ShardingSpec, trace: Trace, states: RankStates, gathered_elements: int, accumulation: int
+) -> dict[str, DeviceBytes]:
+    """Return what the device holds at the fullest point of each pass, in the optimizer's step and in an evaluation."""
+
+    def at_moment(gradients: int, activations: int, buffers: int) -> DeviceBytes:
+        return DeviceBytes(
+            parameters=states.device.parameters,
+            gradients=gradients,
+            optimizer=states.device.optimizer,
+            activations=activations,
+            buffers=buffers,
+        )
+
+    moments: dict[str, DeviceBytes] = {}
+    buffers = {
+        "forward and loss": _pass_buffers(model, sharding, gathered_elements, is_backward=False),
+        "backward": _pass_buffers(model, sharding, gathered_elements, is_backward=True),
+    }
+    for gradient_elements, activations in trace.timeline:
+        name = "backward" if gradient_elements else "forward and loss"
+        gradients = _gradient_bytes(model, states, sharding, gradient_elements, accumulation)
+        moment = at_moment(gradients, activations, buffers[name])
+        if name not in moments or moment.allocated > moments[name].allocated:
+            moments[name] = moment
+    moments["step"] = at_moment(states.device.gradients, 0, _step_buffers(model, sharding))
+    if trace.evaluation_bytes is not None:
+        # The step's gradients are freed.
+        gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
+        moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, buffers["forward and loss"])
+    return moments
 
 
 def _gradient_bytes(

@@ -50,22 +50,7 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
     from rich.markup import escape
 
     out = console(WIDTH, markup=True)
-    shape = traced.job.shape
-    lengths = f"{shape.source}"
-    if shape.target:
-        lengths += f" + {shape.target}"
-    hardware = f"{cluster.name}, {gb(cluster.device.memory)} GB each"
-    if cluster.host_memory:
-        hardware += f", host {size(cluster.host_memory)}"
-    config = traced.job.config
-    settings = [config.mixed_precision or "fp32", f"activation checkpointing {config.activation_checkpointing}"]
-    settings.append("eager attention" if config.attn_implementation == "eager" else "fused attention")
-    out.print(
-        f"[bold]{escape(traced.job.name)}[/]: {count(traced.model.parameters)} parameters, "
-        f"{count(traced.model.trained_elements)} trained | micro-batch {shape.rows} x {lengths} tokens, "
-        f"accumulation {config.gradient_accumulation_steps} | {', '.join(settings)} | {hardware}"
-    )
-
+    _print_head(out, traced, cluster)
     names = [{"strategy file": row.file, "fits": fits_text(row)} for row in rows]
     dimmed = [not row.fits for row in rows]
     memory_cells = [name | _memory_cells(row) for name, row in zip(names, rows, strict=True)]
@@ -99,6 +84,27 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
         out.print(f"[dim]{escape(line)}[/]")
     if failures is not None:
         out.print(escape(failures.describe()))
+
+
+def _print_head(out: Console, traced: TracedJob, cluster: Cluster) -> None:
+    """Print the model, the settings that decide its memory and time, and the hardware."""
+    from rich.markup import escape
+
+    shape = traced.job.shape
+    lengths = f"{shape.source}"
+    if shape.target:
+        lengths += f" + {shape.target}"
+    hardware = f"{cluster.name}, {gb(cluster.device.memory)} GB each"
+    if cluster.host_memory:
+        hardware += f", host {size(cluster.host_memory)}"
+    config = traced.job.config
+    settings = [config.mixed_precision or "fp32", f"activation checkpointing {config.activation_checkpointing}"]
+    settings.append("eager attention" if config.attn_implementation == "eager" else "fused attention")
+    out.print(
+        f"[bold]{escape(traced.job.name)}[/]: {count(traced.model.parameters)} parameters, "
+        f"{count(traced.model.trained_elements)} trained | micro-batch {shape.rows} x {lengths} tokens, "
+        f"accumulation {config.gradient_accumulation_steps} | {', '.join(settings)} | {hardware}"
+    )
 
 
 def print_table(out: Console, title: str, rows: Sequence[Cells], fixed: Sequence[str], dimmed: Sequence[bool]) -> None:

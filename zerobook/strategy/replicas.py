@@ -46,23 +46,19 @@ class Replicas(NamedTuple):
         Args:
             read: (name, position) -> the value in the last checkpoint, which decides if there is no majority.
         """
+        # Only the first differing element is compared and printed.
         position = 0
-        values = [math.nan] * len(self.values)
+        values = [math.nan] * len(self.ranks)
         if self.positions:
-            # Only the first differing element is compared and printed.
             position = self.positions[0]
-            values = [values_of_rank[0] for values_of_rank in self.values]
-        majority, votes = Counter(self.checksums).most_common(1)[0]
-        places: list[int] = []
-        # More than half of the ranks agree, so the others are wrong.
-        if votes > len(self.checksums) / 2:
-            places = [place for place, checksum in enumerate(self.checksums) if checksum != majority]
-        elif read is not None and not self.is_shard:
-            places = _find_far_off(values, read(self.name, position))
-        wrong_ranks = [self.ranks[place] for place in places]
-        copies = f"shard of {self.name}" if self.is_shard else f"copy of {self.name}"
+            values = [numbers[0] for numbers in self.values]
+        value_before = None
+        if read is not None and not self.is_shard:
+            value_before = read(self.name, position)
+        wrong_ranks = self._find_wrong_ranks(values, value_before)
         if len(wrong_ranks) == 1:
-            sentence = f"rank {wrong_ranks[0]}'s {copies} differs from those of the other ranks"
+            noun = "shard" if self.is_shard else "copy"
+            sentence = f"rank {wrong_ranks[0]}'s {noun} of {self.name} differs from those of the other ranks"
         else:
             sentence = f"the copies of {self.name} on ranks {wrong_ranks or self.ranks} differ"
         listed = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(self.ranks, values, strict=True))
@@ -71,19 +67,20 @@ class Replicas(NamedTuple):
             sentence += f", and {self.tensors - 1} more tensors differ"
         return sentence
 
-
-def _find_far_off(values: list[float], before: float) -> list[int]:
-    """Return the place of the value that is ten times as far from ``before`` as any other, in a list; empty if none is."""
-    distances = []
-    for value in values:
-        # A value that is not finite is farther off than every number.
-        distances.append(abs(value - before) if math.isfinite(value) else math.inf)
-    farthest = max(distances)
-    place = distances.index(farthest)
-    second_farthest = max(distances[:place] + distances[place + 1 :])
-    if farthest > 10 * second_farthest:
-        return [place]
-    return []
+    def _find_wrong_ranks(self, values: Sequence[float], value_before: float | None) -> list[int]:
+        """Return the ranks that a majority, or else the last checkpoint, says are wrong; empty if neither does."""
+        majority, votes = Counter(self.checksums).most_common(1)[0]
+        if votes > len(self.checksums) / 2:
+            return [rank for rank, checksum in zip(self.ranks, self.checksums, strict=True) if checksum != majority]
+        if value_before is None:
+            return []
+        distances = {}
+        for rank, value in zip(self.ranks, values, strict=True):
+            # A value that is not finite is farther off than every number.
+            distances[rank] = abs(value - value_before) if math.isfinite(value) else math.inf
+        *_, second, farthest = sorted(distances, key=distances.__getitem__)
+        # Ten times as far from the checkpoint as any other value.
+        return [farthest] if distances[farthest] > 10 * distances[second] else []
 
 
 def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.config import OnSpike, RecipeConfig
-from zerobook.monitor.detector import Finding, Point
 from zerobook.monitor.events import WINDOW
+from zerobook.monitor.finding import Finding, Point
 from zerobook.monitor.policy import LEAD, RecoveryAction
 from zerobook.monitor.spike_monitor import HISTORY_STEPS, ReplayOutcome, SpikeMonitor
 from zerobook.runlog.records import StepRecord

@@ -1,0 +1,64 @@
+"""The points that the spike detector reads, and its findings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One logged point, all values reduced over ranks."""
+
+    step: int
+    loss: float
+    """nats per supervised token; any finite number, or not finite"""
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    is_skipped: bool = False
+    """the update was not applied, since a gradient was not finite"""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and not self.is_skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """An observation on the curve. ``kind`` is one of
+
+    ``armed``        a gradient norm or a first high loss that may announce a spike
+    ``outlier``      high for as long as odd data lasts, and back
+    ``spike``        an alarm: high for longer than odd data lasts
+    ``spike_end``    the loss came back
+    ``damage``       the loss did not come back in time
+    ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on
+    ``slow_rise``    the level has crept far above its lowest value
+    ``level_shift``  a moderate step to a new level, which is the baseline now
+    ``reset``        the run's own beginning again: weights were initialised anew
+    ``chronic``      spikes so often that the learning rate is the cause
+    """
+
+    kind: str
+    step: int
+    """step at which it was noticed"""
+    onset: int
+    """step at which it began"""
+    points: int
+    """logged points since the onset"""
+    base: float
+    """level before the onset"""
+    peak: float
+    reason: str
+    """reason in words"""
+    finite: bool = True
+    """False where a loss or a gradient was not finite"""
+
+    @property
+    def alarm(self) -> bool:
+        return self.kind in ("spike", "damage", "divergence", "slow_rise")
+
+    @property
+    def needs_action(self) -> bool:
+        """True if something has to be done about it: the weights are, or will be, damaged."""
+        return self.kind in ("damage", "divergence")

@@ -1,0 +1,42 @@
+"""Settings of the spike detector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of the detector. Points are logged points; excesses are in units of the usual residual."""
+
+    level_points: int = 24
+    """accepted points whose median is the level"""
+    unit_points: int = 128
+    """accepted points whose residuals give the unit"""
+    min_unit: float = 0.02
+    """smallest unit, as a share of the level"""
+    min_unit_at_start: float = 0.06
+    """smallest unit without history, as a share of the level; shrinks over the first ``level_points`` points"""
+    high: float = 3.0
+    """excess of a point that may belong to a spike and is kept out of the baseline"""
+    drift: float = 1.5
+    """evidence subtracted at each point"""
+    evidence_cap: float = 4.0
+    """evidence that one point can add, before the drift"""
+    evidence: float = 5.0
+    """sum of evidence that raises an alarm"""
+    outlier_steps: int = 3
+    """odd data lasts this many steps at most"""
+    patience: int = 8
+    """points that a spike may take to come back before it counts as damage"""
+    absurd_factor: float = 40.0
+    """factor above the level, or above the run's first loss, that no data causes with sound weights"""
+    precursor: float = 8.0
+    """excess of a gradient norm that arms the detector"""
+    shock_factor: float = 1000.0
+    """a gradient norm of this factor times its level is a shock, whatever the loss is at that step"""
+    chronic_spikes: int = 3
+    """spikes within 1000 points that make a ``chronic`` finding"""
+    is_one_run: bool = False
+    """the points are of one run. A log may hold several, and a loss that begins again is a new run there. In one run, it means
+    that its weights were lost."""
