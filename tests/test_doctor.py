@@ -207,6 +207,7 @@ def test_doctor_counts_the_processes_of_one_machine(monkeypatch):
     [
         (["python", "/venv/bin/accelerate", "launch", "--mixed-precision", "no", "a.py"], ["--mixed-precision", "no", "a.py"]),
         (["python", "-m", "accelerate.commands.launch", "a.py", "--x"], ["a.py", "--x"]),
+        (["python", "-m", "accelerate.commands.accelerate_cli", "launch", "a.py"], ["a.py"]),
         (["python", "/venv/bin/accelerate-launch", "a.py"], ["a.py"]),
         (["python", "/lib/accelerate/commands/launch.py", "a.py"], ["a.py"]),
         (["bash", "-c", "make"], None),

@@ -749,12 +749,14 @@ class Parsed(Generic[ConfigT]):
         sources: the source of each of its values.
         dry_run: ``--dry-run`` was given.
         problems: every unknown key, wrong type, missing file and disagreement.
+        launch_keys: the `LAUNCH_KEYS` of the YAML.
     """
 
     config: ConfigT
     sources: ConfigSources
     dry_run: bool
     problems: list[str]
+    launch_keys: dict[str, str]
 
 
 def parse(
@@ -795,6 +797,7 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     problems += _problems_of_words(other_words, config_class)
 
     values: dict[str, Any] = {}
+    launch_keys = {}
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
     if arguments.config:
         try:
@@ -803,6 +806,8 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
         except ConfigError as error:
             _, invalid = _valid(config_class, flag_values, ConfigSources(flag_sources))
             raise ConfigError([*error.problems, *problems, *invalid]) from None
+        for key in file_values.keys() & LAUNCH_KEYS - config_class.model_fields.keys():
+            launch_keys[key] = str(file_values.pop(key))
         values, file_problems = _name_values(arguments.config, file_values, config_class)
         problems += file_problems
         sources.update(dict.fromkeys(values, arguments.config))
@@ -817,7 +822,7 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
         problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
     # A refused value was replaced by its default, so a second problem of that key would be about the default.
     problems += [problem for problem in config.problems() if not _is_about(problem.partition(":")[0], problems)]
-    return Parsed(config, sources, arguments.dry_run, problems)
+    return Parsed(config, sources, arguments.dry_run, problems, launch_keys)
 
 
 def _problems_of_words(words: list[str], config_class: type[RecipeConfig]) -> list[str]:
@@ -942,7 +947,9 @@ def changed(
 def _parser(config_class: type[RecipeConfig]) -> _Parser:
     doc = sys.modules[config_class.__module__].__doc__ or ""
     parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE.yaml", help="the same keys as below; flags override it")
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="the same keys as below, and those of zerobook launch; flags override it"
+    )
     parser.add_argument(
         "--dry-run",
         "--dry_run",
@@ -1048,6 +1055,8 @@ PATHS = (
 """Keys that may name a file or a folder."""
 LISTS_OF_PATHS = ("eval_tasks", "hooks")
 FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
+LAUNCH_KEYS = {"strategy", "num_processes"}
+"""Keys of a recipe's YAML that are for ``zerobook launch``, which reads them before there are processes."""
 DATA = ("dataset_name", "train_file", "datasets")
 """Keys that name the training data."""
 LONGEST_SHOWN = 200

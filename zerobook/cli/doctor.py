@@ -19,6 +19,7 @@ from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch import account, host_check, ops, preflight
 from zerobook.launch.accelerate_cli import loopback_note, split_at_recipe
+from zerobook.launch.by_name import written_out
 from zerobook.launch.host_check import PATIENCE_S
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import inspect
@@ -32,7 +33,7 @@ from zerobook.utils.units import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-USAGE = f"""zerobook doctor [accelerate launch's flags] [recipes/NAME.py [its flags]]
+USAGE = f"""zerobook doctor [--strategy NAME] [accelerate launch's flags] [recipes/NAME.py [its flags]]
 
 To read its flags, {RUNS}; nothing is trained.
 
@@ -42,7 +43,7 @@ To read its flags, {RUNS}; nothing is trained.
 
 examples:
   zerobook doctor
-  zerobook doctor --config_file accelerate_configs/zero3.yaml --num_processes 2
+  zerobook doctor --strategy zero3 --num_processes 2
   zerobook doctor --config_file accelerate_configs/zero2.yaml recipes/causal_lm.py --config my.yaml
   zerobook doctor --all_ranks --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 16 \
     --machine_rank 0 --main_process_ip 10.0.0.1 recipes/causal_lm.py --config my.yaml
@@ -57,7 +58,9 @@ def doctor(argv: list[str]) -> int:
     parser = Parser("zerobook doctor", allow_abbrev=False, add_help=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--all_ranks", action="store_true")
+    parser.add_argument("--strategy")
     flags, argv = parser.parse_known_args(argv)
+    argv = written_out(argv, flags.strategy)
     as_json = flags.json
     all_ranks = flags.all_ranks
     out = console()

@@ -1,17 +1,27 @@
-"""``zerobook launch``: ``accelerate launch`` with short errors, and for runs that go on when machines are lost."""
+"""``zerobook launch``: ``accelerate launch`` with names and short errors, and for runs that go on when machines are lost."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
 from zerobook.launch import elastic, flag_checks
 from zerobook.launch.accelerate_cli import parsed, read_flags, split_at_recipe
+from zerobook.launch.by_name import OTHER_PROGRAMS, written_out
 from zerobook.launch.process import pass_signals_on, quietly
+from zerobook.utils.shipped import find
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
+
+RECIPE and --strategy are files, or names of those that come with Zerobook, which work in any folder. The recipe's YAML may have
+the keys strategy and num_processes, too; flags override them. The accelerate launch line that all this stands for is printed.
 
 The launcher adds no traceback of its own to an error or after Ctrl-C, and ends with the exit code of the recipe.
 
@@ -21,41 +31,63 @@ together. The global batch stays the same: fewer processes accumulate more micro
 not be lost.
 """
 EXAMPLE = """examples:
+  zerobook launch --strategy zero2 --num_processes 2 lora_finetune --config my.yaml
   zerobook launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --config my.yaml
   zerobook launch --min_machines 1 --config_file accelerate_configs/zero3.yaml --num_machines 2 --num_processes 16 \\
     --main_process_ip 10.0.0.1 recipes/lora_finetune.py --config my.yaml --resume_from_checkpoint auto
 """
-
-_OTHER_PROGRAMS = {"-m", "--module", "--no_python", "--no-python"}
-"""Flags with which accelerate starts no file."""
 
 
 def launch(argv: list[str]) -> int:
     """Start the processes of this machine. Return the exit code of the process that failed first, or 0."""
     parser = Parser(
         "zerobook launch",
-        usage="zerobook launch [--min_machines N] [accelerate launch's flags] RECIPE [its flags]",
+        usage="zerobook launch [--strategy NAME] [--min_machines N] [accelerate launch's flags] RECIPE [its flags]",
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
     )
+    parser.add_argument("--strategy", metavar="NAME", help="a shipped strategy file's name, such as zero3, or a file")
     parser.add_argument("--min_machines", type=int, help="the fewest machines that the run goes on with")
     if not argv or argv[0] in ("-h", "--help"):
         parser.print_help()
         return 0
-    flags, arguments = parser.parse_known_args(argv)
+    before_recipe, recipe, _ = split_at_recipe(argv)
+    # Behind the recipe are its own flags, which may have these names.
+    flags, accelerate_flags = parser.parse_known_args(before_recipe)
+    arguments = [*accelerate_flags, *argv[len(before_recipe) :]]
+    if recipe is None and OTHER_PROGRAMS.isdisjoint(argv):
+        # Raises an error with the near names where it is no file.
+        find(parsed(arguments).training_script, "recipes")
+    line = written_out(arguments, flags.strategy)
+    if line != arguments:
+        if flags.min_machines:
+            line = ["--min_machines", str(flags.min_machines), *line]
+        _start_again(argv, line)
     if flags.min_machines:
         return quietly(lambda: elastic.launch(flags.min_machines, arguments))
     return quietly(lambda: _launch(arguments))
+
+
+def _start_again(argv: list[str], line: list[str]) -> NoReturn:
+    """Print the launch without names, and replace this process by it: a run reads the command line of its launcher."""
+    program = sys.orig_argv[1 : len(sys.orig_argv) - len(argv)]
+    on_path = shutil.which("accelerate") == str(Path(sys.executable).with_name("accelerate"))
+    shown = ["accelerate", "launch"] if on_path else [sys.executable, "-m", "accelerate.commands.launch"]
+    # accelerate has no launch of a number of machines that changes.
+    if "--min_machines" in line:
+        shown = [sys.executable, *program]
+    print(shlex.join([*shown, *line]), flush=True)
+    os.execv(sys.executable, [sys.executable, *program, *line])
 
 
 def _launch(arguments: list[str]) -> None:
     """Start the processes, or say in one sentence each what accelerate would refuse, drop or wait for."""
     flags, script, _ = split_at_recipe(arguments)
     # Without the file of a recipe, only the flags of accelerate can be checked.
-    if script is None or _OTHER_PROGRAMS & set(flags):
+    if script is None or not OTHER_PROGRAMS.isdisjoint(flags):
         problems = flag_checks.check(parsed(arguments), starts=True).problems
     else:
         problems = _problems_of_launch(arguments, flags, script)

@@ -18,7 +18,7 @@ before a run:
   doctor      how a strategy file is resolved on this machine, and every conflict in it
 
 a run:
-  launch      accelerate launch with short errors; also for a run that goes on when machines are lost
+  launch      accelerate launch with names and short errors; also for a run that goes on when machines are lost
   runlog      what happened to a run, why, and what it cost; the report
   checkpoint  what a run has saved, whether it is whole, and what is kept
 
@@ -27,7 +27,8 @@ its result:
   eval        accuracy of a model on multiple-choice task files
   export      a checkpoint as a plain transformers folder
 
-Recipes are started with accelerate, in a clone or in a folder that zerobook init has made:
+Recipes are started by name in any folder, or with accelerate in a clone or in a folder that zerobook init has made:
+  zerobook launch --strategy zero2 --num_processes 2 lora_finetune --help
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
 """
 

@@ -19,7 +19,7 @@ from zerobook.plan.failures import RATES, FailurePlan, plan_failures
 from zerobook.plan.hardware import Cluster, nearest
 from zerobook.training.recipe_file import RUNS
 from zerobook.utils.devices import find_device
-from zerobook.utils.shipped import shipped
+from zerobook.utils.shipped import find, names, shipped
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
 
@@ -307,7 +307,7 @@ def _read_request(
     from zerobook.training.recipe_file import recipe_class
 
     model, *words = model_arguments
-    file = Path(model)
+    file = find(model, "recipes") if model in names("recipes") else Path(model)
     if file.suffix != ".py":
         file = shipped(f"recipes/{_recipe_for(model)}.py")
         words = ["--model_name_or_path", model, *words]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config import RecipeConfig
 from zerobook.launch.meet import restarts_ranks
+from zerobook.utils import shipped
 from zerobook.utils.nearest import nearest
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def launcher_flags(command: list[str]) -> list[str] | None:
             or Path(token).name == "accelerate-launch"
         ):
             return command[index + 1 :]
-        if Path(token).name == "accelerate" and command[index + 1 : index + 2] == ["launch"]:
+        is_accelerate = Path(token).name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli.py")
+        if is_accelerate and command[index + 1 : index + 2] == ["launch"]:
             return command[index + 2 :]
     return None
 
@@ -163,9 +165,10 @@ def unreachable_name(environ: Mapping[str, str]) -> str | None:
 
 
 def split_at_recipe(arguments: list[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return the launcher's flags, the recipe, or None, and its flags."""
+    """Return the launcher's flags, the recipe, or None, and its flags. The recipe is a file, or the name of a shipped one."""
+    names = shipped.names("recipes")
     for index, token in enumerate(arguments):
-        if token.endswith(".py"):
+        if token.endswith(".py") or token in names:
             return arguments[:index], token, arguments[index + 1 :]
     return list(arguments), None, []
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.utils.nearest import nearest_file
-from zerobook.utils.shipped import shipped
+from zerobook.utils.shipped import find, names, shipped
 
 if TYPE_CHECKING:
     from zerobook.training.recipe import Recipe
@@ -25,10 +25,13 @@ _RUN = "zerobook.training.run"
 def check_recipe(name: str) -> tuple[Path, str]:
     """Return the path of a recipe's file, and the name of the class that it runs. The file is read and not run.
 
+    Args:
+        name: a file, or the name of a shipped recipe.
+
     Raises:
         ConfigError: there is no such file, it is not a ``.py``, or it runs no recipe.
     """
-    path = Path(name).expanduser()
+    path = find(name, "recipes") if name in names("recipes") else Path(name).expanduser()
     if not path.is_file():
         raise ConfigError(
             f"{name}: there is no such recipe file.{nearest_file(path)} Zerobook's own are in {shipped('recipes')}; zerobook "

@@ -18,7 +18,7 @@ from zerobook.checkpoint import store
 from zerobook.config import ConfigSources, RecipeConfig, from_python, read
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.health.position import enter
-from zerobook.launch import account, preflight
+from zerobook.launch import account, by_name, preflight
 from zerobook.launch.accelerate_cli import parent_flags
 from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
@@ -54,9 +54,12 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
             from zerobook.models.result import exported_checkpoint
 
             config = config.model_copy(update={"model_name_or_path": exported_checkpoint(config.model_name_or_path)})
+        launch_problems, notes = by_name.compare_with_launch(parsed.launch_keys)
+        problems = parsed.problems if parsed.dry_run else [*parsed.problems, *launch_problems]
         plan, config, sources = resolve_this_process(
-            config, parsed.sources, starts=not parsed.dry_run, config_problems=parsed.problems
+            config, parsed.sources, starts=not parsed.dry_run, config_problems=problems
         )
+        plan.notes += notes
         if parsed.dry_run:
             print_dry_run(config, sources, plan)
             return
