@@ -227,6 +227,9 @@ class RecipeConfig(_Keys):
         0, ge=0, description="steps in which the rate rises to its peak: of N, the k-th has k/N of it"
     )
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="num_warmup_steps as a share of all steps")
+    warmup_from_zero: bool = Field(
+        False, description="the k-th of N warm-up steps has (k-1)/N of the peak, as in transformers; the first changes nothing"
+    )
     optimizer: str = Field(
         "adamw", description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class"
     )

@@ -12,6 +12,7 @@ HELP = """Training recipes on Hugging Face Accelerate: plan a run, train, recove
 
 before a run:
   init        a folder to work in: recipes, strategy files and a config to start from
+  import      a recipe's config, a strategy file and a launch line from another trainer's config
   data        look at a data file, or prepare a recipe's data ahead
   plan        memory, traffic and time of a run under every strategy file
   recipe      a config and a launch line for a model on your GPUs, chosen by the planner
@@ -34,6 +35,7 @@ Recipes are started by name in any folder, or with accelerate in a clone or in a
 
 COMMANDS = {
     "init": ("zerobook.cli.init", "init"),
+    "import": ("zerobook.cli.import_config", "import_foreign"),
     "doctor": ("zerobook.cli.doctor", "doctor"),
     "launch": ("zerobook.cli.launch", "launch"),
     "plan": ("zerobook.cli.plan", "plan"),

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from zerobook.constants import POLYNOMIAL_END
 
 
-def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -> Callable[[int], float]:
+def learning_rate_schedule(
+    name: str, *, peak: float, warmup: int, total: int, from_zero: bool = False
+) -> Callable[[int], float]:
     """Return transformers' schedule ``name`` as a function step -> rate, with another warm-up.
 
     Of W warm-up steps, the k-th trains at k/W of the peak. transformers begins at 0, so that its first step changes nothing,
@@ -18,6 +20,7 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
         peak: rate after the warm-up.
         warmup: steps to the peak, which the last of them has; if it is ``total`` or more, the run ends during the warm-up.
         total: length of the schedule in steps; a decaying schedule ends at ``total``.
+        from_zero: transformers' own warm-up.
 
     Returns:
         Function of the number of steps done: step k (from 0) trains with ``rate(k)``.
@@ -36,7 +39,8 @@ def learning_rate_schedule(name: str, *, peak: float, warmup: int, total: int) -
         name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=options
     )
     factor = scheduler.lr_lambdas[0]
-    warms_up = name != "constant"
+    # transformers' own function has its own warm-up.
+    warms_up = name != "constant" and not from_zero
 
     def rate(step: int) -> float:
         if warms_up and step < warmup:

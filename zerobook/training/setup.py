@@ -72,6 +72,7 @@ def first_state(
         peak=config.learning_rate,
         warmup=config.warmup_steps(state.total_steps),
         total=state.total_steps,
+        from_zero=config.warmup_from_zero,
     )
     # A DeepSpeed JSON can have a scheduler of its own.
     if strategy.owns_schedule:

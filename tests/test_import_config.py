@@ -1,0 +1,308 @@
+"""Other trainers' configs become a recipe's YAML, a strategy file and an account of every key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import Seq2SeqTrainingArguments, get_scheduler
+
+from zerobook.cli.main import main
+from zerobook.config import read
+from zerobook.interop.configs import data, importer, strategies, table, translations
+from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
+from zerobook.models.adapters import AdapterConfig
+from zerobook.training.recipe_file import recipe_class
+from zerobook.training.schedule import learning_rate_schedule
+from zerobook.utils.shipped import shipped
+
+TABLES = sorted(set(TRAINERS.values()))
+RECIPES = {name: recipe_class(str(shipped(f"recipes/{name}.py"))).config_class for name in importer.RECIPES}
+
+
+def imported(config, trainer="trl", folder=Path("/nowhere"), **options):
+    return importer.import_config(config, folder / "theirs.yaml", trainer, **options)
+
+
+def kinds_of(result):
+    return {line.key: line.kind for line in result.lines}
+
+
+# --- the tables
+
+
+def test_every_training_argument_of_transformers_is_in_the_table():
+    arguments = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
+    assert arguments <= table.load_table("transformers").entries.keys()
+
+
+def test_the_defaults_of_the_table_are_those_of_transformers():
+    fields = {field.name: field.default for field in dataclasses.fields(Seq2SeqTrainingArguments)}
+    defaults = table.load_table("transformers").defaults
+    # A default that is null, false, 0 or empty needs no entry.
+    expected = {key: getattr(value, "value", value) for key, value in fields.items() if key in defaults}
+    assert defaults == expected
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_entry_leads_to_a_flag_a_function_or_a_sentence(name):
+    flags = {key for config_class in RECIPES.values() for key in config_class.model_fields} | {importer.LENGTH}
+    for key, entry in table.load_table(name).entries.items():
+        counterparts = [entry.to] if entry.to else []
+        for value in entry.values.values():
+            counterparts += list(value) if isinstance(value, dict) else []
+            # A value that is no mapping needs a flag.
+            assert isinstance(value, dict) or entry.to, key
+        assert set(counterparts) <= flags, key
+        assert not entry.by or any(hasattr(module, entry.by) for module in (translations, data, strategies)), key
+        assert entry.kind == SAME or entry.say or entry.otherwise, key
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_counterpart_of_a_value_is_taken_by_a_recipe(name):
+    for key, entry in table.load_table(name).entries.items():
+        for value in entry.values.values():
+            flags = value if isinstance(value, dict) else {entry.to: value}
+            for flag, ours in flags.items():
+                config_class = RECIPES["lora_finetune" if flag in AdapterConfig.model_fields else "causal_lm"]
+                assert flag in config_class.model_fields or flag == importer.LENGTH, key
+                config_class(**{flag: ours})
+
+
+# --- values
+
+
+HANDBOOK = {
+    "model_name_or_path": "org/model",
+    "torch_dtype": "bfloat16",
+    "bf16": True,
+    "dataset_name": "org/chats",
+    "assistant_only_loss": True,
+    "use_peft": True,
+    "lora_r": 8,
+    "lora_target_modules": ["q_proj", "k_proj"],
+    "learning_rate": "2.0e-04",
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "max_length": 2048,
+    "max_steps": -1,
+    "eval_strategy": "no",
+    "save_strategy": "epoch",
+    "push_to_hub": True,
+    "gradient_checkpointing": True,
+    "neftune_noise_alpha": None,
+    "label_smoothing_factor": 0.0,
+}
+
+
+def test_a_trl_config_becomes_the_values_of_a_recipe():
+    result = imported(HANDBOOK)
+    assert result.recipe == "lora_finetune" and not result.changes_training
+    expected = {
+        "model_name_or_path": "org/model",
+        "mixed_precision": "bf16",
+        "dataset_name": "org/chats",
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_target_modules": ["q_proj", "k_proj"],
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.1,
+        "warmup_from_zero": True,
+        "max_seq_length": 2048,
+        "save_steps": "epoch",
+        "activation_checkpointing": "full",
+        "validation_split_percentage": 0,
+    }
+    assert expected.items() <= result.values.items()
+
+
+def test_defaults_of_the_trainer_are_written_out_where_the_recipe_has_others():
+    result = imported({"model_name_or_path": "org/model", "dataset_name": "org/chats", "use_peft": True})
+    expected = {"learning_rate": 2e-5, "warmup_ratio": 0.0, "lora_dropout": 0.05, "mixed_precision": "bf16"}
+    assert expected.items() <= result.values.items()
+    assert result.values["lora_target_modules"] == ["q_proj", "v_proj"]
+    assert "num_train_epochs" not in result.values
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("learning_rate", 1e-5, SAME),
+        ("max_length", 512, TRANSLATED),
+        ("hub_model_id", "org/result", NO_EFFECT),
+        ("neftune_noise_alpha", 5, NOT_POSSIBLE),
+        ("neftune_noise_alpha", None, DEFAULT),
+        ("label_smoothing_factor", 0.0, DEFAULT),
+        ("lr_scheduler_type", "inverse_sqrt", NOT_POSSIBLE),
+        ("learning_rate", -1, NOT_POSSIBLE),
+        ("learning_rate", ["odd"], NOT_POSSIBLE),
+        ("assistant_only_loss", False, NOT_POSSIBLE),
+        ("no_such_key", 1, UNKNOWN),
+        ("no_such_key", None, DEFAULT),
+    ],
+)
+def test_each_key_has_its_kind(key, value, kind):
+    result = imported(HANDBOOK | {key: value})
+    assert kinds_of(result)[key] == kind
+    assert result.changes_training == (kind in (NOT_POSSIBLE, UNKNOWN))
+
+
+def test_settings_of_lora_say_nothing_where_no_adapter_is_trained():
+    result = imported({"model_name_or_path": "org/model", "dataset_name": "org/texts", "lora_r": 8})
+    assert result.recipe == "causal_lm" and kinds_of(result)["lora_r"] == NO_EFFECT
+
+
+@pytest.mark.parametrize(("steps", "ratio"), [(7, 0), (0.1, 0), (0, 0.1), (7, 0.1)])
+def test_the_imported_warm_up_is_that_of_transformers(steps, ratio):
+    """The steps come first, and a number of steps below 1 is a share of them."""
+    total = 40
+    warmup = int(steps) if steps >= 1 else round(total * (steps or ratio))
+    values = imported(HANDBOOK | {"warmup_steps": steps, "warmup_ratio": ratio}).values
+    config = RECIPES["lora_finetune"](**values)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    theirs = get_scheduler("cosine", optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    rates = []
+    for _ in range(total):
+        rates.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    ours = learning_rate_schedule(
+        "cosine", peak=1.0, warmup=config.warmup_steps(total), total=total, from_zero=config.warmup_from_zero
+    )
+    assert [ours(step) for step in range(total)] == pytest.approx(rates, abs=1e-12)
+
+
+# --- strategies
+
+
+def zero(stage, **settings):
+    return {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": stage, **settings}, "gradient_clipping": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, "ddp"),
+        ({"deepspeed": zero(0)}, "ddp"),
+        ({"deepspeed": zero(2)}, "zero2"),
+        ({"deepspeed": zero(3, reduce_bucket_size="auto")}, "zero3"),
+        ({"deepspeed": zero(3, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})}, "zero3_offload"),
+        ({"deepspeed": zero(3, offload_param={"device": "none"})}, "zero3"),
+        ({"deepspeed": "configs/ds_z3_offload.json"}, "zero3_offload"),
+        ({"fsdp": "full_shard auto_wrap"}, "fsdp"),
+        ({"fsdp": ["full_shard", "offload"]}, "fsdp_offload"),
+        ({"fsdp": "hybrid_shard auto_wrap"}, "fsdp_hybrid"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}}, "fsdp_offload"),
+        ({"fsdp_config": {"reshard_after_forward": True}}, "fsdp"),
+    ],
+)
+def test_a_shipped_strategy_file_is_chosen_where_it_says_the_same(keys, name):
+    result = imported(HANDBOOK | keys)
+    assert strategies.choose(result.foreign) == strategies.Strategy(name)
+    assert not result.changes_training
+
+
+def test_a_json_that_no_shipped_file_says_is_taken_over(tmp_path):
+    """It is named from a folder above the config, where other trainers are started."""
+    config = zero(2, reduce_bucket_size=1e6)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "mine.json").write_text(json.dumps(config))
+    result = imported(HANDBOOK | {"deepspeed": "json/mine.json"}, folder=tmp_path / "examples" / "sft")
+    strategy = strategies.choose(result.foreign)
+    assert strategy.content["deepspeed_config"]["deepspeed_config_file"] == strategies.JSON
+    assert json.loads(result.foreign.files[strategies.JSON]) == config
+
+
+def test_gradients_alone_are_sharded_where_the_config_says_so():
+    strategy = strategies.choose(imported(HANDBOOK | {"fsdp": "shard_grad_op auto_wrap"}).foreign)
+    assert strategy.content["fsdp_config"]["fsdp_reshard_after_forward"] is False
+
+
+# --- the command
+
+
+def write(tmp_path, config):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
+
+
+def test_the_written_recipe_is_read_without_problems(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"messages": []}\n')
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = HANDBOOK | {"dataset_name": "chats.jsonl", "chat_template": template, "fsdp": "shard_grad_op"}
+    assert main(["import", "config", write(tmp_path, config), "--output", "ours"]) == 0
+    written = sorted(file.name for file in Path("ours").iterdir())
+    assert written == ["account.txt", "chat_template.jinja", "recipe.yaml", "strategy.yaml"]
+    parsed = read(RECIPES["lora_finetune"], ["--config", "ours/recipe.yaml"])
+    assert parsed.problems == []
+    assert parsed.config.chat_template_text == template
+    output = capsys.readouterr().out
+    assert "accelerate launch --config_file ours/strategy.yaml" in output
+    assert Path("ours/account.txt").read_text() in output
+
+
+def test_files_are_written_and_the_exit_code_is_1_where_a_key_has_no_counterpart(tmp_path, capsys):
+    arguments = ["import", "config", write(tmp_path, HANDBOOK | {"neftune_noise_alpha": 5}), "--output", str(tmp_path / "ours")]
+    assert main(arguments) == 1
+    assert (tmp_path / "ours" / "recipe.yaml").exists()
+    assert "neftune_noise_alpha" in capsys.readouterr().out.partition("NOT POSSIBLE")[2]
+    # Nothing is overwritten.
+    assert main(arguments) == 2
+
+
+def test_a_config_for_something_else_is_refused_by_name(tmp_path, capsys):
+    assert main(["import", "config", write(tmp_path, HANDBOOK | {"beta": 0.1}), "--output", str(tmp_path / "ours")]) == 2
+    assert "preference" in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_config_of_nobody_is_refused(tmp_path, capsys):
+    assert main(["import", "config", write(tmp_path, {"learning_rate": 1})]) == 2
+    assert "--from" in capsys.readouterr().err
+
+
+# --- any config
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+known_keys = st.sampled_from(sorted({key for name in TABLES for key in table.load_table(name).entries if "[" not in key}))
+keys = known_keys | st.text(max_size=8) | st.integers() | st.booleans()
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=8
+)
+
+
+def leaves(value, path):
+    """Yield the paths of all keys that hold no other keys."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}")
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{path}[{index}]")
+    else:
+        yield path
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(config=st.dictionaries(keys, values, max_size=6), trainer=st.sampled_from(list(TRAINERS)))
+def test_any_mapping_is_imported_with_each_of_its_keys_in_the_account(config, trainer):
+    try:
+        result = imported(config, trainer)
+    except importer.Refused:
+        return
+    expected = {path for key, value in config.items() for path in leaves(value, str(key))}
+    assert expected <= {line.key for line in result.lines}
+    assert yaml.safe_load(yaml.safe_dump(result.values)) == result.values
+    strategies.choose(result.foreign)
+    assert all(isinstance(text, str) for text in result.foreign.files.values())
+    assert not re.search(r"\bNone\b", " ".join(result.values))

@@ -1,0 +1,1 @@
+"""What goes between Zerobook and other trainers: their configs and their checkpoints."""

@@ -1,0 +1,1 @@
+"""Import of other trainers' configs: a table for each trainer, and the account of every key."""

@@ -1,0 +1,79 @@
+"""The account of an import, as text: what became of each key, grouped by kind."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+from zerobook.interop.configs.importer import Imported, Line
+from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRANSLATED, UNKNOWN
+
+HEADINGS = {
+    SAME: "the same",
+    TRANSLATED: "translated",
+    DEFAULT: "changes nothing: not set, or the trainer's own default",
+    NO_EFFECT: "no effect here",
+    NOT_POSSIBLE: "NOT POSSIBLE",
+    UNKNOWN: "UNKNOWN: no table has this key, so it was left out. Remove it, or see whether it changes the training",
+}
+_WIDTH = 120
+_LONGEST = 60
+"""Characters of a value."""
+
+
+def account_text(imported: Imported) -> str:
+    """Return the account."""
+    parts = []
+    for kind, heading in HEADINGS.items():
+        lines = [line for line in imported.lines if line.kind == kind]
+        if lines:
+            parts.append(f"{heading} ({len(lines)})")
+            parts += _by_sentence(lines)
+    if imported.default_lines:
+        parts.append(f"defaults of {imported.trainer} that are written out ({len(imported.default_lines)})")
+        parts += _by_sentence(imported.default_lines)
+    parts.append("in any case")
+    for note in imported.notes:
+        parts.append(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="  "))
+    return "\n".join(parts) + "\n"
+
+
+def count_kinds(lines: list[Line]) -> dict[str, int]:
+    """Return how many keys there are of each kind."""
+    return {kind: sum(line.kind == kind for line in lines) for kind in HEADINGS}
+
+
+def _by_sentence(lines: list[Line]) -> list[str]:
+    """Return the lines, those that have the same sentence after each other, with the sentence behind the last of them."""
+    groups: dict[str, dict[str, list[Line]]] = {}
+    for line in lines:
+        # A key of a list's entries stands once.
+        pattern = re.sub(r"\[\d+\]", "[]", line.key)
+        groups.setdefault(line.say, {}).setdefault(pattern, []).append(line)
+    texts = []
+    for sentence, patterns in groups.items():
+        for pattern, group in patterns.items():
+            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            texts.append(f"  {_key(group[0]._replace(key=pattern))}{more}")
+        if sentence:
+            texts.append(textwrap.fill(sentence, _WIDTH, initial_indent="      ", subsequent_indent="      "))
+    return texts
+
+
+def _key(line: Line) -> str:
+    text = f"{line.key}: {_shown(line.value)}"
+    for flag, value in line.flags.items():
+        # The same name and the same value need no arrow.
+        if flag != line.key or value != line.value:
+            text += f"  ->  {flag}: {_shown(value)}"
+    return text
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"{len(value)} entries"
+    text = " ".join(str(value).split())
+    if isinstance(value, bool) or value is None:
+        text = {True: "true", False: "false", None: "null"}[value]
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

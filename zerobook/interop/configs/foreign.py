@@ -1,0 +1,75 @@
+"""A config of another trainer while it is imported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from zerobook.interop.configs.table import Entry, Table
+
+
+class NoCounterpart(Exception):
+    """A value that nothing here does. The message says what to do."""
+
+
+class Foreign:
+    """The config, and what its import gathers besides the recipe's values.
+
+    Attributes:
+        config: its content, with numbers in place of texts such as ``1e-4``.
+        file: where it is.
+        table: its trainer's.
+        entry: the table's, of the key that is being translated.
+        sentence: about that key; a function may say something else.
+        files: files to write beside the recipe's YAML: name -> content.
+        strategy: what the config says about the launch: ``name`` of a strategy file, or ``deepspeed``, a JSON's content.
+    """
+
+    def __init__(self, config: dict[str, Any], file: Path, table: Table):
+        self.config: dict[str, Any] = {str(key): _as_number(value) for key, value in config.items()}
+        self.file = file
+        self.table = table
+        self.entry = Entry("")
+        self.sentence = ""
+        self.files: dict[str, str] = {}
+        self.strategy: dict[str, Any] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a key's value; the trainer's default where it is not set or null."""
+        value = self.config.get(key)
+        return self.table.defaults.get(key, default) if value is None else value
+
+    def is_default(self, key: str, value: Any) -> bool:
+        """Return whether a value is the trainer's default, so that it changes nothing."""
+        if key in self.table.defaults:
+            return value in (None, self.table.defaults[key])
+        return not value or value in ("none", "no")
+
+    def locate(self, name: str) -> Path | None:
+        """Return a file that the config names: in the working folder, beside the config, or in a folder above it.
+
+        Other trainers are started in the root of their clone, and name files from there.
+        """
+        if not name or "\0" in name:
+            return None
+        for folder in (Path.cwd(), *self.file.absolute().parents):
+            path = folder / Path(name).expanduser()
+            try:
+                if path.exists():
+                    return path
+            except OSError:
+                # Such as a name that is too long: it is no file.
+                return None
+        return None
+
+
+def _as_number(value: Any) -> Any:
+    """Return the value with numbers for texts such as ``1e-4``, which YAML does not take for numbers and other trainers do."""
+    if isinstance(value, dict):
+        return {key: _as_number(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_number(inner) for inner in value]
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}", value):
+        return float(value)
+    return value

@@ -1,0 +1,137 @@
+"""How a foreign run is spread over devices: its DeepSpeed JSON or its FSDP settings, as a strategy file."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from zerobook.interop.configs.foreign import Foreign, NoCounterpart
+from zerobook.utils.shipped import shipped
+from zerobook.utils.yaml_text import load_bounded
+
+DDP = "ddp"
+GRADIENTS = "fsdp_gradients"
+"""A strategy file that is written: FSDP2 that keeps the gathered weights until the backward pass."""
+JSON = "deepspeed.json"
+_WITHOUT_EFFECT = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
+"""Keys of a DeepSpeed JSON that change nothing in the training. Models are saved by Zerobook itself."""
+_NO_FILE = "The file is not there, neither from the working folder nor beside the config. Copy it there."
+_SHARDING = {
+    "full_shard": "fsdp",
+    "1": "fsdp",
+    "shard_grad_op": GRADIENTS,
+    "2": GRADIENTS,
+    "false": GRADIENTS,
+    "no_shard": DDP,
+    "3": DDP,
+    "hybrid_shard": "fsdp_hybrid",
+    "4": "fsdp_hybrid",
+    "hybrid_shard_zero2": "fsdp_hybrid",
+    "5": "fsdp_hybrid",
+}
+"""Sharding strategy of FSDP 1 or its number, or reshard_after_forward -> a shipped strategy file, or `GRADIENTS`."""
+
+
+class Strategy(NamedTuple):
+    """A strategy file: the name of a shipped one, or the content of one to write."""
+
+    name: str
+    content: dict[str, Any] | None = None
+
+
+def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
+    """Take over a DeepSpeed config, named or in place."""
+    config = value
+    if isinstance(value, str):
+        path = foreign.locate(value)
+        if path is None or not path.is_file():
+            return _by_name(foreign, value)
+        config = load_bounded(path.read_text(encoding="utf-8"))
+    stage = int((config.get("zero_optimization") or {}).get("stage", 0))
+    foreign.strategy = {"deepspeed": config} if stage else {"name": DDP}
+    if not stage:
+        foreign.sentence = "Stage 0 is DDP."
+    return {}
+
+
+def _by_name(foreign: Foreign, name: str) -> dict[str, Any]:
+    """Choose a shipped file by the name of a JSON that is not there."""
+    stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.lower())
+    if stage is None:
+        raise NoCounterpart(_NO_FILE)
+    file = DDP if stage[1] == "0" else f"zero{stage[1]}"
+    # Stage 1 has no shipped file with offload.
+    if "offload" in name.lower() and stage[1] in "23":
+        file += "_offload"
+    foreign.strategy = {"name": file}
+    foreign.sentence = (
+        f"The file is not there. accelerate_configs/{file}.yaml is chosen by its name; losses do not depend on it."
+    )
+    return {}
+
+
+def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
+    """Take over FSDP's settings, of version 1 or 2, as FSDP2."""
+    config = foreign.config.get("fsdp_config") or {}
+    if isinstance(config, str):
+        path = foreign.locate(config)
+        if path is None:
+            raise NoCounterpart(_NO_FILE)
+        config = load_bounded(path.read_text(encoding="utf-8"))
+    settings = {str(key).removeprefix("fsdp_"): setting for key, setting in config.items()}
+    words = str(foreign.config.get("fsdp") or "").lower()
+    # Both versions have it, with other values.
+    sharding = str(settings.get("sharding_strategy", settings.get("reshard_after_forward", ""))).lower()
+    named = [name for name in _SHARDING if name in words]
+    file = _SHARDING.get(named[-1] if named else sharding, "fsdp")
+    if file == "fsdp" and (settings.get("offload_params") is True or "offload" in words):
+        file = "fsdp_offload"
+    foreign.strategy = {"name": file}
+    return {"activation_checkpointing": "full"} if settings.get("activation_checkpointing") is True else {}
+
+
+def choose(foreign: Foreign) -> Strategy:
+    """Return the strategy file of a config; DDP where it has none. Adds a DeepSpeed JSON to the files to write."""
+    config = foreign.strategy.get("deepspeed")
+    if config is None:
+        name = foreign.strategy.get("name", DDP)
+        if name != GRADIENTS:
+            return Strategy(name)
+        content = _shipped_file("fsdp")
+        content["fsdp_config"]["fsdp_reshard_after_forward"] = False
+        return Strategy("strategy", content)
+    settings = _settings(config)
+    for file in sorted(shipped("ds_configs").glob("*.json")):
+        shipped_settings = _settings(json.loads(file.read_text(encoding="utf-8")))
+        more = " ".join(shipped_settings - settings)
+        # What else a shipped file says is about speed, unless it offloads.
+        if settings <= shipped_settings and "device" not in more and "hpz" not in more:
+            return Strategy(file.stem)
+    foreign.files[JSON] = json.dumps(config, indent=2) + "\n"
+    content = _shipped_file(f"zero{config['zero_optimization']['stage']}")
+    content["deepspeed_config"]["deepspeed_config_file"] = JSON
+    return Strategy("strategy", content)
+
+
+def _shipped_file(name: str) -> dict[str, Any]:
+    return load_bounded(shipped(f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8"))
+
+
+def _settings(config: dict[str, Any], prefix: str = "") -> set[str]:
+    """Return the settings of a DeepSpeed config that are neither off, nor filled in, nor without effect here."""
+    settings = set()
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value.get("device") != "none":
+            settings |= _settings(value, f"{path}.")
+        elif value not in ("auto", None, False) and key not in _WITHOUT_EFFECT and not isinstance(value, dict):
+            settings.add(f"{path} {value}")
+    return settings

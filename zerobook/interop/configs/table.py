@@ -1,0 +1,100 @@
+"""The tables of other trainers' keys: ``tables/*.yaml``, data that says for each key what it is here.
+
+A table has the sections of `KINDS`, which say what becomes of a key, and:
+
+``trainer``         the trainer's name in sentences
+``extends``         the table whose keys and defaults this trainer takes over
+``recognised by``   sets of keys; a config that has all of one set is this trainer's
+``refused``         key -> what a config with that key trains; such a config is not imported. ``KEY=VALUE`` refuses one value
+``notes``           sentences about every config, each with the key (``unless``) that makes it needless if it is true
+``defaults``        key -> the trainer's default, if it is none of null, false, 0 and empty
+
+An entry of ``same`` is the name of the flag here. An entry of ``translated`` is a mapping, with ``say``, a sentence about the
+meaning, and further:
+
+``to``              the flag that takes the value
+``values``          value -> the flag's value here, or flag -> value
+``otherwise``       what to do where ``values`` has not the value: nothing here does the same
+``by``              a function of `zerobook.interop.configs.translations`, `data` or `strategies` for all other values
+
+With none of them, the key around this one says what it means here. All other entries are sentences. A key inside of others is
+written ``outer.inner``, and in a list of mappings ``outer[].inner``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from zerobook.utils.yaml_text import load_yaml
+
+FOLDER = Path(__file__).with_name("tables")
+SAME = "same"
+TRANSLATED = "translated"
+DEFAULT = "default"
+NO_EFFECT = "no effect"
+NOT_POSSIBLE = "not possible"
+UNKNOWN = "unknown"
+KINDS = (SAME, TRANSLATED, NO_EFFECT, NOT_POSSIBLE)
+"""Sections of a table. `DEFAULT` and `UNKNOWN` follow from a config."""
+TRAINERS = {
+    "trl": "trl",
+    "alignment-handbook": "trl",
+    "trainer": "examples",
+}
+"""Value of ``--from`` -> table."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What becomes of a key. The attributes are those of the module's docstring."""
+
+    kind: str
+    say: str = ""
+    to: str = ""
+    values: dict[Any, Any] = field(default_factory=dict)
+    otherwise: str = ""
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of a trainer, with those that it takes over from another one."""
+
+    trainer: str
+    entries: dict[str, Entry]
+    defaults: dict[str, Any]
+    refused: dict[str, str]
+    recognised_by: list[list[str]]
+    notes: list[dict[str, str]]
+
+
+@cache
+def load_table(name: str) -> Table:
+    """Return the table in ``tables/NAME.yaml``."""
+    content = load_yaml((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    entries: dict[str, Entry] = {}
+    defaults: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    notes: list[dict[str, str]] = []
+    if "extends" in content:
+        base = load_table(content["extends"])
+        entries |= base.entries
+        defaults |= base.defaults
+        refused |= base.refused
+        notes += base.notes
+    for kind in KINDS:
+        for key, value in (content.get(kind) or {}).items():
+            entries[key] = _entry(kind, value)
+    defaults |= content.get("defaults") or {}
+    refused |= content.get("refused") or {}
+    notes += content.get("notes") or []
+    return Table(content["trainer"], entries, defaults, refused, content.get("recognised by") or [], notes)
+
+
+def _entry(kind: str, value: Any) -> Entry:
+    if kind == SAME:
+        return Entry(kind, to=value)
+    return Entry(kind, **value) if kind == TRANSLATED else Entry(kind, value)
