@@ -71,6 +71,13 @@ Rows of zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight st
 moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
 """
 
+IMPORTED = """# Checkpoints of other trainers, continued: measured
+
+Six AdamW steps on 8 chats in one batch, by transformers' Trainer and by a loop on accelerate, launched on CPU ranks. The
+checkpoint of the third step is imported with `zerobook checkpoint import`, and three more steps are taken here. *Loss* is the
+largest relative difference of these three from the other trainer's own. Written by `make test-full`.
+"""
+
 HOST = """# Host RAM while a model is loaded: measured
 
 The additional anonymous and shared memory of all 4 ranks of a host together, while `causal_lm` loads and prepares a Llama.
@@ -184,6 +191,7 @@ def main(source: str, target: str) -> None:
         [r["recipe"], r["writer"], r["reader"], f"{r['loss']:.1e}", f"{r['norm']:.1e}", f"{r['moments']:.1e}"]
         for r in measured if r["table"] == "resume"
     ]  # fmt: skip
+    imported = [[r["trainer"], r["recipe"], r["reader"], f"{r['loss']:.1e}"] for r in measured if r["table"] == "imported"]
     plan = [
         [r["strategy"], str(r["ranks"]), r["job"], *(f"{r[kind][1]:,}" for kind in ("parameters", "gradients", "optimizer")),
          error(*(sum(r[kind][k] for kind in ("parameters", "gradients", "optimizer")) for k in (0, 1))),
@@ -223,6 +231,7 @@ def main(source: str, target: str) -> None:
         ("parity.md", PARITY, columns, parity),
         ("quantised.md", QUANTISED, ["strategy file", "fp32 base", "NF4 base", "int8 base"], bases),
         ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
+        ("imported_checkpoints.md", IMPORTED, ["saved by", "recipe", "continued under", "loss"], imported),
         ("host_memory.md", HOST, ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"], host),
         ("plan_errors.md", PLAN, plan_columns, plan),
         ("traffic.md", TRAFFIC, ["strategy file", "recipe", "ranks", "planned, MB", "measured, MB", "error"], traffic),

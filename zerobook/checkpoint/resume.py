@@ -113,7 +113,8 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
     micro = config.per_device_train_batch_size
     accumulation = config.gradient_accumulation_steps
     batch = micro * accumulation * world_size
-    if batch == earlier_batch:
+    # The batch of another trainer's checkpoint is not known.
+    if earlier_batch in (0, batch):
         return None
     # A person changed the sizes on purpose, and with them the global batch.
     earlier_sizes = (earlier["per_device_train_batch_size"], earlier["gradient_accumulation_steps"])

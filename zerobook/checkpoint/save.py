@@ -248,20 +248,7 @@ class Saver:
             CheckpointError: a rank's share is missing, or the shares do not make whole tensors.
         """
         indices = self._wait_for_shares(save.staging)
-        pieces = merge([index["pieces"] for index in indices], save.shapes)
-        save.texts[INDEX]["pieces"] = pieces
-        for name, content in save.texts.items():
-            # The index has a line for each number where it is indented, and may list thousands of pieces.
-            indent = None if name == INDEX else 1
-            (save.staging / name).write_text(json.dumps(content, indent=indent))
-        (save.staging / BUFFERS).write_bytes(safetensors.torch.save(save.buffers))
-        digests: dict[str, str] = {}
-        for index in indices:
-            digests |= index["digests"]
-        # Earlier versions read format 4, which has segments only, and AdamW's state.
-        has_slices = any(is_slice(entry) for entries in pieces.values() for entry in entries)
-        is_format_4 = ADAM_STEPS in save.texts[INDEX] and not has_slices
-        store.publish(save.staging, save.step, digests, 4 if is_format_4 else store.FORMAT_VERSION)
+        complete(save.staging, save.step, indices, shapes=save.shapes, texts=save.texts, buffers=save.buffers)
         store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
 
     def _wait_for_shares(self, staging: Path) -> list[dict[str, Any]]:
@@ -287,6 +274,41 @@ class Saver:
                 return [indices[rank] for rank in ranks]
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def complete(
+    staging: Path,
+    step: int,
+    indices: list[dict[str, Any]],
+    *,
+    shapes: dict[str, list[int]],
+    texts: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+) -> None:
+    """Make the checkpoint of ``step`` of the pieces in ``staging``.
+
+    Args:
+        indices: what `write_pieces` returned, of each rank.
+        shapes: of all tensors by their names in the checkpoint.
+        texts: contents of the JSON files by name. The index of the tensors gets the pieces.
+
+    Raises:
+        CheckpointError: the pieces do not make whole tensors.
+    """
+    pieces = merge([index["pieces"] for index in indices], shapes)
+    texts[INDEX]["pieces"] = pieces
+    for name, content in texts.items():
+        # The index has a line for each number where it is indented, and may list thousands of pieces.
+        indent = None if name == INDEX else 1
+        (staging / name).write_text(json.dumps(content, indent=indent))
+    (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
+    digests: dict[str, str] = {}
+    for index in indices:
+        digests |= index["digests"]
+    # Earlier versions read format 4, which has segments only, and AdamW's state.
+    has_slices = any(is_slice(entry) for entries in pieces.values() for entry in entries)
+    is_format_4 = ADAM_STEPS in texts[INDEX] and not has_slices
+    store.publish(staging, step, digests, 4 if is_format_4 else store.FORMAT_VERSION)
 
 
 def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) -> dict[str, Any] | None:

@@ -1,10 +1,11 @@
-"""``zerobook checkpoint``: list, verify, inspect, pin and prune the checkpoints of a run.
+"""``zerobook checkpoint``: list, verify, inspect, pin, prune and import checkpoints.
 
 zerobook checkpoint list outputs/run
 zerobook checkpoint verify outputs/run
 zerobook checkpoint inspect outputs/run/checkpoints/step-000200
 zerobook checkpoint pin outputs/run/checkpoints/step-000200
 zerobook checkpoint prune outputs/run --keep 2
+zerobook checkpoint import outputs/checkpoint-500 --output outputs/run
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
 def checkpoint(arguments: list[str]) -> int:
     """Run ``zerobook checkpoint ARGUMENTS``. Return the exit code: 1 where `verify` found damage, otherwise 0."""
     parser = Parser("zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune"])
-    parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
+    parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune", "import"])
+    parser.add_argument(
+        "path", help="a run's output_dir, or one checkpoint's folder; import: the checkpoint of another trainer"
+    )
     parser.add_argument(
         "--keep", type=int, help="prune: number of the newest checkpoints that are kept, besides pinned ones and the best"
     )
+    parser.add_argument("--output", type=Path, help="import: folder of the run that is made; it must not exist")
     parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
     flags = parser.parse_args(arguments)
     # A pin is a file beside the checkpoint, called after it, and the path ``.`` has no name.
@@ -48,6 +52,9 @@ def checkpoint(arguments: list[str]) -> int:
     if flags.action == "prune":
         _prune(path, flags.keep)
         return 0
+    if flags.action == "import":
+        _import(path, flags.output)
+        return 0
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
     if flags.action == "inspect" and flags.json:
@@ -61,6 +68,23 @@ def checkpoint(arguments: list[str]) -> int:
         _pin(path, False)
         say(f"{path} is no longer pinned: it can be pruned")
     return 0
+
+
+def _import(path: Path, output: Path | None) -> None:
+    from zerobook.interop.checkpoints.importer import import_checkpoint
+
+    if output is None:
+        raise CheckpointError("import: give --output, the folder of the run that is made.")
+    imported = import_checkpoint(path, output)
+    source = imported.source
+    flags = " ".join(f"--{name} {value}" for name, value in imported.flags().items())
+    say(
+        f"{imported.checkpoint}: step {imported.position.step} of {source.trainer}, {len(source.shapes)} weights\n"
+        f"continue it under any strategy, with your model and data and\n"
+        f"  --output_dir {output} --resume_from_checkpoint auto {flags}\n"
+        "Warm-up, form of the schedule and clipping are not recorded in it: give those of the other run too. "
+        "The order of its samples cannot be taken over: the run goes on with as many passes done, in an order of its own."
+    )
 
 
 def _prune(path: Path, keep: int | None) -> None:

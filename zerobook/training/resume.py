@@ -37,6 +37,9 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
         CheckpointError: with both values.
     """
     train = data.train
+    if checkpoint and not progress.data_fingerprint:
+        place_in_data(progress, data, config)
+        return
     if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
         raise CheckpointError(
             f"{checkpoint}: it was trained on {amount(progress.data_size)} with fingerprint {progress.data_fingerprint}; "
@@ -47,6 +50,18 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
     progress.data_fingerprint = train.fingerprint
     if checkpoint is not None:
         _check_order(checkpoint, config.order_settings)
+
+
+def place_in_data(progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
+    """Place the progress of another trainer's checkpoint in this run's data: as many passes are done, in the order of this run.
+
+    Which samples the other trainer has used in an unfinished pass is not known. A stream begins anew.
+    """
+    train = data.train
+    progress.seed = config.seed
+    progress.cursor = round(progress.epoch * len(train))
+    progress.data_size = len(train)
+    progress.data_fingerprint = train.fingerprint
 
 
 def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
@@ -215,7 +230,8 @@ def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str]
     A resumed run keeps the length that the checkpoint records: samples left out since then shorten the run, not the
     schedule. The length changes only if a person asks for another number of steps or epochs, or another global batch.
     """
-    if checkpoint is None:
+    # Not every trainer records the length.
+    if checkpoint is None or not state.progress.total_steps:
         return state.end_step
     progress = state.progress
     config = state.config
@@ -264,7 +280,7 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     for name, (recorded, now) in differing.items():
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
     if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
-        say("  an earlier version wrote the checkpoint; its warm-up was one step behind this one's")
+        say("  an earlier version or another trainer wrote the checkpoint; its warm-up was one step behind this one's")
     state.earlier_losses = _losses_behind(log, progress.step)
 
 

@@ -16,6 +16,7 @@ from zerobook.runlog.formatting import next_step_after_stop
 from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
+from zerobook.training import resume
 from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import RunState
 from zerobook.utils.ranges import joined, ranges
@@ -122,6 +123,9 @@ class Recovery:
         # Its processes hold memory that the load may need.
         state.drop_loader()
         loaded, bytes_read = manager.load(to_step)
+        # The checkpoint of another trainer knows no data.
+        if not loaded.data_fingerprint:
+            resume.place_in_data(loaded, state.data, state.config)
         # After loading: if that fails, a restart still finds the later checkpoints.
         new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
 

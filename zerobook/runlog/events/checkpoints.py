@@ -43,3 +43,19 @@ def _checkpoint(event: Event) -> str:
 )
 def _save_failed(event: Event) -> str:
     return f"Checkpoint of step {event['step']} FAILED: {event['reason']}."
+
+
+@declare(
+    "imported",
+    when="A checkpoint of another trainer was imported. The steps before it are those that its trainer logged.",
+    fields={
+        "folder": "the other trainer's checkpoint",
+        "trainer": "what wrote it",
+        "world_size": "number of its processes",
+        "step": "its step",
+        "epoch": "passes over the data that were done",
+    },
+    ending="imported",
+)
+def _imported(event: Event) -> str:
+    return f"Step {event['step']} imported from {event['folder']}, of {event['trainer']}."

@@ -1,0 +1,189 @@
+"""Another trainer trains six steps and saves the third; we import that and take three more: the same losses as theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.other_trainer import HALF, STEPS
+from tests.distributed.test_parity import largest_difference, record
+from tests.harness import LIMIT_S, ROOT, SETTINGS, launch, start
+from tests.test_checkpoint_import import LORA
+from zerobook.cli.main import main
+from zerobook.interop.checkpoints.importer import import_checkpoint
+from zerobook.utils.subprocess_launch import kill_family
+
+TOLERANCE = 1e-5
+RATE = {"learning_rate": 1e-3, "weight_decay": 0.1}
+EPSILON = 1e-6
+"""Half of an adapter has no gradient at the first step; with a small epsilon, AdamW would turn rounding into steps."""
+
+
+def zero(stage, **settings):
+    """The DeepSpeed JSON of a Trainer."""
+    adamw = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
+    automatic = dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"), "auto")
+    return {
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        **automatic,
+        **settings,
+    }
+
+
+THEIRS = {
+    "trainer-single": {"ranks": 1},
+    "trainer-ddp": {"ranks": 2},
+    "trainer-zero1": {"ranks": 2, "deepspeed": zero(1)},
+    "trainer-zero2": {"ranks": 2, "deepspeed": zero(2)},
+    "trainer-zero3": {"ranks": 2, "deepspeed": zero(3)},
+    "trainer-zero3-on-4": {"ranks": 4, "deepspeed": zero(3)},
+    "trainer-lora": {"ranks": 1, "lora": LORA},
+    "trainer-lora-zero2": {"ranks": 2, "lora": LORA, "deepspeed": zero(2)},
+    "trainer-lora-zero3": {"ranks": 2, "lora": LORA, "deepspeed": zero(3)},
+    "accelerate-zero2": {"ranks": 2, "strategy": "zero2"},
+    "accelerate-fsdp2": {"ranks": 2, "strategy": "fsdp"},
+}
+READERS = {
+    "trainer-single": [("zero2", 2), ("single", 1)],
+    "trainer-ddp": [("single", 1), ("zero3", 4), ("fsdp", 2)],
+    "trainer-zero1": [("single", 1), ("zero1", 2), ("zero3", 4), ("fsdp", 2)],
+    "trainer-zero2": [("single", 1), ("zero2", 2), ("zero3", 4), ("fsdp", 2)],
+    "trainer-zero3": [("single", 1), ("zero3", 2), ("zero2", 4), ("fsdp", 2)],
+    "trainer-zero3-on-4": [("fsdp", 2), ("single", 1)],
+    "trainer-lora": [("single", 1), ("zero3", 2), ("fsdp", 2)],
+    "trainer-lora-zero2": [("single", 1), ("fsdp", 2)],
+    "trainer-lora-zero3": [("zero2", 2), ("single", 1)],
+    "accelerate-zero2": [("single", 1), ("zero3", 2), ("fsdp", 2)],
+    "accelerate-fsdp2": [("single", 1), ("zero2", 2), ("fsdp", 4)],
+}
+"""How the other trainer ran -> strategies, with processes, under which its checkpoint is continued."""
+SAMPLE = [("trainer-zero3", "fsdp"), ("trainer-zero2", "single"), ("accelerate-fsdp2", "zero2")]
+
+
+def run_other(tiny: Path, folder: Path, case: str) -> list[float]:
+    """Let the other trainer train, and return its losses."""
+    facts = THEIRS[case]
+    arguments = RATE | {"lr_scheduler_type": "cosine", "warmup_steps": 1, "max_grad_norm": 1.0, "adam_epsilon": EPSILON}
+    if "deepspeed" in facts:
+        arguments["deepspeed"] = facts["deepspeed"]
+    spec = {
+        "kind": case.partition("-")[0],
+        "model": str(tiny / "llama"),
+        "data": str(tiny / "few.jsonl"),
+        "output": str(folder),
+        "rows": 8,
+        "ranks": facts["ranks"],
+        "lora": facts.get("lora"),
+        "arguments": arguments,
+        "optimizer": {"lr": RATE["learning_rate"], "weight_decay": RATE["weight_decay"], "eps": EPSILON},
+    }
+    (folder / "spec.json").write_text(json.dumps(spec))
+    script = [str(ROOT / "tests" / "distributed" / "other_trainer.py"), str(folder / "spec.json")]
+    if "strategy" in facts:
+        strategy = ROOT / "accelerate_configs" / f"{facts['strategy']}.yaml"
+        launcher = ["accelerate.commands.launch", "--config_file", str(strategy), "--num_processes", str(facts["ranks"])]
+        launcher += ["--main_process_port", "0"]
+    else:
+        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(facts["ranks"])]
+    environment = os.environ | SETTINGS | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    process = start([sys.executable, "-m", *launcher, *script], environment, forked=False)
+    try:
+        text, _ = process.communicate(timeout=4 * LIMIT_S)
+    finally:
+        kill_family(process)
+    assert process.returncode == 0, text[-5000:]
+    return json.loads((folder / "losses.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def theirs(tiny, tmp_path_factory):
+    """The losses of another trainer and its checkpoint of the third step: each case is launched once."""
+
+    @cache
+    def run(case):
+        folder = tmp_path_factory.mktemp("theirs")
+        losses = run_other(tiny, folder, case)
+        return losses, folder / ("state" if "strategy" in THEIRS[case] else f"checkpoint-{HALF}")
+
+    return run
+
+
+def flags_of(tiny, case, processes):
+    schedule = {"lr_scheduler_type": "cosine", "num_warmup_steps": 1}
+    if "strategy" in THEIRS[case]:
+        schedule = {"lr_scheduler_type": "constant"}
+    flags = RATE | schedule | {
+        "model_name_or_path": tiny / "llama",
+        "train_file": tiny / "few.jsonl",
+        "validation_split_percentage": 0,
+        "per_device_train_batch_size": 8 // processes,
+        "max_train_steps": STEPS,
+        "adam_epsilon": EPSILON,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "resume_from_checkpoint": "auto",
+    }  # fmt: skip
+    if "lora" in THEIRS[case]:
+        targets = LORA["target_modules"]
+        return flags | {
+            "max_seq_length": 64,
+            "lora_r": LORA["r"],
+            "lora_alpha": LORA["lora_alpha"],
+            "lora_target_modules": targets,
+        }
+    return flags | {"block_size": 64}
+
+
+def cases():
+    for case, readers in READERS.items():
+        for reader, processes in readers:
+            marks = [pytest.mark.launch, *([] if (case, reader) in SAMPLE else [pytest.mark.full])]
+            yield pytest.param(case, reader, processes, marks=marks, id=f"{case}-then-{reader}-on-{processes}")
+
+
+@pytest.mark.parametrize("case, reader, processes", list(cases()))
+def test_another_trainers_checkpoint_is_continued_under_any_strategy(tiny, tmp_path, theirs, case, reader, processes):
+    losses, checkpoint = theirs(case)
+    output = tmp_path / "run"
+    imported = import_checkpoint(checkpoint, output)
+    assert imported.position.step == HALF
+    recipe = "lora_finetune" if "lora" in THEIRS[case] else "causal_lm"
+    run = launch(reader, processes, recipe, output, **flags_of(tiny, case, processes))
+    assert run.event("resume")["step"] == HALF and run.event("resume")["differing"] == {}
+    first = [] if "strategy" in THEIRS[case] else list(range(1, HALF + 1))
+    assert [step["step"] for step in run.steps] == [*first, *range(HALF + 1, STEPS + 1)]
+    assert largest_difference(run.losses[: len(first)], losses[: len(first)]) < TOLERANCE, "the log begins as theirs"
+    loss = largest_difference(run.losses[len(first) :], losses[HALF:])
+    assert loss < TOLERANCE
+    assert main(["runlog", "report", str(output)]) == 0
+    record(
+        "imported", trainer=f"{case} on {THEIRS[case]['ranks']}", reader=f"{reader} on {processes}", recipe=recipe, loss=loss
+    )
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_a_rollback_may_go_to_an_imported_checkpoint(tiny, tmp_path, theirs):
+    losses, checkpoint = theirs("trainer-zero2")
+    output = tmp_path / "run"
+    import_checkpoint(checkpoint, output)
+    run = launch(
+        "zero2",
+        2,
+        "causal_lm",
+        output,
+        through=ROOT / "tests" / "distributed" / "between.py",
+        environment={"ZEROBOOK_BETWEEN_BACK_AT": 5},
+        save_steps=0,
+        **flags_of(tiny, "trainer-zero2", 2),
+    )
+    outcome = next(event for event in run.events if event["type"] == "rollback" and event["phase"] == "outcome")
+    assert outcome["step"] == HALF and outcome["differing"] == {}
+    assert largest_difference(run.losses[-3:], losses[HALF:]) < TOLERANCE

@@ -1,0 +1,329 @@
+"""Checkpoints of other trainers, read into ours: every number at its place, and nothing that is half or hostile."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.other_trainer import collate, model_of, rows_of
+from tests.test_checkpoint_faults import Calls
+from zerobook.checkpoint import save, state, store
+from zerobook.checkpoint.progress import Progress
+from zerobook.cli.main import main
+from zerobook.errors import CheckpointError
+from zerobook.interop.checkpoints.importer import import_checkpoint
+from zerobook.runlog.writer import read
+from zerobook.training.resume import check_data
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def trained(request, tiny, tmp_path_factory):
+    """transformers' Trainer after three steps, and its checkpoint of them."""
+    from transformers import Trainer, TrainingArguments
+
+    folder = tmp_path_factory.mktemp(request.param)
+    spec = {"model": str(tiny / "llama"), "data": str(tiny / "few.jsonl")}
+    model = model_of(spec | ({"lora": LORA} if request.param == "lora" else {}))
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=8, max_steps=3, save_steps=3, logging_steps=1,
+        learning_rate=1e-3, weight_decay=0.1, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows_of(spec), data_collator=collate)
+    trainer.train()
+    return trainer, folder / "checkpoint-3"
+
+
+def test_a_trainers_weights_moments_and_log_are_taken_over(trained, tmp_path, capsys):
+    trainer, checkpoint = trained
+    assert main(["checkpoint", "import", str(checkpoint), "--output", str(tmp_path / "run")]) == 0
+    output = capsys.readouterr().out
+    assert "--learning_rate 0.001" in output and "--weight_decay 0.1" in output
+    imported = store.folder_of(tmp_path / "run") / store.name_of(3)
+    assert store.find_damage(imported, thorough=True) is None
+    expected = {}
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            moments = trainer.optimizer.state[parameter]
+            expected |= {f"weight/{name}": parameter, f"exp_avg/{name}": moments["exp_avg"]}
+            expected[f"exp_avg_sq/{name}"] = moments["exp_avg_sq"]
+    assert_same(state.tensors(imported), expected)
+    progress = state.read_progress(imported)
+    assert progress.step == 3 and progress.epoch == 3.0 and progress.total_steps == 3
+    assert json.loads((imported / "tensors.json").read_text())["adam_steps"] == 3
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    steps = read(tmp_path / "run" / "runlog" / "steps.jsonl")
+    assert [step["loss"] for step in steps] == [entry["loss"] for entry in logged]
+    assert [step["learning_rate"] for step in steps] == [entry["learning_rate"] for entry in logged]
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.detach().float()), name
+
+
+SHAPES = [{"wide": [5, 7], "tall": [11, 3], "embed": [13, 4]}, {"bias": [3], "norm": [1]}]
+"""Weights of two groups, of which none can be divided evenly."""
+
+
+def make_state(scale=1):
+    """Weights and moments by name, all numbers different."""
+    tensors = {}
+    for number, (name, shape) in enumerate((name, shape) for group in SHAPES for name, shape in group.items()):
+        for place, key in enumerate(("weight", "exp_avg", "exp_avg_sq")):
+            count = math.prod(shape) * scale
+            values = torch.arange(count, dtype=torch.float32) + 1000 * number + 1_000_000 * place
+            tensors[f"{key}/{name}"] = values.view([shape[0] * scale, *shape[1:]])
+    return tensors
+
+
+def write_zero(folder, tensors, stage, ranks, alignment=0):
+    """Write what DeepSpeed writes of ``tensors``: a file of the model, and one of each rank."""
+    folder.mkdir(parents=True)
+    shapes = [{name: tensors[f"weight/{name}"].shape for name in group} for group in SHAPES]
+    parts = [[flat_parts(tensors, key, group, stage, ranks, alignment) for group in SHAPES] for key in KEYS]
+    for rank in range(ranks):
+        masters, averages, squares = ([group[rank] for group in groups] for groups in parts)
+        moments = {n: {"step": 3, "exp_avg": averages[n], "exp_avg_sq": squares[n]} for n in range(len(SHAPES))}
+        optimizer = {"state": moments, "param_groups": [{"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}]}
+        values = {"zero_stage": stage, "partition_count": ranks if stage == 3 else [ranks] * len(SHAPES)}
+        if stage == 3:
+            values |= {"fp32_flat_groups": masters, "optimizer_state_dict": optimizer}
+        else:
+            if rank == ranks - 1:  # the padding of the last rank's masters is left out
+                ends = [sum(t.numel() + alignment for t in weights(tensors, "weight", group)) for group in SHAPES]
+                masters = [m[: max(0, end - rank * m.numel())] for m, end in zip(masters, ends, strict=True)]
+            values |= {"single_partition_of_fp32_groups": masters, "base_optimizer_state": optimizer}
+            values["param_alignment_paddings"] = [[alignment] * len(group) for group in SHAPES]
+        torch.save({"optimizer_state_dict": values}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+    torch.save({"param_shapes": shapes, "buffer_names": [], "module": {}, "global_steps": 3}, folder / name)
+
+
+KEYS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def weights(tensors, key, group):
+    return [tensors[f"{key}/{name}"] for name in group]
+
+
+def flat_parts(tensors, key, group, stage, ranks, alignment):
+    """The flat partition of each rank."""
+    if stage == 3:
+        cut = [pad(t.flatten(), math.ceil(t.numel() / ranks) * ranks).chunk(ranks) for t in weights(tensors, key, group)]
+        return [torch.cat([parts[rank] for parts in cut]) for rank in range(ranks)]
+    flat = torch.cat([pad(t.flatten(), t.numel() + alignment) for t in weights(tensors, key, group)])
+    return list(pad(flat, math.ceil(flat.numel() / (2 * ranks)) * 2 * ranks).chunk(ranks))
+
+
+def pad(flat, length):
+    return torch.nn.functional.pad(flat, (0, length - flat.numel()), value=-1)
+
+
+@pytest.mark.parametrize(("stage", "ranks", "alignment"), [(1, 1, 0), (2, 2, 0), (2, 3, 2), (3, 1, 0), (3, 2, 0), (3, 4, 0)])
+def test_flat_partitions_of_any_number_of_ranks_are_put_together(tmp_path, stage, ranks, alignment):
+    tensors = make_state()
+    write_zero(tmp_path / "step" / "global_step3", tensors, stage, ranks, alignment)
+    (tmp_path / "step" / "latest").write_text("global_step3\n")
+    imported = import_checkpoint(tmp_path / "step", tmp_path / "run").checkpoint
+    assert store.find_damage(imported, thorough=True) is None
+    assert_same(state.tensors(imported), tensors)
+
+
+def test_what_trainer_wrote_beside_deepspeeds_folder_is_read(tmp_path):
+    write_zero(tmp_path / "checkpoint-4" / "global_step4", make_state(), 2, 2)
+    trainer_state = {"global_step": 4, "epoch": 0.5, "max_steps": 8, "log_history": []}
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text(json.dumps(trainer_state))
+    imported = import_checkpoint(tmp_path / "checkpoint-4" / "global_step4", tmp_path / "run")
+    assert (imported.position.step, imported.position.total_steps) == (4, 8)
+
+
+def test_chunks_of_a_sharded_state_dict_become_slices(tmp_path):
+    tensors = make_state()
+    names = [name for group in SHAPES for name in group]
+    (tmp_path / "state").mkdir()
+    model = {f"model.{name}": tensors[f"weight/{name}"] for name in names}
+    optimizer = {f"optimizer.param_groups.{names[0]}.lr": 1e-3}
+    for name in names:
+        optimizer[f"optimizer.state.{name}.step"] = torch.tensor(3.0)
+        for key in KEYS[1:]:
+            optimizer[f"optimizer.state.{name}.{key}"] = tensors[f"{key}/{name}"]
+    dcp.save(model, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save(optimizer, checkpoint_id=tmp_path / "state" / "optimizer_0", no_dist=True)
+    imported = import_checkpoint(tmp_path / "state", tmp_path / "run").checkpoint
+    assert_same(state.tensors(imported), tensors)
+    assert imported.name == store.name_of(3)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["HOSTILE"],)
+
+
+@pytest.mark.parametrize("place", ["rank", "model", "index"])
+def test_no_class_of_a_file_is_ever_made(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("HOSTILE", str(tmp_path / "ran"))
+    folder = tmp_path / "global_step3"
+    if place == "index":
+        folder = tmp_path / "state"
+        (folder / "optimizer_0").mkdir(parents=True)
+        (folder / "pytorch_model_fsdp_0").mkdir()
+        (folder / "pytorch_model_fsdp_0" / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    else:
+        write_zero(folder, make_state(), 2, 2)
+        name = "zero_pp_rank_1_mp_rank_00_optim_states.pt" if place == "rank" else "mp_rank_00_model_states.pt"
+        content = torch.load(folder / name, weights_only=True)
+        torch.save(content | {"more": Hostile()}, folder / name)
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+        import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
+
+
+def spoil(folder, how):
+    ranks = sorted(folder.glob("*_optim_states.pt"))
+    if how == "a rank is missing":
+        ranks[1].unlink()
+    elif how == "a file is cut":
+        ranks[0].write_bytes(ranks[0].read_bytes()[:1000])
+    elif how == "no model":
+        (folder / "mp_rank_00_model_states.pt").unlink()
+    elif how == "a rank of another save":
+        content = torch.load(ranks[0], weights_only=True)
+        content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] = torch.zeros(2)
+        torch.save(content, ranks[0])
+    elif how == "another optimizer":
+        content = torch.load(ranks[0], weights_only=True)
+        for moments in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            moments["momentum_buffer"] = moments.pop("exp_avg")
+        torch.save(content, ranks[0])
+    elif how == "nothing":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif how == "no folder":
+        shutil.rmtree(folder)
+    elif how == "weights alone":
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    elif how == "a run":
+        shutil.rmtree(folder)
+        (folder / "checkpoint-20").mkdir(parents=True)
+    elif how == "two steps":
+        shutil.rmtree(folder)
+        for step in (1, 2):
+            (folder / f"global_step{step}").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ("a rank is missing", "2 ranks"),
+        ("a file is cut", "damaged"),
+        ("no model", "missing"),
+        ("a rank of another save", "whole tensors"),
+        ("another optimizer", "momentum_buffer"),
+        ("nothing", "optimizer.pt"),
+        ("no folder", "no such folder"),
+        ("weights alone", "--model_name_or_path"),
+        ("a run", "checkpoint-20"),
+        ("two steps", "global_step2"),
+    ],
+)
+def test_a_wrong_or_half_folder_is_refused_and_leaves_nothing(tmp_path, how, word):
+    folder = tmp_path / "global_step3"
+    write_zero(folder, make_state(), 2, 2)
+    spoil(folder, how)
+    with pytest.raises(CheckpointError, match=word):
+        import_checkpoint(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_content_is_not_written_to(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()
+    write_zero(tmp_path / "global_step3", make_state(), 3, 2)
+    with pytest.raises(CheckpointError, match="folder of its own"):
+        import_checkpoint(tmp_path / "global_step3", tmp_path / "run")
+    assert os.listdir(tmp_path / "run") == ["mine"]
+
+
+def _import_in_child(folder, output, counter, fatal):
+    Calls(counter, fatal)
+    import_checkpoint(folder, output)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
+def test_an_import_killed_at_any_call_leaves_a_whole_run_or_none(tmp_path, every):
+    tensors = make_state()
+    write_zero(tmp_path / "global_step3", tensors, 2, 2)
+    context = multiprocessing.get_context("fork")
+
+    def run(output, fatal):
+        counter = context.Value("i", 0)
+        child = context.Process(target=_import_in_child, args=(tmp_path / "global_step3", output, counter, fatal))
+        child.start()
+        child.join()
+        return counter.value, child.exitcode
+
+    calls, code = run(tmp_path / "unharmed", 10**6)
+    assert code == 0 and calls > 20
+    for fatal in range(1, calls + 1, every):
+        output = tmp_path / f"run{fatal}"
+        assert run(output, fatal)[1] == -signal.SIGKILL
+        if not output.exists():
+            import_checkpoint(tmp_path / "global_step3", output)
+        imported = store.folder_of(output) / store.name_of(3)
+        assert store.find_damage(imported, thorough=True) is None
+        assert_same(state.tensors(imported), tensors)
+
+
+def anonymous_bytes():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_an_import_holds_one_weight_at_most(tmp_path, monkeypatch):
+    """Pages of the mapped files are page cache, which the system takes back."""
+    tensors = make_state(scale=100_000)
+    write_zero(tmp_path / "global_step3", tensors, 3, 2)
+    total = sum(4 * tensor.numel() for tensor in tensors.values())
+    assert total > 100e6
+    del tensors
+    peaks = []
+    add = save._File.add
+
+    def measured(file, name, values):
+        add(file, name, values)
+        peaks.append(anonymous_bytes())
+
+    monkeypatch.setattr(save._File, "add", measured)
+    before = anonymous_bytes()
+    import_checkpoint(tmp_path / "global_step3", tmp_path / "run")
+    assert max(peaks) - before < total / 10
+
+
+@pytest.mark.parametrize(("epoch", "cursor"), [(0.0, 0), (1.5, 12), (2.0, 16)])
+def test_an_imported_run_goes_on_with_as_many_passes_done(tmp_path, epoch, cursor):
+    class Rows(list):
+        fingerprint = "of these rows"
+
+    progress = Progress(step=6, epoch=epoch)
+    check_data(tmp_path, progress, SimpleNamespace(train=Rows(range(8))), SimpleNamespace(seed=7))
+    assert (progress.cursor, progress.seed) == (cursor, 7)
+    assert (progress.data_size, progress.data_fingerprint) == (8, "of these rows")

@@ -1,0 +1,1 @@
+"""Checkpoints of other trainers: transformers' Trainer, DeepSpeed, accelerate and FSDP."""

@@ -1,0 +1,216 @@
+"""Make a run of another trainer's checkpoint, which any strategy continues.
+
+The run's folder appears when it is complete: a checkpoint in `zerobook.checkpoint`'s own format, and a runlog with the steps
+that the other trainer logged. Weights and moments are read and written piece by piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerobook.checkpoint import store
+from zerobook.checkpoint.origin import facts
+from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.save import ADAM_STEPS, INDEX, complete, write_pieces
+from zerobook.config import AUTOMATIC, RecipeConfig
+from zerobook.errors import CheckpointError
+from zerobook.interop.checkpoints.model_names import ADAPTER_CONFIG
+from zerobook.interop.checkpoints.sharded import METADATA, MODEL_FOLDER, OPTIMIZER_FOLDER, read_sharded
+from zerobook.interop.checkpoints.source import MOMENTS, Position, Source, read_json_object, read_position
+from zerobook.interop.checkpoints.torch_files import find_optimizer, read_torch_files
+from zerobook.interop.checkpoints.zero import rank_files, read_zero
+from zerobook.runlog.writer import RunLog
+from zerobook.strategy.weights import unwrapped_name
+from zerobook.utils import files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """The result of an import."""
+
+    checkpoint: Path
+    source: Source
+    position: Position
+
+    def flags(self) -> dict[str, Any]:
+        """Return the settings of the other run that decide its next steps, as flags here."""
+        settings = self.source.settings
+        betas = settings.get("betas") or (None, None)
+        # A schedule keeps the rate that it began with. Without one, the rate stays.
+        rate = settings.get("initial_lr", settings.get("lr"))
+        flags = {
+            "max_train_steps": self.position.total_steps or None,
+            "learning_rate": rate,
+            "weight_decay": settings.get("weight_decay"),
+            "adam_beta1": betas[0],
+            "adam_beta2": betas[1],
+            "adam_epsilon": settings.get("eps"),
+        }
+        return {name: value for name, value in flags.items() if value is not None}
+
+
+def import_checkpoint(folder: Path, output: Path) -> Imported:
+    """Write the run ``output`` with the checkpoint in ``folder``.
+
+    The process holds one weight at most: pieces are read from the mapped files as they are written.
+
+    Raises:
+        CheckpointError: ``folder`` holds no whole checkpoint that can be read, or ``output`` holds something.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: it holds something already. Give the imported run a folder of its own.")
+    source = _open(folder)
+    # Trainer's own files are beside DeepSpeed's folder.
+    home = folder.parent if folder.name.startswith("global_step") else folder
+    position = read_position(home, source.optimizer_steps)
+    if position.step < 1:
+        raise CheckpointError(f"{folder}: it was saved before the first step. Start a new run from the model.")
+    with files.staged(output) as staged_run:
+        _write_checkpoint(store.folder_of(staged_run), home, source, position)
+        _write_log(staged_run, home, source, position)
+    return Imported(checkpoint=store.folder_of(output) / store.name_of(position.step), source=source, position=position)
+
+
+def _open(folder: Path) -> Source:
+    """Return the checkpoint in a folder, of whichever kind it is."""
+    zero_folders = [candidate for candidate in _zero_candidates(folder) if rank_files(candidate)]
+    if zero_folders:
+        return read_zero(zero_folders[0])
+    if (folder / OPTIMIZER_FOLDER / METADATA).exists() or (folder / MODEL_FOLDER / METADATA).exists():
+        return read_sharded(folder)
+    optimizer_file = find_optimizer(folder)
+    if optimizer_file is not None:
+        return read_torch_files(folder, optimizer_file)
+    raise CheckpointError(_why_none(folder))
+
+
+def _zero_candidates(folder: Path) -> Iterator[Path]:
+    """Yield the folders in which DeepSpeed's files of ranks may be, the one that ``latest`` names before others."""
+    yield folder
+    latest = folder / "latest"
+    if latest.is_file():
+        yield folder / Path(latest.read_text(encoding="utf-8").strip()).name
+    elif folder.is_dir():
+        steps = sorted(folder.glob("global_step*"))
+        if len(steps) > 1:
+            raise CheckpointError(f"{folder}: it holds {len(steps)} of DeepSpeed's folders. Name one, such as {steps[-1]}.")
+        yield from steps
+    # accelerate's name.
+    yield folder / "pytorch_model"
+
+
+def _why_none(folder: Path) -> str:
+    """Return the error message for a folder without a checkpoint of another trainer."""
+    if not folder.is_dir():
+        return f"{folder}: there is no such folder. Give the folder of a checkpoint, such as outputs/checkpoint-500."
+    if (folder / store.MANIFEST).exists() or store.list_candidates(store.folder_of(folder)):
+        return f"{folder}: this is a checkpoint or run of Zerobook already. Resume it with --resume_from_checkpoint {folder}."
+    inner = sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    if inner:
+        return f"{folder}: it holds {len(inner)} checkpoints, and is none itself. Name one of them, such as {inner[-1]}."
+    if (folder / "zero").is_dir():
+        return f"{folder}: it is in DeepSpeed's universal format. Import the global_step folder that it was made from."
+    if list(folder.glob("*.safetensors")):
+        return (
+            f"{folder}: it holds weights and no optimizer state, so nothing can be continued. Start a new run with "
+            f"--model_name_or_path {folder}, or --adapter_path for an adapter."
+        )
+    return (
+        f"{folder}: it holds no checkpoint with an optimizer's state: neither optimizer.pt, nor a global_step folder with "
+        f"DeepSpeed's *_optim_states.pt, nor {OPTIMIZER_FOLDER} of FSDP. Give the folder "
+        "that the trainer saved, such as checkpoint-500."
+    )
+
+
+def _write_checkpoint(checkpoints: Path, folder: Path, source: Source, position: Position) -> None:
+    """Write the checkpoint."""
+    staging = store.staging_of(checkpoints, position.step)
+    store.make_staging(staging)
+    # A run that resumes compares it with its own rate.
+    following = {"learning rate": float(source.settings["lr"])} if "lr" in source.settings else {}
+    progress = Progress(
+        step=position.step,
+        epoch=position.epoch,
+        total_steps=position.total_steps,
+        world_size=source.ranks,
+        scaler=source.scaler,
+        following=following,
+    )
+    # A compiled or wrapped model had longer names.
+    weight_shapes = {unwrapped_name(name): shape for name, shape in source.shapes.items()}
+    pieces = (piece._replace(name=unwrapped_name(piece.name)) for piece in source.pieces)
+    written_by = {"strategy": source.trainer, "world_size": source.ranks}
+    texts = {
+        INDEX: {ADAM_STEPS: source.optimizer_steps, "written_by": written_by, "shapes": weight_shapes},
+        store.PROGRESS: progress.to_json(),
+        "config.json": _config(folder, position),
+    }
+    shapes = {}
+    for name, shape in weight_shapes.items():
+        for key in ("weight", *MOMENTS):
+            shapes[f"{key}/{name}"] = shape
+    index = write_pieces(staging, 0, pieces)
+    try:
+        complete(staging, position.step, [index], shapes=shapes, texts=texts, buffers=source.buffers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: its files do not make whole tensors ({error}). Copy the checkpoint again.") from None
+
+
+def _config(folder: Path, position: Position) -> dict[str, Any]:
+    """Return the content of the checkpoint's config.json: settings of recipes, with what is known of the other trainer's."""
+    config: dict[str, Any] = {}
+    for name, model_field in RecipeConfig.model_fields.items():
+        config[name] = None if model_field.is_required() else model_field.get_default(call_default_factory=True)
+    config |= {"optimizer": "adamw", "max_train_steps": position.total_steps or None, "save_steps": AUTOMATIC}
+    base = None
+    if (folder / ADAPTER_CONFIG).exists():
+        adapter = read_json_object(folder / ADAPTER_CONFIG)
+        config |= {"model_name_or_path": adapter.get("base_model_name_or_path"), "adapter": "lora"}
+        config |= {"lora_r": adapter.get("r"), "lora_alpha": adapter.get("lora_alpha")}
+    elif (folder / "config.json").exists():
+        from transformers import AutoConfig
+
+        config["model_name_or_path"] = str(folder.absolute())
+        base = facts(AutoConfig.from_pretrained(folder), None)
+    # No batch sizes are known: those of the run that goes on are used.
+    sizes = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
+    return {"asked": config | sizes, "config": config, "chat_template": None, "base_commit": None, "base": base}
+
+
+def _write_log(run: Path, folder: Path, source: Source, position: Position) -> None:
+    """Write the runlog: the steps and evaluations that the other trainer logged, up to the checkpoint's step."""
+    log = RunLog(run)
+    records = []
+    for entry in position.log_history:
+        if "loss" in entry:
+            records.append(
+                {
+                    "step": entry["step"],
+                    "loss": _finite(entry["loss"]),
+                    "grad_norm": _finite(entry.get("grad_norm")),
+                    "learning_rate": entry.get("learning_rate"),
+                    "tokens": 0,
+                    "cursor": [0, 0],
+                    "ids": [],
+                }
+            )
+        elif "eval_loss" in entry:
+            log.event("eval", step=entry["step"], seconds=entry.get("eval_runtime", 0), samples=[], loss=entry["eval_loss"])
+    log.steps(records)
+    log.event(
+        "imported",
+        folder=str(folder.absolute()),
+        trainer=source.trainer,
+        world_size=source.ranks,
+        step=position.step,
+        epoch=position.epoch,
+    )
+    log.close()
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,101 @@
+"""Sharded state dicts of ``torch.distributed.checkpoint``, as FSDP saves them: each chunk becomes a piece of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from zerobook.errors import CheckpointError
+from zerobook.interop.checkpoints.model_names import saved_name
+from zerobook.interop.checkpoints.source import MOMENTS, Source
+from zerobook.interop.checkpoints.unpickle import load_metadata, load_torch_bytes
+from zerobook.strategy import Piece
+
+METADATA = ".metadata"
+MODEL_FOLDER = "pytorch_model_fsdp_0"
+OPTIMIZER_FOLDER = "optimizer_0"
+"""Names that accelerate gives the two folders."""
+_STATE = "optimizer.state."
+
+
+def read_sharded(folder: Path) -> Source:
+    """Return the checkpoint in a folder with `MODEL_FOLDER` and `OPTIMIZER_FOLDER`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the optimizer is not AdamW.
+    """
+    model = _Shards(folder / MODEL_FOLDER)
+    optimizer = _Shards(folder / OPTIMIZER_FOLDER)
+    suffix = f".{MOMENTS[0]}"
+    names = [key.removeprefix(_STATE).removesuffix(suffix) for key in optimizer.tensors if key.endswith(suffix)]
+    steps = [key for key in optimizer.tensors if key.endswith(".step")]
+    if not names or not steps:
+        raise CheckpointError(
+            f"{optimizer.folder}: it holds no {MOMENTS[0]} and step of AdamW, which alone can be taken over. Start a new "
+            "run from the trained weights."
+        )
+    shapes = {name: list(optimizer.tensors[f"{_STATE}{name}{suffix}"].size) for name in names}
+    _, step = next(optimizer.chunks(steps[0]))
+    settings = {}
+    for key in ("lr", "initial_lr", "betas", "eps", "weight_decay"):
+        name = f"optimizer.param_groups.{names[0]}.{key}"
+        if name in optimizer.metadata.state_dict_metadata:
+            settings[key] = optimizer.read_value(name)
+    return Source(
+        trainer="FSDP",
+        ranks=model.ranks,
+        shapes=shapes,
+        optimizer_steps=int(step),
+        settings=settings,
+        pieces=_pieces(model, optimizer, names),
+    )
+
+
+def _pieces(model: _Shards, optimizer: _Shards, names: list[str]) -> Iterator[Piece]:
+    """Yield the chunks of all tensors, one at a time."""
+    for name in names:
+        # Of adapters, accelerate may save the names that PEFT gives its files.
+        key = f"model.{name}"
+        if key not in model.tensors:
+            key = f"model.{saved_name(name)}"
+        for offset, values in model.chunks(key):
+            yield Piece(name, None, offset, values)
+        for moment in MOMENTS:
+            for offset, values in optimizer.chunks(f"{_STATE}{name}.{moment}"):
+                yield Piece(name, moment, offset, values)
+
+
+class _Shards:
+    """Reads the chunks of the tensors in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.metadata: Metadata = load_metadata(folder / METADATA)
+        self.tensors: dict[str, Any] = {}
+        for name, facts in self.metadata.state_dict_metadata.items():
+            if hasattr(facts, "chunks"):
+                self.tensors[name] = facts
+        self._stored: dict[str, list[tuple[Any, Any]]] = {}
+        for index, info in self.metadata.storage_data.items():
+            self._stored.setdefault(index.fqn, []).append((index.offset, info))
+        self.ranks = len({info.relative_path for entries in self._stored.values() for _, info in entries})
+
+    def chunks(self, name: str) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """Yield (offset, values) of each chunk of a tensor."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.folder}: there is no tensor {name}. The two folders are of different models.")
+        for offset, info in self._stored[name]:
+            values = self._load(info)
+            # A number has no dimension.
+            yield (tuple(offset) or (0,)), values
+
+    def read_value(self, name: str) -> Any:
+        return self._load(self._stored[name][0][1])
+
+    def _load(self, info: Any) -> Any:
+        if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{self.folder}: {info.relative_path} is outside of the folder, or compressed.")
+        return load_torch_bytes(self.folder / info.relative_path, info.offset, info.length)

@@ -1,0 +1,89 @@
+"""A checkpoint of another trainer as it is read, and the progress that its trainer recorded beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerobook.errors import CheckpointError
+from zerobook.strategy import Piece
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The state that AdamW keeps for each weight, by its names in torch."""
+
+
+@dataclass(kw_only=True)
+class Source:
+    """Weights and optimizer state of another trainer."""
+
+    trainer: str
+    """what wrote it, for people"""
+    ranks: int
+    """processes that wrote it"""
+    shapes: dict[str, list[int]]
+    """shapes of the trained weights, by their names in the model"""
+    optimizer_steps: int
+    """steps that AdamW has counted"""
+    settings: dict[str, Any]
+    """settings of the optimizer's first group: ``lr`` of the next step, ``initial_lr`` of the schedule's peak, and others"""
+    pieces: Iterable[Piece]
+    """each is read when it is asked for"""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """persistent buffers of the model, by name"""
+    scaler: dict[str, Any] | None = None
+    """fp16 loss scaler, as `zerobook.strategy.state.TrainingState.scaler_state` returns it"""
+
+
+@dataclass(kw_only=True)
+class Position:
+    """How far a run has come, from ``trainer_state.json``."""
+
+    step: int
+    """optimizer steps done"""
+    epoch: float = 0.0
+    """passes over the data"""
+    total_steps: int = 0
+    """length of the schedule; 0 where it is not recorded"""
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    """what was logged, in transformers' words"""
+
+
+def read_position(folder: Path, optimizer_steps: int) -> Position:
+    """Return how far the run of a checkpoint has come. Without ``trainer_state.json``, AdamW has counted the steps."""
+    position = Position(step=optimizer_steps)
+    state_file = folder / "trainer_state.json"
+    if state_file.exists():
+        state = read_json_object(state_file)
+        try:
+            position.step = int(state["global_step"])
+            position.epoch = float(state["epoch"] or 0)
+            position.total_steps = int(state["max_steps"])
+            position.log_history = [dict(entry) for entry in state["log_history"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{state_file}: it is not of transformers' Trainer: {error!r}. Copy it again.") from None
+    return position
+
+
+def require_adamw(path: Path, state: Iterable[str]) -> None:
+    """Refuse the state of another optimizer than AdamW, of which ``state`` are the names."""
+    if not set(MOMENTS).issubset(state):
+        raise CheckpointError(
+            f"{path}: its optimizer keeps {', '.join(sorted(state)) or 'nothing'}, and AdamW's {' and '.join(MOMENTS)} alone "
+            "can be taken over. Start a new run from the trained weights."
+        )
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `CheckpointError` where there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: it cannot be read: {error}. Copy it again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: it holds no JSON object. Copy it again.")
+    return content

@@ -1,0 +1,157 @@
+"""Whole tensors: ``optimizer.pt`` beside safetensors of transformers' Trainer, accelerate and PEFT, or a full state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerobook.errors import CheckpointError
+from zerobook.interop.checkpoints.model_names import ADAPTER_CONFIG, empty_model, number_orders, saved_name
+from zerobook.interop.checkpoints.source import MOMENTS, Source, read_json_object, require_adamw
+from zerobook.interop.checkpoints.unpickle import load_torch_file
+from zerobook.strategy import Piece
+from zerobook.strategy.weights import persistent_buffers
+
+OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "adapter_model.safetensors",
+    "pytorch_model_fsdp.bin",
+    "pytorch_model.bin",
+    "adapter_model.bin",
+)
+"""Files of weights; a name with ``.index.json`` lists the files in which they are divided."""
+
+
+def find_optimizer(folder: Path) -> Path | None:
+    """Return the file of the optimizer's state in a folder; None where there is none."""
+    return next((folder / name for name in OPTIMIZER_FILES if (folder / name).exists()), None)
+
+
+def read_torch_files(folder: Path, optimizer_file: Path) -> Source:
+    """Return the checkpoint in a folder.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the optimizer is not AdamW, or not of the folder's model.
+    """
+    optimizer = load_torch_file(optimizer_file)
+    states = optimizer["state"]
+    first_state: dict[str, Any] = next(iter(states.values()), {})
+    require_adamw(optimizer_file, first_state)
+    buffers = {}
+    weights = _Weights(folder)
+    if all(isinstance(key, str) for key in states):
+        # A state dict of FSDP has names.
+        names = dict(zip(states, states, strict=True))
+        shapes = {name: list(state[MOMENTS[0]].shape) for name, state in states.items()}
+    else:
+        model = empty_model(folder)
+        names = _name_numbers(optimizer, model, optimizer_file)
+        shapes = {name: list(model.get_parameter(name).shape) for name in names}
+        for name, _ in persistent_buffers(model):
+            buffers[name] = weights.read(name)
+    return Source(
+        trainer="transformers" if (folder / "trainer_state.json").exists() else "accelerate",
+        # No file says how many there were.
+        ranks=1,
+        shapes=shapes,
+        optimizer_steps=int(first_state["step"]),
+        settings=optimizer["param_groups"][0],
+        pieces=_pieces(names, shapes, states, weights),
+        buffers=buffers,
+        scaler=_scaler(folder),
+    )
+
+
+def _scaler(folder: Path) -> dict[str, Any] | None:
+    for name in OPTIMIZER_FILES:
+        file = folder / name.replace("optimizer", "scaler")
+        if file.exists():
+            state = load_torch_file(file)
+            return {"kind": "GradScaler", "scale": state["scale"], "state": state}
+    return None
+
+
+def _name_numbers(optimizer: dict[str, Any], model: nn.Module, optimizer_file: Path) -> dict[str, int]:
+    """Return name -> number of each weight that the optimizer steps, by the order whose shapes agree with its state."""
+    groups = [group["params"] for group in optimizer["param_groups"]]
+    states = optimizer["state"]
+    for order in number_orders(model):
+        if [len(names) for names in order] != [len(group) for group in groups]:
+            continue
+        numbers: dict[str, int] = {}
+        for names, group in zip(order, groups, strict=True):
+            numbers |= zip(names, group, strict=True)
+        if all(n in states and states[n][MOMENTS[0]].shape == model.get_parameter(name).shape for name, n in numbers.items()):
+            return numbers
+    sizes = ", ".join(str(len(group)) for group in groups)
+    raise CheckpointError(
+        f"{optimizer_file}: it has groups of {sizes} weights, which are not those of the model in the folder. Copy the "
+        "config of the model that was trained there, or start a new run from the trained weights."
+    )
+
+
+def _pieces(
+    names: Mapping[str, Any], shapes: dict[str, list[int]], states: dict[Any, dict[str, torch.Tensor]], weights: _Weights
+) -> Iterator[Piece]:
+    """Yield whole tensors, one at a time."""
+    for name, key in names.items():
+        weight = weights.read(name)
+        if list(weight.shape) != shapes[name]:
+            raise CheckpointError(
+                f"{weights.folder}: {name} has the shape {list(weight.shape)}, and its optimizer state is of {shapes[name]}. "
+                "The files are of two models: copy the checkpoint again."
+            )
+        yield Piece(name, None, (0,), weight.flatten())
+        for moment in MOMENTS:
+            yield Piece(name, moment, (0,), states[key][moment].flatten())
+
+
+class _Weights:
+    """Reads the weights of a folder by their names in the model, from one file or several."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._adapts = (folder / ADAPTER_CONFIG).exists()
+        self._file_of: dict[str, str] = {}
+        for file_name in WEIGHT_FILES:
+            index_file = folder / f"{file_name}.index.json"
+            if (folder / file_name).exists():
+                self._file_of = dict.fromkeys(self._open(file_name).keys(), file_name)
+            elif index_file.exists():
+                self._file_of = read_json_object(index_file)["weight_map"]
+            if self._file_of:
+                return
+        raise CheckpointError(f"{folder}: it holds the optimizer's state and no {WEIGHT_FILES[0]}. Copy the checkpoint again.")
+
+    def read(self, name: str) -> torch.Tensor:
+        # PEFT drops more of a vector's name.
+        saved_names = [saved_name(name), saved_name(name).removesuffix(".weight")] if self._adapts else [name]
+        for candidate in saved_names:
+            if candidate in self._file_of:
+                file = self._open(self._file_of[candidate])
+                return file[candidate] if isinstance(file, dict) else file.get_tensor(candidate)
+        raise CheckpointError(
+            f"{self.folder}: there is no weight {name} in its {WEIGHT_FILES[0]}, which may have other names than the model. "
+            "Let DeepSpeed or FSDP save the checkpoint, or start a new run from the trained weights."
+        )
+
+    def _open(self, file_name: str) -> Any:
+        """Return a file's tensors, which stay there until they are read."""
+        from safetensors import SafetensorError, safe_open
+
+        if file_name not in self._files:
+            file = self.folder / file_name
+            if Path(file_name).name != file_name:
+                raise CheckpointError(f"{self.folder}: its index names the file {file_name}, which is outside of it.")
+            try:
+                is_safetensors = file.suffix == ".safetensors"
+                self._files[file_name] = safe_open(file, framework="pt") if is_safetensors else load_torch_file(file)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{file}: it is missing or damaged ({error}). Copy the checkpoint again.") from None
+        return self._files[file_name]
