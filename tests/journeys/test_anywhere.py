@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def test_a_hook_imports_what_lies_beside_it_and_in_the_working_folder(tiny, tmp_
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_one_yaml_and_names_start_a_run_in_any_folder_and_the_printed_line_is_the_same_launch(tiny, tmp_path, strategy):
     config = flags(tiny, strategy=strategy, num_processes=2, max_seq_length=64, output_dir="run")
+    config["validation_file"] = tiny / "few.jsonl"
     (tmp_path / "my.yaml").write_text(yaml.safe_dump({key: str(value) for key, value in config.items()}))
     words = ["lora_finetune", "--config", "my.yaml", "--max_train_steps", "3"]
 
@@ -86,6 +88,13 @@ def test_one_yaml_and_names_start_a_run_in_any_folder_and_the_printed_line_is_th
     assert len(run.losses) == 3
     live = run.event("run_start")["live"]
     assert live["world_size"] == 2 and live["strategy"] == {"zero2": "ZeRO-2", "fsdp": "FSDP2"}[strategy]
+    # The run's own evaluation, by the run's name.
+    code, measured = run_in(
+        tmp_path, [sys.executable, "-m", "zerobook.cli.main", "eval", "run", "--file", str(tiny / "few.jsonl"), "--json"]
+    )
+    assert code == 0, measured
+    loss = json.loads(measured.splitlines()[-1])["held_out"]["loss"]
+    assert loss == pytest.approx(run.event("eval")["loss"], rel=1e-5)
     (line,) = (line for line in text.splitlines() if "accelerate" in line and "--config_file" in line)
     code, text = run_in(tmp_path, ["bash", "-c", f"{line} --output_dir again --dry-run"])
     assert code == 0 and live["strategy"] in text, text

@@ -1,33 +1,40 @@
-"""``zerobook eval``: the accuracy of a model on task files, and on tasks of lm-evaluation-harness."""
+"""``zerobook eval``: the held-out loss of a run's model, and accuracies on task files and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from zerobook.cli.arguments import Parser, positive
 from zerobook.evaluation.harness import HarnessScorer
+from zerobook.evaluation.held_out import describe
 from zerobook.evaluation.scorers import check_causal, split
 from zerobook.evaluation.tasks import Task, TaskScorer, read_task
-from zerobook.utils.terminal import console
+from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
     from zerobook.models.result import Loaded
 
 
 def evaluate(argv: list[str]) -> int:
-    """Print what a model scores on tasks. Return 0."""
-    parser = Parser("zerobook eval", description="Accuracy on multiple-choice tasks, by likelihood.")
+    """Print the held-out loss of a run's model, and what a model scores on tasks. Return 0."""
+    parser = Parser("zerobook eval", description="Held-out loss and answers; accuracy on multiple-choice tasks, by likelihood.")
     parser.add_argument("path", help="a run's output_dir, a model or adapter folder, a hub name or embedded:smollm2")
     parser.add_argument(
+        "--file",
+        metavar="FILE",
+        help="of a run: the loss on this data, as in its own evaluations, and answers",
+    )
+    parser.add_argument(
         "--tasks",
-        required=True,
+        default="",
         metavar="NAMES",
         help="files of questions and tasks of lm-evaluation-harness, with commas between: mine.jsonl,arc_easy,my_task.yaml",
     )
-    parser.add_argument("--limit", type=positive, help="questions of each task of the harness (default: all)")
+    parser.add_argument("--limit", type=positive, help="rows of the file; questions of a task of the harness (default: all)")
     parser.add_argument("--num_fewshot", type=int, help="examples before a question of the harness (default: the task's)")
     parser.add_argument("--batch_size", type=positive, default=8, help="choices in a forward (default: 8)")
     parser.add_argument(
@@ -36,14 +43,44 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
+    if not (flags.file or flags.tasks):
+        parser.error("give --file, --tasks or both")
     files, harness_tasks = split([name for name in flags.tasks.split(",") if name])
     # Files are read before the model, which takes longer.
     tasks = [read_task(file) for file in files]
 
+    results: dict[str, Any] = {"path": flags.path, "apply_chat_template": flags.apply_chat_template}
+    if flags.file:
+        results |= _measure_file(flags)
+    if flags.tasks:
+        results |= _score_tasks(flags, files, harness_tasks, tasks)
+    if flags.json:
+        print(json.dumps(results))
+    return 0
+
+
+def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
+    """Measure the held-out loss, and print it with the answers, except with --json. Return the results."""
+    from zerobook.training.measure import evaluate_on
+
+    # stdout is for the results.
+    with redirect_stdout(sys.stderr):
+        record = evaluate_on(flags.path, flags.file, rows=flags.limit, trust_remote_code=flags.trust_remote_code)
+    if not flags.json:
+        say(f"{flags.path} on {flags.file}: {describe(record.result)}, {record.result['tokens']:,} tokens")
+        for sample in record.samples:
+            say("")
+            for name, text in sample.items():
+                say(f"  {name}: {text}")
+    return {"file": flags.file, "held_out": record.result, "samples": record.samples}
+
+
+def _score_tasks(flags: argparse.Namespace, files: list[str], harness_tasks: list[str], tasks: list[Task]) -> dict[str, Any]:
+    """Measure accuracies, and print them, except with --json. Return the results."""
     from zerobook.models.result import load_result
 
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
-    results: dict[str, Any] = {"path": flags.path, "apply_chat_template": flags.apply_chat_template}
+    results: dict[str, Any] = {}
     check_causal([*files, *harness_tasks], loaded.kind)
     if harness_tasks:
         harness = HarnessScorer(
@@ -60,9 +97,7 @@ def evaluate(argv: list[str]) -> int:
             print_harness(flags.path, results["lm_evaluation_harness"])
     if files:
         results |= _score_files(flags, tasks, loaded)
-    if flags.json:
-        print(json.dumps(results))
-    return 0
+    return results
 
 
 def _score_files(flags: argparse.Namespace, tasks: list[Task], loaded: Loaded) -> dict[str, Any]:

@@ -25,7 +25,7 @@ a run:
 
 its result:
   chat        talk to a trained model in the terminal
-  eval        accuracy of a model on multiple-choice task files
+  eval        loss of a run's model on a file, and accuracy on multiple-choice task files
   export      a checkpoint as a plain transformers folder
 
 Recipes are started by name in any folder, or with accelerate in a clone or in a folder that zerobook init has made:

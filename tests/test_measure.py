@@ -1,0 +1,69 @@
+"""``zerobook eval RUN --file``: the loss of the run's own evaluation, and answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from recipes.causal_lm import CausalLM
+from recipes.lora_finetune import LoraFinetune
+from recipes.seq2seq_chatbot import Seq2SeqChatbot
+from tests.alone import train
+from tests.harness import ROOT
+from zerobook.cli.main import main
+from zerobook.errors import ConfigError
+from zerobook.training.measure import evaluate_on
+
+CASES = {
+    "chats": (CausalLM, "llama", {"block_size": 64}),
+    "text": (CausalLM, "llama", {"block_size": 32}),
+    "packed": (CausalLM, "llama", {"block_size": 64, "packing": True}),
+    "adapter": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4}),
+    "4 bits": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4, "load_in_4bit": True}),
+    "pairs": (Seq2SeqChatbot, "t5", {"max_source_length": 32, "max_target_length": 16}),
+}
+"""Name -> recipe, model, flags."""
+
+
+def measured(capsys, *words):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    capsys.readouterr()
+    try:
+        assert main(["eval", *map(str, words), "--json"]) == 0
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_on_a_file_is_that_of_the_runs_own_evaluation(tiny, tmp_path, capsys, monkeypatch, case):
+    recipe, model, flags = CASES[case]
+    file = tiny / ("text.txt" if case == "text" else "few.jsonl")
+    run = train(
+        tmp_path / "run", recipe, model_name_or_path=tiny / model, train_file=tiny / "chats.jsonl", validation_file=file,
+        max_train_steps=3, learning_rate=3e-3, per_device_train_batch_size=2, cache_dir=tmp_path / "cache", **flags,
+    )  # fmt: skip
+    own = run.event("eval")
+    # From another folder, and with the recipe's file that the run names.
+    monkeypatch.chdir(tmp_path)
+
+    found = measured(capsys, "run", "--file", file)
+
+    assert found["held_out"]["tokens"] == own["tokens"]
+    assert found["held_out"]["loss"] == pytest.approx(own["loss"], rel=1e-6)
+    assert bool(found["samples"]) == (case != "text"), "running text has no prompts"
+    assert all(set(sample) >= {"prediction"} or set(sample) >= {"answer"} for sample in found["samples"])
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    if case == "adapter":
+        assert measured(capsys, newest, "--file", file)["held_out"] == pytest.approx(found["held_out"])
+        fewer = measured(capsys, "run/adapter", "--file", file, "--limit", "1")
+        assert 0 < fewer["held_out"]["tokens"] < own["tokens"] and len(fewer["samples"]) == 1
+
+
+def test_a_folder_without_a_run_and_a_missing_file_are_refused(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="there is no run"):
+        evaluate_on(str(tiny / "llama"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+    with pytest.raises(SystemExit):
+        main(["eval", str(ROOT)])

@@ -1,0 +1,140 @@
+"""Evaluation of a finished run's model on a file, as the run's own evaluations are made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from zerobook.config import ConfigSources
+from zerobook.data.collate import to_device
+from zerobook.errors import ConfigError
+from zerobook.evaluation.answers import AnswerSampler
+from zerobook.launch.build import build, resolve_this_process
+from zerobook.runlog.history import History
+from zerobook.runlog.records import EvaluationRecord
+from zerobook.training.evaluator import Evaluator
+from zerobook.training.recipe import Recipe
+from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.shipped import find
+
+if TYPE_CHECKING:
+    from zerobook.data.views import PreparedRows
+
+ANSWERS = 8
+"""Prompts of a file that are answered."""
+_NOT_OF_THE_RUN = {
+    "dataset_name",
+    "dataset_config_name",
+    "datasets",
+    "validation_file",
+    "streaming",
+    "max_train_samples",
+    "tokenizer_name",
+    "chat_template",
+    "new_tokens",
+    "config_name",
+    "adapter_path",
+    "hooks",
+    "eval_tasks",
+    "resume_from_checkpoint",
+    "report_to",
+    "early_stopping_patience",
+    "expect",
+    "policy",
+}
+"""Keys of the run's config that are left out: the file takes the place of its data, and its result has its tokenizer."""
+
+
+def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:
+    """Measure the loss of a run's model on a file, and generate answers.
+
+    Args:
+        path: the run's output_dir, or the model, the adapter or a checkpoint in it.
+        file: data, of any format that a run takes.
+        rows: the most rows that are measured; None for all.
+
+    Raises:
+        ConfigError: the folder is in no run, its recipe is not here, or the file cannot be read.
+    """
+    from zerobook.data.prepare import prepare
+    from zerobook.data.templates import end_tokens
+    from zerobook.models.isolation import settled
+    from zerobook.models.load import load_tokenizer
+    from zerobook.models.vocabulary import fit_embeddings
+
+    recipe, sources = _recipe_of(path, file, rows, trust_remote_code)
+    # The run's own precision and quantisation, in one process.
+    plan, config, _ = resolve_this_process(recipe.config, sources, trains=False)
+    recipe = type(recipe)(config)
+    strategy = build(config, plan)
+    tokenizer = load_tokenizer(config, strategy)
+    objective = recipe.objective()
+    data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
+    file_rows = cast("PreparedRows", data.train)
+    data = replace(data, held_out={Path(file).name: file_rows})
+    model = recipe.model(tokenizer, strategy)
+    fit_embeddings(model, tokenizer)
+    adapted = recipe.adapt(model)
+    collate = recipe.collator(tokenizer, adapted)
+    strategy.model = strategy.prepare_frozen(adapted)
+    keep_mask = objective.needs_attention_mask(strategy.model)
+    collate = settled(strategy, collate, keep_mask=keep_mask, flag=config.rows_shared_by)
+    scorers = [*recipe.scorers(tokenizer, adapted, data, collate)]
+    # Running text has no prompts. An encoder-decoder has a scorer that generates.
+    formats = {name for name, _ in data.formats.values()}
+    if not recipe.encoder_decoder and formats != {"text"}:
+        scorers.append(AnswerSampler(file_rows, tokenizer, count=ANSWERS, ends=end_tokens(tokenizer)))
+
+    def summed_loss(batch: dict[str, Any]) -> torch.Tensor:
+        result = objective.loss(strategy.model, to_device(batch, strategy.device))
+        return result[0] if isinstance(result, tuple) else result
+
+    evaluator = Evaluator(config, strategy, data, scorers, collate, summed_loss, objective.is_cross_entropy)
+    return cast("EvaluationRecord", evaluator.evaluate(0))
+
+
+def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) -> tuple[Recipe[Any], ConfigSources]:
+    """Return the recipe of the run that a folder belongs to, with its result as the model and ``file`` as the data."""
+    from zerobook.models.result import locate_result
+
+    folder = Path(path).expanduser().absolute()
+    run = next((place for place in (folder, *folder.parents[:2]) if (place / "runlog").is_dir()), None)
+    starts = [] if run is None else History.read(run).of("run_start")
+    if not starts:
+        raise ConfigError(f"{path}: --file measures a run's model as the run does, and there is no run. Give an output_dir.")
+    start = starts[-1]
+    # A recipe of one's own is where the run was started with it; the name of another one is enough.
+    script = Path(start["argv"][0])
+    name = start["code"].get("file", script.name)
+    if script.name != name or not script.is_file():
+        script = find(name.removesuffix(".py"), "recipes")
+    kind = recipe_class(str(script))
+    if kind.reference_model is not Recipe.reference_model:
+        raise ConfigError(f"{path}: its recipe compares the model with another one, which --file cannot do.")
+    fields = kind.config_class.model_fields
+    # A default counts as not given: settings of adapters are refused where there are none.
+    values = {}
+    for key, value in start["config"].items():
+        if key in fields.keys() - _NOT_OF_THE_RUN and value != fields[key].default:
+            values[key] = value
+    changes = {
+        "model_name_or_path": locate_result(path),
+        "train_file": file,
+        "validation_split_percentage": 0,
+        "max_train_samples": rows,
+        "mixed_precision": start["plan"]["precision"],
+        "trust_remote_code": trust_remote_code,
+        "eval_samples": 0,
+    }
+    values |= {key: value for key, value in changes.items() if key in fields}
+    config = kind.config_class(**values)
+    problems = config.problems()
+    if problems:
+        raise ConfigError(problems)
+    # Settings of adapters count as not given: they are in the adapter's folder.
+    sources = ConfigSources(dict.fromkeys(fields, "default"))
+    sources["mixed_precision"] = "the run"
+    return kind(config), sources
