@@ -41,7 +41,7 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a process: on the clock, and of the processor."""
+    """Elapsed seconds and processor seconds of a process."""
 
     clock: float
     processor: float
@@ -79,21 +79,21 @@ def measure(folders: list[Path], arguments: str, repeats: int) -> list[Times]:
 def page(rows: list[list[str]], with_earlier: bool, repeats: int) -> str:
     """Return the page as Markdown."""
     libraries = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
-    columns = ["plan", "seconds", "of the processor"]
+    columns = ["plan", "seconds", "processor seconds"]
     if with_earlier:
-        columns += ["earlier version", "of the processor"]
+        columns += ["earlier version: seconds", "processor seconds"]
     lines = [
         "# Time of a plan",
         "",
-        "Seconds of `zerobook plan` under all strategy files, each in a new process: on the clock, and of the processor, which",
-        "tell more where others use the machine. Most of them import torch and transformers. A plan runs few of a model's",
-        "equal layers, and its result is exactly that of all layers (`tests/test_plan_repetition.py`).",
+        "Seconds of `zerobook plan` under all strategy files, each in a new process: elapsed time and processor time. The",
+        "processor time depends less on other programs. Importing torch and transformers takes most of it. A plan runs few of",
+        "a model's equal layers, and its result is exactly that of all layers (`tests/test_plan_repetition.py`).",
     ]
     if with_earlier:
-        lines.append("The earlier version traced every layer. Both ran in turn.")
+        lines.append("The earlier version traced every layer. The two versions ran in turn.")
     lines += [
         "",
-        f"Hardware: {processor()}, {os.cpu_count()} cores. Date: {date.today()}. The least of {repeats} runs. {libraries}.",
+        f"Hardware: {processor()}, {os.cpu_count()} cores. Date: {date.today()}. The fastest of {repeats} runs. {libraries}.",
         "Written by `python benchmarks/plan_speed.py`.",
         "",
         "| " + " | ".join(columns) + " |",

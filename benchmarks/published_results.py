@@ -143,8 +143,8 @@ def one_device() -> Iterator[Result]:
     )
     yield Result("B. GPT-2 XL, ZeRO-3 with the optimizer on the host, batch 16", "", "fits", _fits(offloaded), source)
     yield Result(
-        "B. GPT-2 XL: speed of it", "tokens/s", 362, offloaded.tokens_per_second, source,
-        "not known; in part the rate of the host's memory, for which Adam waits there, and which is not published",
+        "B. GPT-2 XL, the same run: speed", "tokens/s", 362, offloaded.tokens_per_second, source,
+        "not known; in part the rate of the host's memory, which limits Adam on the host and is not published",
     )  # fmt: skip
 
 
@@ -199,8 +199,8 @@ def llama() -> Iterator[Result]:
     needed = f"{row.memory.total / 1e9:.1f} GB are planned, and a card of 80 GB has 85.0 x 10^9 bytes"
     yield Result(what, "", "fits", _fits(row), source, needed)
     yield Result(
-        "Llama-2-70B: 500 steps of it", "hours", 13.5, 500 * row.time.step / 3600, source,
-        "not known; a network of about 68 Gbit/s a node would explain it. Its rate is not published, planned are 400",
+        "Llama-2-70B, the same run: 500 steps", "hours", 13.5, 500 * row.time.step / 3600, source,
+        "not known; a network of about 68 Gbit/s a node would explain it; the plan assumes 400",
     )  # fmt: skip
 
 
@@ -219,8 +219,16 @@ def zero_offload() -> Iterator[Result]:
     parameters = 12 * 50 * 4096**2
     # A forward pass, a backward pass and the recomputation: 8 operations for each parameter and token.
     teraflops = 8 * parameters * row.tokens_per_second / 1e12
-    yield Result("GPT-2 of 10 billion, V100 32 GB, optimizer on the host, global batch 512", "", "fits", _fits(row), source)
-    yield Result("GPT-2 of 10 billion: rate of it, with recomputation counted", "10^12 operations/s", 40, teraflops, source)
+    yield Result(
+        "GPT-2 of 10 billion parameters, V100 32 GB, optimizer on the host, global batch 512", "", "fits", _fits(row), source
+    )
+    yield Result(
+        "GPT-2 of 10 billion parameters, the same run: rate, with recomputation counted",
+        "10^12 operations/s",
+        40,
+        teraflops,
+        source,
+    )
 
 
 def llama3() -> Iterator[Result]:
@@ -238,7 +246,9 @@ def papers() -> Iterator[Result]:
     source = "ZeRO, arXiv:1910.02054, figure 1 and table 1"
     for stage, printed in ((0, 120), (1, 31.4), (2, 16.6), (3, 1.9)):
         total = formulas.model_states(7.5e9, stage, 64, mixed=True).total
-        yield Result(f"states of 7.5 billion on 64 GPUs, stage {stage}, by formula", "GB", printed, total / 1e9, source)
+        yield Result(
+            f"states of 7.5 billion parameters on 64 GPUs, stage {stage}, by formula", "GB", printed, total / 1e9, source
+        )
 
 
 GROUPS: tuple[Callable[[], Iterator[Result]], ...] = (
@@ -257,8 +267,9 @@ TEXT = """\
 Written by `python benchmarks/published_results.py` on {date}: {versions}.
 
 Each row has a result that others published, and what Zerobook plans for the same model, machine and strategy. None of these
-runs was repeated here. A ratio is planned over published. Where they are more than 25 % apart, or the words differ, the row has
-the reason (*tight* agrees with either word), or *not known*: {misses} of {count} rows. Training speeds of many more runs are
+runs was repeated here. A ratio is planned over published. Where they are more than 25 % apart, or one fits and the other does
+not, the row has the reason, or *not known*. A plan that is *tight* may fit or not, so it agrees with both.
+Not known: {misses} of {count} rows. Training speeds of many more runs are
 [on their own page](plan_accuracy.md), and tables A and B are [run again at a small scale](tables.md).
 
 | result | published | planned | unit | ratio | why they differ | source |

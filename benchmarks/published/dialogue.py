@@ -178,7 +178,7 @@ def _settings(bench: Bench, ranks: int, budget: int, lengths: tuple[int, ...], t
         f"{held_out:,} validation pairs, {lengths[0]} + {lengths[1]} tokens, padded; evaluation of "
         f"{'5 batches' if bench.tiny else 'all pairs'} with 10 beams. "
         "The largest batch is found by bisection in new processes, with an error of at most an eighth or 2 samples."
-        + (" An epoch has 10% more memory, since it has training and evaluation in one process." if bench.tiny else "")
+        + (" The limit of an epoch is 10 % higher, since one process both trains and evaluates." if bench.tiny else "")
     )
 
 

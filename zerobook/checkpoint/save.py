@@ -413,7 +413,7 @@ class _File:
     """A safetensors file, written tensor by tensor. The header is written last, into space reserved at the front.
 
     The format: 8 bytes with the header's length, the header (JSON, filled up with spaces), the tensors' bytes
-    (https://github.com/huggingface/safetensors#format). The library wants all tensors at once, and copies them twice.
+    (https://github.com/huggingface/safetensors#format). The library needs all tensors at once, and copies them twice.
     """
 
     def __init__(self, path: Path):

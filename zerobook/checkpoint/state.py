@@ -112,10 +112,13 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     # The optimizer makes its state in its first step, so it has none yet.
     strategy.materialise_optimizer()
     for name, parameter in parameters:
+        # The key None stands for the weight itself.
         for key in (None, *strategy.state_shapes(parameter)):
             strategy.restore(parameter, key, TensorReader(reader, f"{key or 'weight'}/{name}"))
+        # A rollback of a large model takes minutes; without this, it would be taken for a hang.
         touch()
     strategy.restore_buffers(buffers)
+    # The steps of AdamW have a key of their own, which earlier versions read.
     steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
     strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)

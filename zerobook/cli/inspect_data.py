@@ -102,6 +102,7 @@ def _warn_if_nothing_is_held_out(splits: Splits, train: Examined, held_out_count
     if not share or not len(train.lengths):
         return
     held_out_rows = held_out_count
+    # Of one running text, a run holds out the end, in whole rows: a small share may be less than one row.
     if splits.train.lone_text:
         held_out_rows = round(int(train.lengths.sum()) * share / 100) // flags.max_seq_length
     if not held_out_rows:

@@ -739,10 +739,10 @@ def _first(view: View, rows: int | None) -> View:
     if isinstance(view, Documents):
         return replace(view, chosen=view.chosen[:rows])
     if isinstance(view, Blocks):
-        # The ranges of tokens are cut where the last block ends; ranges after it become empty.
+        # The ranges of tokens are cut where the last block ends; ranges after it become empty. ``ends`` are positions among the
+        # joined tokens, so their differences are the new lengths of the ranges.
         ends = np.minimum(np.cumsum(view.stops - view.starts), rows * view.length)
-        starts = ends - np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-        return replace(view, stops=view.starts + starts)
+        return replace(view, stops=view.starts + np.diff(ends, prepend=0))
     # The samples of the packs that are left out stay in the view, in no row.
     offsets = view.packing.offsets[: rows + 1]
     return replace(view, packing=type(view.packing)(offsets, view.packing.members[: offsets[-1]]))

@@ -205,11 +205,11 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
     if not files:
         raise DataError(f"{path}: there is no split {split!r}. {_listing(path, layout.rest)} Name one with --train_file.")
     train, held_out = _choose(str(path), list(files), split)
-    unused = [_count(name, members) for name, members in files.items() if name not in (train, held_out)]
+    unused = [_describe_split(name, members) for name, members in files.items() if name not in (train, held_out)]
     unused += _others(layout.rest)
     return Splits(
         train=_all_of(path, train, files[train]),
-        train_name=_count(train, files[train]),
+        train_name=_describe_split(train, files[train]),
         **_held_out(path, files, held_out),
         unused=tuple(unused),
     )
@@ -227,7 +227,7 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
     if not chosen:
         raise _nothing_to_train_on(path, splits)
     held_out = next((name for name in _HELD_OUT_SPLITS if name in splits), None)
-    unused = [_count(name, members) for name, members in splits.items() if name != held_out]
+    unused = [_describe_split(name, members) for name, members in splits.items() if name != held_out]
     unused += _others(set(rest) - set(chosen))
     # In a folder of files alone, nothing was chosen.
     train_name = _files(len(chosen)) if splits or unused else ""
@@ -240,7 +240,7 @@ def _held_out(path: Path, splits: Mapping[str, list[Path]], split: str | None) -
     if split is None:
         return {}
     source = replace(_all_of(path, "held out", splits[split]), is_held_out=True)
-    return {"held_out": source, "held_out_name": _count(split, splits[split])}
+    return {"held_out": source, "held_out_name": _describe_split(split, splits[split])}
 
 
 def _nothing_to_train_on(path: Path, splits: Mapping[str, list[Path]]) -> DataError:
@@ -263,7 +263,7 @@ def _files(count: int) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
-def _count(split: str, files: Sequence[Path]) -> str:
+def _describe_split(split: str, files: Sequence[Path]) -> str:
     return f"split {split} ({_files(len(files))})"
 
 

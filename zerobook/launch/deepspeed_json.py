@@ -363,7 +363,9 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         plan.problems.append(f"{where}.params: {reason}.")
         return
     is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
-    if is_all_auto and draft.config.warmup_steps(1) == 0:
+    # A warm-up of any length has a step in a run of one step.
+    has_warmup = draft.config.warmup_steps(total=1) > 0
+    if is_all_auto and not has_warmup:
         # DeepSpeed's schedules have two steps of warm-up or more, and their rate is 0.
         del ds["scheduler"]
         if not draft.sources.given("lr_scheduler_type"):

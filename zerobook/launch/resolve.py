@@ -557,11 +557,13 @@ def _check_model_choices(launch: LaunchDraft) -> None:
     has_half_base = config.trains_adapters and config.dtype in ("bfloat16", "float16")
     if has_half_base and whole_module_keys and plan.precision == "no":
         plan.problems.append(
-            f"{whole_module_keys[0]}: modules that are trained whole are fp32, and a frozen base in {config.dtype} takes no "
-            "fp32 without mixed precision. Pass --mixed_precision bf16, or --dtype float32."
+            f"{whole_module_keys[0]}: modules that are trained whole give fp32 values, which a frozen base in "
+            f"{config.dtype} cannot take without mixed precision. Pass --mixed_precision bf16, or --dtype float32."
         )
     if config.activation_checkpointing == "offload" and launch.on_cpu:
-        plan.notes.append("activation_checkpointing: offload is full on a CPU, whose activations are in host memory anyway")
+        plan.notes.append(
+            "activation_checkpointing: on a CPU, offload does what full does, since activations are in host memory anyway"
+        )
     obstacle = fast.not_compiled(plan, config)
     if config.torch_compile and obstacle:
         plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")

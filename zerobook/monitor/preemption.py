@@ -62,8 +62,10 @@ class Preemption:
         if number == signal.SIGINT:
             self._is_interrupted = True
             if self.strategy.rank == 0:
+                # Not print: the signal may have interrupted a print, which cannot be entered a second time.
                 os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
-            # A launcher that a second Ctrl-C ends sends no signal to its ranks.
+            # A second Ctrl-C ends the launcher, which then sends no signal to its ranks. So a thread watches the launcher, and
+            # ends this process with it.
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self.received = signal.Signals(number).name

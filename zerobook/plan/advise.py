@@ -405,7 +405,7 @@ class _Search:
         nearest = rank_rows(self.misfits)[0]
         reasons = nearest.over or nearest.problems or ["it may need more than the GPU has"]
         text = f"{nearest.file} comes nearest: {'; '.join(reasons)}"
-        return f"{text}. It wants {' or '.join(nearest.remedies)}" if nearest.remedies else text
+        return f"{text}. It needs {' or '.join(nearest.remedies)}" if nearest.remedies else text
 
 
 def _may_fit_with_less(row: Row) -> bool:

@@ -154,7 +154,12 @@ def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
 
 def _legs_text(legs: list[_Leg], sharding: ShardingSpec, density: float, *, of_node: bool = False) -> str:
     """Return transfers as text, such as ``3 x 2 P x 7/8 bytes``. Transfers around the same ring are added. Several rings of
-    a kind may leave a node."""
+    a kind may leave a node.
+
+    Args:
+        density: stored elements for each parameter, as in `paper_figures`.
+        of_node: of all rings that leave a node, and not of one rank.
+    """
     # (letter with divisor, ranks) -> how many times the elements are sent
     multiples: dict[tuple[str, int], float] = {}
     for leg in legs:
@@ -165,6 +170,9 @@ def _legs_text(legs: list[_Leg], sharding: ShardingSpec, density: float, *, of_n
         multiples[letter, leg.ranks] = multiples.get((letter, leg.ranks), 0.0) + leg.multiple * rings
     terms = []
     for (letter, ranks), multiple in multiples.items():
-        element_bytes = sharding.compute_bytes * (density if letter[0] == "P" else 1)
+        element_bytes = float(sharding.compute_bytes)
+        # P counts frozen weights too. Where these are packed, a parameter has less than one stored element.
+        if letter.startswith("P"):
+            element_bytes *= density
         terms.append(f"{multiple:g} x {element_bytes:g} {letter} x {ranks - 1}/{ranks}")
     return f"{' + '.join(terms)} bytes" if terms else "nothing"

@@ -76,6 +76,7 @@ def plan_whole_run(
     """
     assert row.time is not None
     rows, basis = _count_rows(config, lengths)
+    # Tokens that the user names go first, then the number of steps, then the size of the data.
     if tokens is None and config.max_train_steps is not None:
         steps = config.max_train_steps
         basis = "max_train_steps"
@@ -91,12 +92,13 @@ def plan_whole_run(
         steps = math.ceil(tokens / row.tokens_per_step)
         basis = f"{count(tokens)} tokens"
     seconds = steps * row.time.step
-    slowest, fastest = row.rate_range
-    seconds_range = (seconds / fastest, seconds / slowest)
+    # Both are relative to the planned rate: with the highest rate, the run takes the least time.
+    lowest_rate, highest_rate = row.rate_range
+    seconds_range = (seconds / highest_rate, seconds / lowest_rate)
     if price is None:
         return WholeRun(steps, basis, seconds, seconds_range, None, None)
     cost = price * cluster.ranks * seconds / 3600
-    return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / fastest, cost / slowest))
+    return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / highest_rate, cost / lowest_rate))
 
 
 def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float, str]:

@@ -62,6 +62,7 @@ class Recovery:
         progress = state.progress
         left_out = self._samples_of(action)
         skip_ranges = joined(progress.skip_ranges, left_out)
+        # As checkpoints and events record it: first step, share of the scheduled rate, steps until the rate is on it again.
         cut: list[Any] | None = None
         if action.rate_factor:
             first_step = progress.step if action.to_step is None else action.to_step
@@ -105,7 +106,8 @@ class Recovery:
             self.say(f"  left out from now on: {counted(count, 'sample')} of steps {action.steps[0]} to {action.steps[1]}")
         if cut is not None:
             log.event("lr_change", parent=cause, cut=cut, why=action.reason)
-            self.say(f"  the learning rate goes on at {cut[1]:g} of its schedule, and is back on it after {cut[2]} steps")
+            _, share, steps = cut
+            self.say(f"  the learning rate goes on at {share:g} of its schedule, and is back on it after {steps} steps")
         return intent
 
     def go_back(

@@ -28,7 +28,7 @@ def learning_rate_schedule(
     import torch
     from transformers import get_scheduler
 
-    # transformers wants an optimizer. Only the schedule's factor is used, so this one never takes a step.
+    # transformers requires an optimizer. Only the schedule's factor is used, so this one never takes a step.
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
     options = {}
     if name == "polynomial":

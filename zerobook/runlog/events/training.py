@@ -67,7 +67,7 @@ declare(
     when="Every 30 s.",
     fields={
         "memory_used": "bytes of host memory in use (of the container, where its limit is lower)",
-        "memory_total": "bytes of host memory there are",
+        "memory_total": "bytes of host memory in all",
         "swap_used": "bytes of swap in use",
         "own": "resident bytes of this process and its children",
         "gpus": "of each GPU: memory used and total (bytes), utilisation (0 to 1), degrees Celsius",
