@@ -59,7 +59,7 @@ def import_checkpoint(folder: Path, output: Path) -> Imported:
     The process holds one weight at most: pieces are read from the mapped files as they are written.
 
     Raises:
-        CheckpointError: ``folder`` holds no whole checkpoint that can be read, or ``output`` holds something.
+        CheckpointError: ``folder`` holds no complete checkpoint that can be read, or ``output`` holds something.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: it holds something already. Give the imported run a folder of its own.")

@@ -78,7 +78,7 @@ def _load(file: Path, content: Path | io.BytesIO, **options: Any) -> Any:
         with torch.serialization.safe_globals(ALLOWED):
             return torch.load(content, map_location="cpu", weights_only=True, **options)
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: it is missing. The folder is not a whole checkpoint: copy it again.") from None
+        raise CheckpointError(f"{file}: it is missing. The folder is not a complete checkpoint: copy it again.") from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(_refusal(file, content, error)) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
