@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # Tests run in two processes, a file in one of them. Launches too: while one starts or is compared, another trains.
-BESIDE := -n 2 --dist loadfile
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 

@@ -31,11 +31,31 @@ A name without brackets stands for all its cases. Journeys, and other programs t
 """
 
 
+LONG_FILES = (
+    "test_tables.py",
+    "test_rollback.py",
+    "test_parity.py",
+    "test_readme.py",
+    "test_models.py",
+    "test_resume.py",
+    "test_kills.py",
+    "test_gpu_bench.py",
+)
+"""Files that take longest. They begin first, so that no worker is left alone with one of them at the end."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests, which expect what a CPU does, unless those marked ``gpu`` are asked for."""
     if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def order(item: pytest.Item) -> int:
+        return LONG_FILES.index(item.path.name) if item.path.name in LONG_FILES else len(LONG_FILES)
+
+    items.sort(key=order)
 
 
 def pytest_collection_finish() -> None:
