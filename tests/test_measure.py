@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from recipes.causal_lm import CausalLM
 from recipes.lora_finetune import LoraFinetune
@@ -67,3 +69,36 @@ def test_a_folder_without_a_run_and_a_missing_file_are_refused(tiny, tmp_path):
         evaluate_on(str(tiny / "llama"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
     with pytest.raises(SystemExit):
         main(["eval", str(ROOT)])
+
+
+def test_the_best_model_is_written_measured_and_exported_by_the_runs_name(tiny, tmp_path, capsys):
+    """The rate is so high that the held-out loss rises after a few steps."""
+    data = {"train_file": tiny / "few.jsonl", "validation_file": tiny / "chats.jsonl", "max_eval_samples": 4}
+    run = train(
+        tmp_path / "run", model_name_or_path=tiny / "llama", block_size=64, learning_rate=5e-2, lr_scheduler_type="constant",
+        max_train_steps=3, eval_steps=1, save_steps=1, on_spike="log", final_model="best", cache_dir=tmp_path / "cache", **data,
+    )  # fmt: skip
+    losses = {event["step"]: event["loss"] for event in run.events if event["type"] == "eval"}
+    words = ("--file", tiny / "chats.jsonl", "--limit", 4)
+    assert min(losses.values()) < losses[3]
+
+    for name, more, loss in (
+        (run.output, [], min(losses.values())),
+        (run.output, ["--checkpoint", "best"], min(losses.values())),
+        (run.output, ["--checkpoint", "auto"], losses[3]),
+    ):
+        assert measured(capsys, name, *words, *more)["held_out"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+    assert main(["export", str(run.output), "--output", str(tmp_path / "exported")]) == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    written = load_file(run.output / "model" / "model.safetensors")
+    assert exported.keys() == written.keys()
+    assert all(torch.equal(exported[name], written[name]) for name in written)
+
+
+def test_the_best_model_needs_held_out_data(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="final_model"):
+        train(
+            tmp_path / "run", model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", validation_split_percentage=0,
+            block_size=64, max_train_steps=1, final_model="best", cache_dir=tmp_path / "cache",
+        )  # fmt: skip

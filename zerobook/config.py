@@ -261,6 +261,9 @@ class RecipeConfig(_Keys):
     early_stopping_patience: int | None = Field(
         None, ge=1, description="end the run after so many evaluations without a lower held-out loss"
     )
+    final_model: Literal["last", "best"] = Field(
+        "last", description="the model that is written: of the last step, or of the checkpoint with the lowest held-out loss"
+    )
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
+import torch
 
 from tests.harness import launch
 from zerobook.checkpoint.progress import Progress
+from zerobook.checkpoint.state import tensors
 
 
 @pytest.mark.launch
@@ -16,6 +19,7 @@ def test_a_run_ends_when_its_held_out_loss_no_longer_falls(tiny, tmp_path, strat
         model_name_or_path=tiny / "llama", train_file=tiny / "few.jsonl", validation_file=tiny / "chats.jsonl",
         max_eval_samples=4, block_size=64, per_device_train_batch_size=2, learning_rate=5e-2, lr_scheduler_type="constant",
         max_train_steps=60, logging_steps=2, eval_steps=2, save_steps=2, on_spike="log", early_stopping_patience=3,
+        final_model="best",
     )  # fmt: skip
     run = launch(strategy, 2, "causal_lm", tmp_path / "run", **flags)
     losses = {event["step"]: event["loss"] for event in run.events if event["type"] == "eval"}
@@ -27,6 +31,12 @@ def test_a_run_ends_when_its_held_out_loss_no_longer_falls(tiny, tmp_path, strat
     assert f"early stopping at step {stopped['step']}" in run.text and (run.output / "model").is_dir()
     kept = [event["step"] for event in run.events if event["type"] == "checkpoint" and event["state"] == "complete"]
     assert best in kept
+    written = safetensors.torch.load_file(run.output / "model" / "model.safetensors")
+    saved = tensors(run.output / "checkpoints" / f"step-{best:06d}")
+    for name in written:
+        torch.testing.assert_close(written[name], saved[f"weight/{name}"], rtol=0, atol=0)
+    assert f"the model of step {best} is written" in run.text
+    assert f", step {best}\n" in (run.output / "model" / "README.md").read_text()
     again = launch(strategy, 2, "causal_lm", run.output, resume_from_checkpoint="auto", **flags)
     assert len(again.steps) == len(run.steps), "no step was added"
     longer = launch("single", 1, "causal_lm", run.output, resume_from_checkpoint="auto", **flags | {

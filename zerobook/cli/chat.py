@@ -12,6 +12,7 @@ import torch
 from transformers import TextStreamer
 
 from zerobook.cli.arguments import Parser, positive
+from zerobook.cli.export import add_checkpoint, find_checkpoint
 from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError
@@ -50,9 +51,11 @@ def chat(argv: list[str]) -> int:
     parser.add_argument(
         "--source_prefix", metavar="TEXT", help="prefix of each source of a seq2seq model, if it is not saved with the model"
     )
+    add_checkpoint(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     flags = parser.parse_args(argv)
-    loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
+    path = str(find_checkpoint(flags.path, flags.checkpoint)) if flags.checkpoint else flags.path
+    loaded = load_result(path, trust_remote_code=flags.trust_remote_code)
     source_prefix = loaded.source_prefix if flags.source_prefix is None else flags.source_prefix
     _talk(Conversation(loaded, flags.system, source_prefix, flags.max_new_tokens, flags.temperature))
     return 0

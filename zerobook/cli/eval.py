@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from zerobook.cli.arguments import Parser, positive
+from zerobook.cli.export import add_checkpoint, find_checkpoint
 from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.held_out import describe
 from zerobook.evaluation.scorers import check_causal, split
@@ -40,11 +41,14 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument(
         "--apply_chat_template", action="store_true", help="put each question into a user's turn of the chat template"
     )
+    add_checkpoint(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
     if not (flags.file or flags.tasks):
         parser.error("give --file, --tasks or both")
+    if flags.checkpoint:
+        flags.path = str(find_checkpoint(flags.path, flags.checkpoint))
     files, harness_tasks = split([name for name in flags.tasks.split(",") if name])
     # Files are read before the model, which takes longer.
     tasks = [read_task(file) for file in files]

@@ -27,7 +27,7 @@ def export(arguments: list[str]) -> int:
     parser = Parser("zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
-    parser.add_argument("--checkpoint", default="auto", choices=["auto", "best"], help="of a run: the newest, or the best")
+    add_checkpoint(parser)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
     parser.add_argument("--keep_adapter", action="store_true", help="write the adapter alone, do not merge it")
     parser.add_argument(
@@ -42,7 +42,7 @@ def export(arguments: list[str]) -> int:
         check_push(flags.push)
     elif flags.private:
         raise ConfigError("--private: it is for --push NAME, which is not given.")
-    checkpoint = _find_checkpoint(Path(flags.path).expanduser().absolute(), flags.checkpoint)
+    checkpoint = find_checkpoint(flags.path, flags.checkpoint)
     facts = export_checkpoint(
         checkpoint,
         Path(flags.output).expanduser(),
@@ -59,13 +59,26 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
-def _find_checkpoint(path: Path, which: str) -> Path:
-    """Return ``path`` itself where it is an undamaged checkpoint, else the newest or the best of the run at ``path``."""
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that chooses a checkpoint of a run. `find_checkpoint` reads it."""
+    parser.add_argument(
+        "--checkpoint", choices=["auto", "best"], help="of a run: the newest, or the best (default: as its final_model says)"
+    )
+
+
+def find_checkpoint(name: str, which: str | None) -> Path:
+    """Return ``name`` itself where it is an undamaged checkpoint, else the newest or the best of the run at ``name``."""
+    path = Path(name).expanduser().absolute()
     if (path / store.MANIFEST).exists():
         reason = store.find_damage(path, thorough=True)
         if reason is not None:
             raise CheckpointError(reason)
         return path
+    if which is None:
+        # The model that the run has written, or will write.
+        newest = store.list_complete(store.folder_of(path))[-1:]
+        final_models = [store.read_json(folder / "config.json")["config"].get("final_model") for folder in newest]
+        which = "best" if final_models == ["best"] else "auto"
     resolution = resolve_resume(path, which, thorough=True)
     for reason in resolution.skipped.values():
         say(f"  passed over: {reason}")

@@ -14,6 +14,7 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.recovery_state import RecoveryState
+from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.config import OrderSettings, RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
@@ -282,6 +283,18 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
         say("  an earlier version or another trainer wrote the checkpoint; its warm-up was one step behind this one's")
     state.earlier_losses = _losses_behind(log, progress.step)
+
+
+def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int:
+    """Return the step of the undamaged checkpoint with the lowest held-out loss. Collective."""
+
+    def find() -> int:
+        # Every byte is read: a damaged one must not take the place of the last step.
+        best = resolve_resume(manager.folder.parent, "best", thorough=True).checkpoint
+        assert best is not None
+        return store.step_of(best)
+
+    return strategy.on_main(find, takes_long=True)
 
 
 def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool:

@@ -175,7 +175,7 @@ def _make_card(trainer: Trainer) -> str:
     strategy = trainer.strategy
     training = Training(
         run=Path(config.output_dir),
-        progress=trainer.progress.to_json(),
+        progress=trainer.result.to_json(),
         strategy=strategy.describe()["strategy"],
         world_size=strategy.world_size,
     )

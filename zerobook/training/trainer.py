@@ -91,6 +91,8 @@ class Trainer:
     timetable: Timetable
     preemption: preemption.Preemption
     """from `run` on"""
+    result: Progress
+    """of the model that is written; from the end of the training on"""
     _saved: int | None
     """step of the last checkpoint, which is not saved again at the end"""
     _evaluated: int | None
@@ -138,6 +140,8 @@ class Trainer:
             )
         if config.early_stopping_patience and not self.data.held_out:
             raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
+        if config.final_model == "best" and not self.data.held_out:
+            raise ConfigError("final_model: best needs held-out data. Give --validation_split_percentage above 0.")
         policy_state = self._open_run(model)
         self._prepare_models(model, reference_model, sources)
         self._build_parts(policy_state)
@@ -259,6 +263,9 @@ class Trainer:
             failure = self._evaluate_and_save_last()
             # Before the hooks, which may send the result elsewhere: a phase of a step has less time.
             enter("export")
+            self.result = self.progress
+            if self.config.final_model == "best" and self.save_results:
+                self._load_best()
             self.hooks("on_end", self)
             if self.save_results:
                 save_result()
@@ -309,6 +316,15 @@ class Trainer:
         except CheckpointError as error:
             return error
         return None
+
+    def _load_best(self) -> None:
+        """Load the checkpoint with the lowest held-out loss, whose model is to be written. Collective."""
+        step = resume.find_best_step(self.manager, self.strategy)
+        if step == self.progress.step:
+            return
+        self.result, _ = self.manager.load(step)
+        self.hooks.load_state_dicts(self, self.manager.load_hook_states(step))
+        self.console.say(f"the model of step {step} is written: {self.result.eval_loss:.4f} is the lowest held-out loss")
 
     def close(self) -> None:
         """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""

@@ -38,7 +38,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "logging_strategy": ("logging_steps",),
     "logging_dir": ("output_dir",),
     "overwrite_output_dir": ("resume_from_checkpoint auto",),
-    "load_best_model_at_end": ("early_stopping_patience",),
+    "load_best_model_at_end": ("final_model best",),
     "train_sampling_strategy": ("group_by_length",),
     "data_seed": ("seed",),
     "report_to_wandb": ("report_to wandb",),
