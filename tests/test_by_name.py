@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from recipes.causal_lm import CausalLMConfig
 from tests.harness import ROOT
 from zerobook.cli.main import main
+from zerobook.config import read
 from zerobook.errors import ConfigError
 from zerobook.launch import by_name
 
@@ -65,6 +67,12 @@ def test_the_copies_that_init_has_made_go_before_the_shipped_files(folder):
     ]
 
 
+def test_empty_keys_of_the_yaml_count_as_not_given(folder):
+    (folder / "my.yaml").write_text("strategy: null\nnum_processes:\n")
+    assert by_name.written_out(["causal_lm", "--config", "my.yaml"], None)[0].endswith("causal_lm.py")
+    assert not read(CausalLMConfig, ["--config", "my.yaml"], data=False).launch_keys
+
+
 def test_a_strategy_file_of_the_yaml_may_lie_beside_it(folder):
     other = folder / "other"
     other.mkdir()
@@ -77,6 +85,7 @@ def test_a_strategy_file_of_the_yaml_may_lie_beside_it(folder):
 @pytest.mark.parametrize("words, near", [
     (["--strategy", "zero33", "causal_lm"], "zero3"), (["lora_finetun"], "lora_finetune"),
     (["--strategy", "zero3", "--config_file", "a.yaml", "causal_lm"], "--config_file"),
+    (["--strategy", "zero3"], "causal_lm"), (["--num_proceses", "2"], "--num_processes"),
 ])  # fmt: skip
 def test_a_wrong_name_is_refused_with_the_near_ones(folder, words, near):
     with pytest.raises(ConfigError, match=near) as refused:

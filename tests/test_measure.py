@@ -17,6 +17,7 @@ from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
 from zerobook.training.measure import evaluate_on
+from zerobook.training.recipe_file import recipe_class
 
 CASES = {
     "chats": (CausalLM, "llama", {"block_size": 64}),
@@ -94,6 +95,42 @@ def test_the_best_model_is_written_measured_and_exported_by_the_runs_name(tiny, 
     written = load_file(run.output / "model" / "model.safetensors")
     assert exported.keys() == written.keys()
     assert all(torch.equal(exported[name], written[name]) for name in written)
+
+
+RECIPE = """
+from recipes.causal_lm import CausalLM
+from zerobook.objective import NextToken
+from zerobook.training.run import run
+
+
+class Doubled(NextToken):
+    def loss(self, model, batch):
+        return 2 * super().loss(model, batch)
+
+
+class Mine(CausalLM):
+    def objective(self):
+        return Doubled()
+
+
+if __name__ == "__main__":
+    run(Mine)
+"""
+
+
+def test_a_recipe_of_ones_own_is_loaded_from_where_the_run_was_started(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    run = train(
+        tmp_path / "run", recipe_class("recipe.py"), model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl",
+        validation_file=tiny / "few.jsonl", block_size=64, max_train_steps=1, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    found = measured(capsys, "run", "--file", tiny / "few.jsonl")
+    assert found["held_out"] == pytest.approx({key: run.event("eval")[key] for key in ("loss", "tokens")})
+
+    (tmp_path / "recipe.py").unlink()
+    with pytest.raises(ConfigError, match=r"recipe"):
+        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
 
 
 def test_the_best_model_needs_held_out_data(tiny, tmp_path):

@@ -152,6 +152,9 @@ def test_commands_work_without_a_clone(programs, tiny, tmp_path):
     assert "wrote exported" in run([zerobook, "export", "first/run", "--output", "exported"], tmp_path)
     run([python, "-c", "import zerobook.cli.chat, zerobook.cli.eval"], tmp_path)
 
+    named = run([zerobook, "launch", "--strategy", "zero3", "--num_processes", "1", "causal_lm", *words, "--dry-run"], tmp_path)
+    assert "_shipped/accelerate_configs/zero3.yaml" in named and "strategy ZeRO-3" in named
+
     (tmp_path / "mine.py").write_text(MINE)
     assert "chats" in run([zerobook, "data", "prepare", "mine.py", *words], tmp_path)
     elsewhere = [*launch, "first/accelerate_configs/zero3.yaml", "mine.py", *words, "--dry-run"]

@@ -812,8 +812,12 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
         except ConfigError as error:
             _, invalid = _valid(config_class, flag_values, ConfigSources(flag_sources))
             raise ConfigError([*error.problems, *problems, *invalid]) from None
-        for key in file_values.keys() & LAUNCH_KEYS - config_class.model_fields.keys():
-            launch_keys[key] = str(file_values.pop(key))
+        # A recipe may have a key of such a name.
+        for key in LAUNCH_KEYS:
+            if key in file_values and key not in config_class.model_fields:
+                value = file_values.pop(key)
+                if value is not None:
+                    launch_keys[key] = str(value)
         values, file_problems = _name_values(arguments.config, file_values, config_class)
         problems += file_problems
         sources.update(dict.fromkeys(values, arguments.config))
@@ -1061,7 +1065,7 @@ PATHS = (
 """Keys that may name a file or a folder."""
 LISTS_OF_PATHS = ("eval_tasks", "hooks")
 FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
-LAUNCH_KEYS = {"strategy", "num_processes"}
+LAUNCH_KEYS = ("strategy", "num_processes")
 """Keys of a recipe's YAML that are for ``zerobook launch``, which reads them before there are processes."""
 DATA = ("dataset_name", "train_file", "datasets")
 """Keys that name the training data."""

@@ -56,6 +56,9 @@ Commands are typed in this folder.
 zerobook runlog status outputs/first
 ```
 
+`zerobook launch --strategy zero2 --num_processes 2 lora_finetune --config config.yaml` is the same launch: names stand for the
+files of this folder.
+
 `zerobook --help` lists the other commands. `zerobook plan recipes/lora_finetune.py --config config.yaml` prints the memory
 and the time of every strategy file.
 """

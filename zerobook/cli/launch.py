@@ -16,7 +16,7 @@ from zerobook.launch import elastic, flag_checks
 from zerobook.launch.accelerate_cli import parsed, read_flags, split_at_recipe
 from zerobook.launch.by_name import OTHER_PROGRAMS, written_out
 from zerobook.launch.process import pass_signals_on, quietly
-from zerobook.utils.shipped import find
+from zerobook.utils.shipped import names
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
 
@@ -59,8 +59,7 @@ def launch(argv: list[str]) -> int:
     flags, accelerate_flags = parser.parse_known_args(before_recipe)
     arguments = [*accelerate_flags, *argv[len(before_recipe) :]]
     if recipe is None and OTHER_PROGRAMS.isdisjoint(argv):
-        # Raises an error with the near names where it is no file.
-        find(parsed(arguments).training_script, "recipes")
+        _check_program(accelerate_flags)
     line = written_out(arguments, flags.strategy)
     if line != arguments:
         if flags.min_machines:
@@ -69,6 +68,15 @@ def launch(argv: list[str]) -> int:
     if flags.min_machines:
         return quietly(lambda: elastic.launch(flags.min_machines, arguments))
     return quietly(lambda: _launch(arguments))
+
+
+def _check_program(flags: list[str]) -> None:
+    """Raise `ConfigError` where the launcher's flags end with no program. A program that is no recipe may have any name."""
+    typed, problems = read_flags(flags)
+    if not problems:
+        problems = [f"no recipe is named. Write one behind the flags: a file, or {', '.join(sorted(names('recipes')))}."]
+    if not Path(typed.training_script).is_file():
+        raise ConfigError(problems)
 
 
 def _start_again(argv: list[str], line: list[str]) -> NoReturn:

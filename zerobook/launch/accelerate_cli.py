@@ -208,10 +208,11 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append(f"{name}: accelerate launch has no such flag.{hint}")
     if not unknown and args.training_script != SCRIPT:
         problems.append(
-            f"{args.training_script}: neither a flag of accelerate launch nor a recipe. Give flags, and then a recipe, such as "
+            f"{args.training_script}: neither a flag of accelerate launch nor a recipe."
+            f"{nearest(args.training_script, shipped.names('recipes'))} Give flags, and then a recipe, such as "
             "recipes/causal_lm.py."
         )
-    return (parsed([SCRIPT]) if problems else args), problems
+    return (parsed([SCRIPT]) if unknown else args), problems
 
 
 def typed_flags(flags: list[str]) -> dict[str, Any]:

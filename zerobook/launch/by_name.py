@@ -65,7 +65,7 @@ def _read_launch_keys(recipe_flags: list[str]) -> tuple[Mapping[str, str], Path]
     if not config.is_file():
         return {}, Path()
     values = read_mapping(str(config), "config", lambda text: load_yaml_as_text(text) or {})
-    return {key: str(values[key]) for key in LAUNCH_KEYS if key in values}, config.parent
+    return {key: str(values[key]) for key in LAUNCH_KEYS if values.get(key) is not None}, config.parent
 
 
 def compare_with_launch(values: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -74,6 +74,8 @@ def compare_with_launch(values: Mapping[str, str]) -> tuple[list[str], list[str]
     Returns:
         (problems: what was not typed and is different, notes: what was typed and is different).
     """
+    if not values:
+        return [], []
     flags = parent_flags()
     typed = typed_flags(flags) if flags else {}
     # Key -> what the launch has, and the flags that decide about it.
@@ -87,9 +89,11 @@ def compare_with_launch(values: Mapping[str, str]) -> tuple[list[str], list[str]
         actual, deciding_flags = launched[key]
         if Path(value).stem == actual:
             continue
-        difference = f"{key}: the config says {value}, and this launch has {actual}"
+        difference = f"{key}: the config says {value}, and the launch {actual}"
         if deciding_flags.isdisjoint(typed):
-            problems.append(f"{difference}. Only zerobook launch reads that key: start with it, or type the launcher's flags.")
+            problems.append(
+                f"{difference}. Only zerobook launch reads that key: start with it, or type the flag of the launcher."
+            )
         else:
             notes.append(f"{difference}, by its flags")
     return problems, notes
