@@ -16,9 +16,8 @@ from transformers import Seq2SeqTrainingArguments, get_scheduler
 
 from zerobook.cli.main import main
 from zerobook.config import read
-from zerobook.interop.configs import data, importer, strategies, table, translations
+from zerobook.interop.configs import command_lines, data, importer, strategies, table, translations
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
-from zerobook.models.adapters import AdapterConfig
 from zerobook.training.recipe_file import recipe_class
 from zerobook.training.schedule import learning_rate_schedule
 from zerobook.utils.shipped import shipped
@@ -33,6 +32,12 @@ def imported(config, trainer="trl", folder=Path("/nowhere"), **options):
 
 def kinds_of(result):
     return {line.key: line.kind for line in result.lines}
+
+
+def write(tmp_path, config):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
 
 
 # --- the tables
@@ -56,10 +61,8 @@ def test_every_entry_leads_to_a_flag_a_function_or_a_sentence(name):
     flags = {key for config_class in RECIPES.values() for key in config_class.model_fields} | {importer.LENGTH}
     for key, entry in table.load_table(name).entries.items():
         counterparts = [entry.to] if entry.to else []
-        for value in entry.values.values():
-            counterparts += list(value) if isinstance(value, dict) else []
-            # A value that is no mapping needs a flag.
-            assert isinstance(value, dict) or entry.to, key
+        for counterpart in entry.values.values():
+            counterparts += counterpart
         assert set(counterparts) <= flags, key
         assert not entry.by or any(hasattr(module, entry.by) for module in (translations, data, strategies)), key
         assert entry.kind == SAME or entry.say or entry.otherwise, key
@@ -67,12 +70,10 @@ def test_every_entry_leads_to_a_flag_a_function_or_a_sentence(name):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_counterpart_of_a_value_is_taken_by_a_recipe(name):
-    for key, entry in table.load_table(name).entries.items():
-        for value in entry.values.values():
-            flags = value if isinstance(value, dict) else {entry.to: value}
-            for flag, ours in flags.items():
-                config_class = RECIPES["lora_finetune" if flag in AdapterConfig.model_fields else "causal_lm"]
-                assert flag in config_class.model_fields or flag == importer.LENGTH, key
+    for entry in table.load_table(name).entries.values():
+        for counterpart in entry.values.values():
+            for flag, ours in counterpart.items():
+                config_class = next(recipe for recipe in RECIPES.values() if flag in recipe.model_fields)
                 config_class(**{flag: ours})
 
 
@@ -180,6 +181,190 @@ def test_the_imported_warm_up_is_that_of_transformers(steps, ratio):
     assert [ours(step) for step in range(total)] == pytest.approx(rates, abs=1e-12)
 
 
+# --- other trainers
+
+AXOLOTL = {
+    "base_model": "org/model",
+    "datasets": [
+        {"path": "org/rows", "type": "alpaca", "split": "train[:100]"},
+        {"path": "org/chats", "type": "chat_template"},
+    ],
+    "adapter": "qlora",
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_target_linear": True,
+    "sequence_len": 4096,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "num_epochs": 4,
+    "learning_rate": "2e-4",
+    "val_set_size": 0.05,
+    "evals_per_epoch": 4,
+    "saves_per_epoch": 1,
+    "warmup_ratio": 0.1,
+    "bf16": "auto",
+    "wandb_project": None,
+    "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+}
+
+
+def test_an_axolotl_config_becomes_the_values_of_a_recipe():
+    result = imported(AXOLOTL, importer.recognise(AXOLOTL, "theirs.yaml"))
+    assert not result.changes_training
+    expected = {
+        "model_name_or_path": "org/model",
+        "datasets": [
+            {"path": "org/rows", "name": "rows", "split": "train", "format": "instruction", "limit": 100},
+            {"path": "org/chats", "name": "chats"},
+        ],
+        "adapter": "lora",
+        "load_in_4bit": True,
+        "lora_r": 32,
+        "lora_target_modules": ["all-linear"],
+        "max_seq_length": 4096,
+        "packing": True,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 2e-4,
+        "lr_scheduler_type": "cosine",
+        "validation_split_percentage": 5,
+        "eval_steps": 1 / 16,
+        "save_steps": "epoch",
+        "mixed_precision": "bf16",
+    }
+    assert expected.items() <= result.values.items()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("plugins", ["my.own.Plugin"]),
+        ("train_on_inputs", True),
+        ("unfrozen_parameters", ["lm_head"]),
+        ("datasets", [{"path": "org/rows", "type": "jeopardy"}]),
+        ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train[:20%]"}]),
+        ("optimizer", "muon"),
+    ],
+)
+def test_what_axolotl_does_and_nothing_here_is_not_possible(key, value):
+    assert imported(AXOLOTL | {key: value}, "axolotl").changes_training
+
+
+LLAMAFACTORY = {
+    "model_name_or_path": "org/model",
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_target": "all",
+    "dataset": "mine, theirs",
+    "template": "llama3",
+    "cutoff_len": 512,
+    "max_samples": 1000,
+    "learning_rate": 1.0e-4,
+}
+
+
+def write_info(folder, **columns):
+    (folder / "data").mkdir()
+    info = {"mine": {"file_name": "mine.json", "columns": columns}, "theirs": {"hf_hub_url": "org/theirs", "split": "train"}}
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (folder / "data" / "mine.json").write_text("[]")
+
+
+def test_a_llamafactory_config_becomes_the_values_of_a_recipe(tmp_path):
+    write_info(tmp_path, prompt="instruction")
+    result = imported(LLAMAFACTORY, importer.recognise(LLAMAFACTORY, "theirs.yaml"), folder=tmp_path / "examples")
+    assert not result.changes_training
+    expected = {
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_alpha": 16,
+        "lora_target_modules": ["all-linear"],
+        "datasets": [
+            {"path": str(tmp_path / "data" / "mine.json"), "name": "mine", "limit": 1000},
+            {"path": "org/theirs", "name": "theirs", "split": "train", "limit": 1000},
+        ],
+        "max_seq_length": 512,
+        "chat_template": "llama-3",
+        # Its default recomputes activations.
+        "activation_checkpointing": "full",
+        "validation_split_percentage": 0,
+    }
+    assert expected.items() <= result.values.items()
+
+
+def test_a_data_set_with_columns_of_other_names_is_not_possible(tmp_path):
+    write_info(tmp_path, prompt="question_text")
+    assert kinds_of(imported(LLAMAFACTORY, "llamafactory", folder=tmp_path))["dataset"] == NOT_POSSIBLE
+
+
+def test_all_weights_are_trained_where_llamafactory_says_full(tmp_path):
+    result = imported(LLAMAFACTORY | {"finetuning_type": "full"}, "llamafactory")
+    assert result.recipe == "causal_lm" and result.values["block_size"] == 512
+
+
+# --- command lines
+
+
+@pytest.mark.parametrize(
+    ("line", "trainer", "recipe", "expected"),
+    [
+        (
+            "trl sft --model_name_or_path org/model --dataset_name org/chats --packing --learning_rate=1e-4 --num_processes 4",
+            "trl",
+            "causal_lm",
+            {"model_name_or_path": "org/model", "packing": True, "learning_rate": 1e-4, "mixed_precision": "bf16"},
+        ),
+        (
+            "torchrun --nproc_per_node 4 examples/run_clm.py --model_name_or_path org/model --train_file a.txt --block_size 64 "
+            "--do_train --warmup_steps 5",
+            "trainer",
+            "causal_lm",
+            {"train_file": "a.txt", "block_size": 64, "num_warmup_steps": 5, "warmup_from_zero": True},
+        ),
+        (
+            "accelerate launch --num_processes 4 run_summarization.py --model_name_or_path org/t5 --max_source_length 128 "
+            "--dataset_name org/news --num_beams 4",
+            "trainer",
+            "seq2seq_chatbot",
+            {"dataset_name": "org/news", "max_source_length": 128, "num_beams": 4},
+        ),
+        (
+            "llamafactory-cli train FILE learning_rate=3e-5 finetuning_type=full launcher.nproc_per_node=4",
+            "llamafactory",
+            "causal_lm",
+            {"learning_rate": 3e-5, "block_size": 512, "activation_checkpointing": "full"},
+        ),
+    ],
+)
+def test_a_command_line_becomes_the_values_of_a_recipe(line, trainer, recipe, expected, tmp_path):
+    words = line.replace("FILE", write(tmp_path, LLAMAFACTORY)).split()
+    command = command_lines.read_command(words)
+    result = importer.import_config(*command[:3], recipe=command.recipe)
+    assert (command.trainer, result.recipe) == (trainer, recipe)
+    assert expected.items() <= result.values.items()
+    if "launcher." not in line:
+        assert result.foreign.processes == 4
+
+
+def test_trls_own_strategy_names_are_known():
+    command = command_lines.read_command(["trl", "sft", "--model_name_or_path", "m", "--accelerate_config", "zero3"])
+    assert importer.import_config(*command[:3]).strategy.name == "zero3"
+
+
+def test_a_command_is_imported_with_its_own_flags_behind_two_dashes(tmp_path, capsys):
+    words = ["--output", str(tmp_path / "ours"), "--", "trl", "sft", "--model_name_or_path", "m", "--dataset_name", "d"]
+    assert main(["import", "command", *words]) == 0
+    assert yaml.safe_load((tmp_path / "ours" / "recipe.yaml").read_text())["dataset_name"] == "d"
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["python", "train.py"], ["trl", "dpo", "--beta", "1"], ["llamafactory-cli", "chat", "a.yaml"]]
+)
+def test_other_commands_are_refused(words, capsys):
+    assert main(["import", "command", "--", *words]) == 2
+    assert "Nothing was written" in capsys.readouterr().err
+
+
 # --- strategies
 
 
@@ -206,7 +391,7 @@ def zero(stage, **settings):
 )
 def test_a_shipped_strategy_file_is_chosen_where_it_says_the_same(keys, name):
     result = imported(HANDBOOK | keys)
-    assert strategies.choose(result.foreign) == strategies.Strategy(name)
+    assert result.strategy == strategies.Strategy(name)
     assert not result.changes_training
 
 
@@ -216,23 +401,17 @@ def test_a_json_that_no_shipped_file_says_is_taken_over(tmp_path):
     (tmp_path / "json").mkdir()
     (tmp_path / "json" / "mine.json").write_text(json.dumps(config))
     result = imported(HANDBOOK | {"deepspeed": "json/mine.json"}, folder=tmp_path / "examples" / "sft")
-    strategy = strategies.choose(result.foreign)
+    strategy = result.strategy
     assert strategy.content["deepspeed_config"]["deepspeed_config_file"] == strategies.JSON
     assert json.loads(result.foreign.files[strategies.JSON]) == config
 
 
 def test_gradients_alone_are_sharded_where_the_config_says_so():
-    strategy = strategies.choose(imported(HANDBOOK | {"fsdp": "shard_grad_op auto_wrap"}).foreign)
+    strategy = imported(HANDBOOK | {"fsdp": "shard_grad_op auto_wrap"}).strategy
     assert strategy.content["fsdp_config"]["fsdp_reshard_after_forward"] is False
 
 
 # --- the command
-
-
-def write(tmp_path, config):
-    file = tmp_path / "theirs.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return str(file)
 
 
 def test_the_written_recipe_is_read_without_problems(tmp_path, capsys, monkeypatch):
@@ -303,6 +482,5 @@ def test_any_mapping_is_imported_with_each_of_its_keys_in_the_account(config, tr
     expected = {path for key, value in config.items() for path in leaves(value, str(key))}
     assert expected <= {line.key for line in result.lines}
     assert yaml.safe_load(yaml.safe_dump(result.values)) == result.values
-    strategies.choose(result.foreign)
     assert all(isinstance(text, str) for text in result.foreign.files.values())
     assert not re.search(r"\bNone\b", " ".join(result.values))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
+from zerobook.utils.written_values import as_list
+from zerobook.utils.yaml_text import load_bounded
 
 Flags = dict[str, Any]
 ALL_TOKENS = (
@@ -12,11 +15,36 @@ ALL_TOKENS = (
     "tokenized)."
 )
 
+TORCHTUNE_SOURCES = {
+    "alpaca_dataset": "tatsu-lab/alpaca",
+    "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
+    "grammar_dataset": "liweili/c4_200m",
+    "samsum_dataset": "Samsung/samsum",
+    "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
+    "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
+    "wikitext_dataset": "EleutherAI/wikitext_document_level",
+}
+"""Component of torchtune -> the data set that it loads."""
+LOADERS = ("json", "csv", "parquet", "text")
+"""Data sets of `datasets` that read files."""
+_SPLIT = r"(\w+)(?:\[:(\d+)\])?"
+"""A split, or its first rows."""
+
 
 def path_of(foreign: Foreign, name: Any) -> str:
     """Return a data set's name on the hub, or the absolute path of one that is here."""
     path = foreign.locate(str(name))
-    return str(name) if path is None else str(path.absolute())
+    if path is None:
+        return str(name)
+    return str(path.absolute())
+
+
+def _rows_of(split: str | None) -> dict[str, Any]:
+    """Return a split and its first rows, as keys of an entry of ``datasets``. Other slices have been refused for their key."""
+    match = re.match(_SPLIT, split or "")
+    if match is None:
+        return {}
+    return {"split": match[1], "limit": match[2] and int(match[2])}
 
 
 def mixture(entries: list[dict[str, Any]]) -> Flags:
@@ -69,6 +97,107 @@ def data_files(foreign: Foreign, value: Any) -> Flags:
         raise NoCounterpart(
             "A data set is one file, a folder or a name here. Put the files into a folder, and name that as path."
         )
+    return {}
+
+
+def whole_split(foreign: Foreign, value: Any) -> Flags:
+    """Return no flag for a split that is used as a whole."""
+    if not re.fullmatch(_SPLIT, value):
+        raise NoCounterpart("A split is used as a whole here. Write a number of rows as limit into the entry of datasets.")
+    return {}
+
+
+def assistant_alone(foreign: Foreign, value: Any) -> Flags:
+    """Return no flag where the assistant's turns are learnt, and no others."""
+    if set(value) - {"assistant", "gpt"}:
+        raise NoCounterpart(ALL_TOKENS)
+    return {}
+
+
+def axolotl_datasets(foreign: Foreign, value: Any) -> Flags:
+    """Return the data sets of Axolotl."""
+    formats = {"alpaca": "instruction", "completion": "text"}
+    entries = []
+    for part in value:
+        files = part.get("data_files")
+        if isinstance(files, list):
+            files = files[0]
+        path = part["path"]
+        # Loaders have the file in data_files.
+        if path in LOADERS:
+            path = files
+        entry = {"path": path_of(foreign, path), "config_name": part.get("name"), "revision": part.get("revision")}
+        entry["format"] = formats.get(str(part.get("type")))
+        entries.append(entry | _rows_of(part.get("split")))
+    return mixture(entries)
+
+
+def llamafactory_datasets(foreign: Foreign, value: Any) -> Flags:
+    """Return the data sets of LLaMA-Factory, whose names ``dataset_info.json`` has."""
+    return mixture([_dataset_of_info(foreign, name) for name in as_list(value)])
+
+
+def llamafactory_eval(foreign: Foreign, value: Any) -> Flags:
+    """Return a held-out data set, which is one file."""
+    return {"validation_file": _dataset_of_info(foreign, value)["path"]}
+
+
+def _dataset_of_info(foreign: Foreign, name: str) -> dict[str, Any]:
+    folder = foreign.get("dataset_dir")
+    file = foreign.locate(f"{folder}/dataset_info.json")
+    if file is None:
+        raise NoCounterpart(f"{folder}/dataset_info.json is not there. Copy it there, or name the data as dataset_name.")
+    info = load_bounded(file.read_text(encoding="utf-8"))
+    if name not in info:
+        raise NoCounterpart(f"{name} is not in {file}. Name the data as dataset_name.")
+    entry = info[name]
+    columns = entry.get("columns") or {}
+    recognised = {"instruction", "input", "output", "history", "system", "tools", "messages", "conversations"}
+    if entry.get("ranking") or set(columns.values()) - recognised:
+        raise NoCounterpart(
+            f"{name} has the columns {', '.join(columns.values())}. Rename them in the data, see docs/guides/data.md."
+        )
+    path = entry.get("hf_hub_url") or entry.get("ms_hub_url") or path_of(foreign, f"{folder}/{entry['file_name']}")
+    limit = foreign.get("max_samples") or entry.get("num_samples")
+    return {"path": path, "config_name": entry.get("subset"), "split": entry.get("split"), "limit": limit}
+
+
+def swift_datasets(foreign: Foreign, value: Any) -> Flags:
+    """Return the data sets of ms-swift: ``NAME:SUBSET#ROWS`` each."""
+    entries = []
+    for name in as_list(value):
+        path, _, limit = name.partition("#")
+        # A subset stands behind a colon, which a path does not have.
+        path, _, subset = path.partition(":")
+        entries.append({"path": path_of(foreign, path), "config_name": subset or None, "limit": limit or None})
+    return mixture(entries)
+
+
+def swift_eval(foreign: Foreign, value: Any) -> Flags:
+    """Return a held-out data set, which is one file."""
+    names = as_list(value)
+    if len(names) > 1 or foreign.locate(names[0]) is None:
+        raise NoCounterpart("Name a held-out file as validation_file.")
+    return {"validation_file": path_of(foreign, names[0])}
+
+
+def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
+    """Return the data set that a component of torchtune loads."""
+    component = str(value.get("_component_")).rpartition(".")[2]
+    path = value.get("source", TORCHTUNE_SOURCES.get(component))
+    if path in LOADERS:
+        path = value["data_files"]
+    if path is None:
+        raise NoCounterpart("Name the data as dataset_name.")
+    return mixture([{"path": path_of(foreign, path)} | _rows_of(value.get("split"))])
+
+
+def torchtune_component(foreign: Foreign, value: Any) -> Flags:
+    """Return no flag for a component that learns the answers alone."""
+    if "alpaca" in value and (foreign.get("dataset") or {}).get("train_on_input", True):
+        raise NoCounterpart(f"It learns the questions, too, unless train_on_input is false. {ALL_TOKENS}")
+    if "multimodal" in value:
+        raise NoCounterpart("The recipes train on text.")
     return {}
 
 

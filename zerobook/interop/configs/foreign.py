@@ -23,22 +23,26 @@ class Foreign:
         entry: the table's, of the key that is being translated.
         sentence: about that key; a function may say something else.
         files: files to write beside the recipe's YAML: name -> content.
+        processes: of the launch.
         strategy: what the config says about the launch: ``name`` of a strategy file, or ``deepspeed``, a JSON's content.
     """
 
     def __init__(self, config: dict[str, Any], file: Path, table: Table):
-        self.config: dict[str, Any] = {str(key): _as_number(value) for key, value in config.items()}
+        self.config: dict[str, Any] = {str(key): _as_number(value, config) for key, value in config.items()}
         self.file = file
         self.table = table
         self.entry = Entry("")
         self.sentence = ""
         self.files: dict[str, str] = {}
+        self.processes = 1
         self.strategy: dict[str, Any] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a key's value; the trainer's default where it is not set or null."""
         value = self.config.get(key)
-        return self.table.defaults.get(key, default) if value is None else value
+        if value is None:
+            value = self.table.defaults.get(key, default)
+        return value
 
     def is_default(self, key: str, value: Any) -> bool:
         """Return whether a value is the trainer's default, so that it changes nothing."""
@@ -64,12 +68,16 @@ class Foreign:
         return None
 
 
-def _as_number(value: Any) -> Any:
-    """Return the value with numbers for texts such as ``1e-4``, which YAML does not take for numbers and other trainers do."""
+def _as_number(value: Any, config: dict[str, Any]) -> Any:
+    """Return the value with numbers for texts such as ``1e-4``, which YAML does not take for numbers and other trainers do.
+
+    ``${key}``, as torchtune writes it, is the value of another key.
+    """
     if isinstance(value, dict):
-        return {key: _as_number(inner) for key, inner in value.items()}
+        return {key: _as_number(inner, config) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_as_number(inner) for inner in value]
+        return [_as_number(inner, config) for inner in value]
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}", value):
         return float(value)
-    return value
+    reference = re.fullmatch(r"\$\{(\w+)\}", value) if isinstance(value, str) else None
+    return config.get(reference[1]) if reference else value

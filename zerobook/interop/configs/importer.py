@@ -63,8 +63,9 @@ class Imported:
         recipe: the stem of the recipe's file.
         values: the recipe's YAML.
         lines: the account: a line for each key.
+        strategy: the strategy file of the launch.
         default_lines: a line for each default of the trainer that differs from the recipe's, and is written out.
-        foreign: the config, with what it says about the launch, and further files to write.
+        foreign: the config, with further files to write.
     """
 
     trainer: str
@@ -73,7 +74,7 @@ class Imported:
     lines: list[Line]
     default_lines: list[Line]
     foreign: Foreign
-    processes: int = 1
+    strategy: strategies.Strategy
 
     @property
     def notes(self) -> list[str]:
@@ -127,11 +128,13 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
     default_lines = []
     for key, value in foreign.table.defaults.items():
         entry = foreign.table.entries.get(key)
-        if entry is not None and foreign.config.get(key) is None:
+        if entry is not None and value is not None and foreign.config.get(key) is None:
             default_lines.append(_translate(foreign, key, value, entry)._replace(kind=DEFAULT))
     if not recipe:
         keys = {key for line in lines for key, value in line.flags.items() if value is not None}
-        recipe = "lora_finetune" if keys & set(ADAPTER_KEYS) else "causal_lm"
+        recipe = "causal_lm"
+        if keys & set(ADAPTER_KEYS):
+            recipe = "lora_finetune"
     config_class = recipe_class(str(shipped(f"recipes/{recipe}.py"))).config_class
     lines = [_check(line, config_class) for line in lines]
     values: dict[str, Any] = {}
@@ -146,7 +149,8 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
         if new_flags:
             values |= new_flags
             written_lines.append(checked._replace(flags=new_flags))
-    return Imported(foreign.table.trainer, recipe, values, lines, written_lines, foreign)
+    strategy = strategies.choose(foreign)
+    return Imported(foreign.table.trainer, recipe, values, lines, written_lines, foreign, strategy)
 
 
 def _refuse(foreign: Foreign) -> None:
@@ -211,13 +215,14 @@ def _translate(foreign: Foreign, path: str, value: Any, entry: Entry) -> Line:
 def _flags(foreign: Foreign, value: Any, entry: Entry) -> dict[str, Any]:
     """Return what a value is here, by its table's entry. Raises `NoCounterpart`, and errors of many kinds for odd values."""
     if isinstance(value, str | int | float) and value in entry.values:
-        counterpart = entry.values[value]
-        return dict(counterpart) if isinstance(counterpart, dict) else {entry.to: counterpart}
+        return entry.values[value]
     if entry.otherwise:
         raise NoCounterpart(entry.otherwise)
     if entry.by:
         return _FUNCTIONS[entry.by](foreign, value)
-    return {entry.to: value} if entry.to else {}
+    if entry.to:
+        return {entry.to: value}
+    return {}
 
 
 def _check(line: Line, config_class: type[RecipeConfig]) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
@@ -56,8 +57,9 @@ def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
             return _by_name(foreign, value)
         config = load_bounded(path.read_text(encoding="utf-8"))
     stage = int((config.get("zero_optimization") or {}).get("stage", 0))
-    foreign.strategy = {"deepspeed": config} if stage else {"name": DDP}
+    foreign.strategy = {"deepspeed": config}
     if not stage:
+        foreign.strategy = {"name": DDP}
         foreign.sentence = "Stage 0 is DDP."
     return {}
 
@@ -90,12 +92,38 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
     words = str(foreign.config.get("fsdp") or "").lower()
     # Both versions have it, with other values.
     sharding = str(settings.get("sharding_strategy", settings.get("reshard_after_forward", ""))).lower()
-    named = [name for name in _SHARDING if name in words]
-    file = _SHARDING.get(named[-1] if named else sharding, "fsdp")
+    for name in _SHARDING:
+        if name in words:
+            sharding = name
+    file = _SHARDING.get(sharding, "fsdp")
     if file == "fsdp" and (settings.get("offload_params") is True or "offload" in words):
         file = "fsdp_offload"
     foreign.strategy = {"name": file}
-    return {"activation_checkpointing": "full"} if settings.get("activation_checkpointing") is True else {}
+    if settings.get("activation_checkpointing") is True:
+        return {"activation_checkpointing": "full"}
+    return {}
+
+
+def torchtune_offload(foreign: Foreign, value: Any) -> dict[str, Any]:
+    """Choose the strategy file of torchtune's distributed recipes."""
+    foreign.strategy = {"name": "fsdp_offload" if value else "fsdp"}
+    return {}
+
+
+def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
+    """Take over the flags of torchrun, accelerate or TRL's own launcher."""
+    foreign.processes = int(value.get("num_processes") or value.get("nproc_per_node") or value.get("num_gpus") or 1)
+    name = str(value.get("accelerate_config") or value.get("config_file") or "")
+    known = {"single_gpu": "single", "multi_gpu": DDP, "fsdp1": "fsdp", "fsdp2": "fsdp"}
+    stem = Path(name).stem.removeprefix("deepspeed_")
+    stem = known.get(stem, stem)
+    if name and not shipped(f"accelerate_configs/{stem}.yaml").is_file():
+        raise NoCounterpart(
+            f"Give {name} to accelerate launch as --config_file: it reads it as it is, and zerobook doctor checks it."
+        )
+    if name:
+        foreign.strategy = {"name": stem}
+    return {}
 
 
 def choose(foreign: Foreign) -> Strategy:

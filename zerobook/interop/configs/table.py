@@ -40,8 +40,12 @@ UNKNOWN = "unknown"
 KINDS = (SAME, TRANSLATED, NO_EFFECT, NOT_POSSIBLE)
 """Sections of a table. `DEFAULT` and `UNKNOWN` follow from a config."""
 TRAINERS = {
+    "axolotl": "axolotl",
+    "llamafactory": "llamafactory",
     "trl": "trl",
     "alignment-handbook": "trl",
+    "ms-swift": "ms_swift",
+    "torchtune": "torchtune",
     "trainer": "examples",
 }
 """Value of ``--from`` -> table."""
@@ -54,7 +58,7 @@ class Entry:
     kind: str
     say: str = ""
     to: str = ""
-    values: dict[Any, Any] = field(default_factory=dict)
+    values: dict[Any, dict[str, Any]] = field(default_factory=dict)
     otherwise: str = ""
     by: str = ""
 
@@ -97,4 +101,11 @@ def load_table(name: str) -> Table:
 def _entry(kind: str, value: Any) -> Entry:
     if kind == SAME:
         return Entry(kind, to=value)
-    return Entry(kind, **value) if kind == TRANSLATED else Entry(kind, value)
+    if kind != TRANSLATED:
+        return Entry(kind, value)
+    values = {}
+    for written, counterpart in value.get("values", {}).items():
+        values[written] = counterpart
+        if not isinstance(counterpart, dict):
+            values[written] = {value["to"]: counterpart}
+    return Entry(kind, **value | {"values": values})

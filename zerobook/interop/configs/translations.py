@@ -19,8 +19,8 @@ Flags = dict[str, Any]
 
 def warmup(foreign: Foreign, value: Any) -> Flags:
     """Return the warm-up of ``warmup_steps`` and ``warmup_ratio``, of which the steps come first."""
-    steps = foreign.get("warmup_steps", 0)
-    ratio = foreign.get("warmup_ratio", 0)
+    steps = foreign.get("warmup_steps") or 0
+    ratio = foreign.get("warmup_ratio") or 0
     if 0 < steps < 1:
         ratio = steps
         steps = 0
@@ -40,8 +40,9 @@ def precision(foreign: Foreign, value: Any) -> Flags:
         is_bf16 = foreign.get("bf16") or dtype in ("bfloat16", "bf16")
     if is_bf16 in (True, "auto", "full"):
         return {"mixed_precision": "bf16"}
-    is_half = is_fp16 is True or dtype in ("float16", "fp16")
-    return {"mixed_precision": "fp16" if is_half else "no"}
+    if is_fp16 is True or dtype in ("float16", "fp16"):
+        return {"mixed_precision": "fp16"}
+    return {"mixed_precision": "no"}
 
 
 def eval_interval(foreign: Foreign, value: Any) -> Flags:
@@ -56,34 +57,100 @@ def save_interval(foreign: Foreign, value: Any) -> Flags:
 
 
 def _interval(strategy: Any, steps: Any) -> Any:
-    # YAML reads the word no as false.
-    if strategy in ("no", False):
-        return 0
-    if strategy in ("epoch", "steps"):
-        return strategy if strategy == "epoch" else steps
-    # A checkpoint of each best state.
-    return "auto"
+    # Some trainers need no strategy beside the steps.
+    if strategy in (None, "steps"):
+        return steps
+    # YAML reads the word no as false. The last one is best, a checkpoint of each best state.
+    return {"no": 0, False: 0, "epoch": "epoch"}.get(strategy, "auto")
 
 
 def per_epoch(foreign: Foreign, value: Any) -> Flags:
-    """Return N times in an epoch as an epoch, or as a share of the run."""
-    key = foreign.entry.to
-    if value in (0, 1):
-        return {key: "epoch" if value else 0}
+    """Return N times in an epoch as a share of the run."""
     share = 1 / (value * foreign.get("num_epochs", 1))
-    return {key: round(share, 6) if share < 1 else 0}
+    return {foreign.entry.to: round(min(share, 0.999), 6)}
 
 
 # --- model and data
 
+KINDS = {
+    "use_dora": "dora",
+    "peft_use_dora": "dora",
+    "use_rslora": "rslora",
+    "peft_use_rslora": "rslora",
+    "pissa_init": "pissa",
+}
+"""Switch of another trainer -> the kind of adapter."""
+
 
 def adapter(foreign: Foreign, value: Any) -> Flags:
     """Return the kind of LoRA that the switches of the config choose."""
-    kinds = {"dora": ("use_dora", "peft_use_dora"), "rslora": ("use_rslora", "peft_use_rslora"), "pissa": ("pissa_init",)}
-    chosen = [kind for kind, keys in kinds.items() if any(foreign.get(key) for key in keys)]
+    if value not in (True, "lora", "qlora"):
+        raise NoCounterpart("All weights are trained, or adapters: LoRA, rsLoRA, DoRA, PiSSA or IA3.")
+    chosen = [kind for key, kind in KINDS.items() if foreign.get(key)] or ["lora"]
     if len(chosen) > 1:
         raise NoCounterpart(f"An adapter is one of {', '.join(chosen)}.")
-    return {"adapter": chosen[0] if chosen else "lora"}
+    flags: Flags = {"adapter": chosen[0]}
+    if value == "qlora":
+        flags["load_in_4bit"] = True
+    return flags
+
+
+def twice_the_rank(foreign: Foreign, value: Any) -> Flags:
+    """Return LLaMA-Factory's alpha, which follows from the rank where it is not set."""
+    if value == "default":
+        value = 2 * foreign.get("lora_rank")
+    return {"lora_alpha": value}
+
+
+def swift_rate(foreign: Foreign, value: Any) -> Flags:
+    """Return ms-swift's rate, which follows from what is trained where it is not set."""
+    if value == "default":
+        value = {"full": 1e-5}.get(foreign.get("tuner_type"), 1e-4)
+    return {"learning_rate": value}
+
+
+def torchtune_model(foreign: Foreign, value: Any) -> Flags:
+    """Return what is trained, by the name of torchtune's builder of the model."""
+    builder = value.rpartition(".")[2]
+    if "vision" in value:
+        raise NoCounterpart("The recipes train language models.")
+    if builder.startswith("qlora_"):
+        return {"adapter": "lora", "load_in_4bit": True}
+    if builder.startswith("lora_"):
+        return {"adapter": "lora"}
+    return {}
+
+
+def torchtune_targets(foreign: Foreign, value: Any) -> Flags:
+    """Return the modules that get adapters, by transformers' names of Llama's modules."""
+    model = foreign.get("model")
+    names = [name.replace("output_proj", "o_proj") for name in model.get("lora_attn_modules") or []]
+    if model.get("apply_lora_to_mlp"):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    if model.get("apply_lora_to_output"):
+        names.append("lm_head")
+    return {"lora_target_modules": names}
+
+
+def torchtune_decay(foreign: Foreign, value: Any) -> Flags:
+    """Return the weight decay that torch's AdamW has by itself."""
+    optimizer = foreign.get("optimizer") or {}
+    if "weight_decay" in optimizer or "SGD" in str(optimizer.get("_component_")):
+        return {}
+    return {"weight_decay": 0.01}
+
+
+def axolotl_batch(foreign: Foreign, value: Any) -> Flags:
+    """Return the accumulation of a batch of several micro-batches."""
+    return {"gradient_accumulation_steps": value // foreign.get("micro_batch_size")}
+
+
+def plugins(foreign: Foreign, value: Any) -> Flags:
+    """Return no flag for Axolotl's plugins of speed and of trackers."""
+    for name in value:
+        if not any(word in name for word in ("cut_cross_entropy", "liger", "KernelsPlugin", "swanlab")):
+            raise NoCounterpart(f"{name} may change the training. Remove it, or write a hook of yours.")
+    return {}
 
 
 def percent(foreign: Foreign, value: Any) -> Flags:
@@ -101,8 +168,10 @@ def chat_template(foreign: Foreign, value: Any) -> Flags:
         return {"chat_template": "chat_template.jinja"}
     path = foreign.locate(text)
     if path is not None:
-        # A tokenizer's folder has its template in a file.
-        return {"chat_template": str(path / "chat_template.jinja" if path.is_dir() else path)}
+        if path.is_dir():
+            # A tokenizer's template.
+            path = path / "chat_template.jinja"
+        return {"chat_template": str(path)}
     if text in NAMES:
         return {"chat_template": text}
     foreign.sentence = (

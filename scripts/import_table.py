@@ -1,0 +1,212 @@
+"""Import the example configs of other trainers, and write docs/measured/imported_configs.md.
+
+    python scripts/import_table.py ../axolotl/examples ../LLaMA-Factory/examples ../trl/examples ../torchtune/recipes/configs
+
+Each folder is in a clone of its project. Every YAML file in it, and every command in a shell script that zerobook import knows,
+is imported into a folder of its own, and resolved there as zerobook doctor does, without a hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from datetime import date
+from io import StringIO
+from pathlib import Path
+
+from zerobook.cli.doctor import inspect_launch
+from zerobook.cli.import_config import launch_words, write
+from zerobook.errors import ConfigError
+from zerobook.interop.configs.account import HEADINGS, count_kinds
+from zerobook.interop.configs.command_lines import PROGRAMS, Command, read_command
+from zerobook.interop.configs.importer import Imported, Refused, import_config, recognise
+from zerobook.interop.configs.table import NOT_POSSIBLE, UNKNOWN
+from zerobook.launch.resolve import Hardware
+from zerobook.utils.yaml_text import load_bounded, read_mapping
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured" / "imported_configs.md"
+MOST_KEYS = 15
+"""Keys without a counterpart that the page lists, of each project."""
+NOT_A_CONFIG = "no config of a training, such as one of accelerate or of an inference"
+OF_THIS_MACHINE = {
+    "no such file or folder": "a model or a file of the example is not on this machine",
+    "is not installed": "a tracker of the example is not installed here",
+    "flash": "this machine has no GPU for flash attention",
+    "GPU": "this machine has no GPU",
+    "CUDA": "this machine has no GPU",
+}
+"""Part of a problem that doctor reports -> the reason, where it is this machine's and not the config's."""
+
+
+@dataclass
+class Project:
+    """What became of the configs of a folder."""
+
+    name: str
+    commit: str
+    files: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    imported: int = 0
+    exit_0: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    missing: Counter[str] = field(default_factory=Counter)
+    """Key -> configs in which it has no counterpart."""
+    passes: int = 0
+    machine_problems: Counter[str] = field(default_factory=Counter)
+    """Reason -> configs that have only problems of this machine."""
+    problems: Counter[str] = field(default_factory=Counter)
+    """Other problem, without names and numbers -> configs."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, default=PAGE)
+    flags = parser.parse_args()
+    hardware = Hardware.detect()
+    projects = [examine(folder, hardware) for folder in flags.folders]
+    flags.output.write_text(page(projects), encoding="utf-8")
+    print(f"wrote {flags.output}")
+
+
+def examine(folder: Path, hardware: Hardware) -> Project:
+    """Import all configs of a folder."""
+    root = git(folder, "rev-parse", "--show-toplevel")
+    commit = f"{git(folder, 'rev-parse', '--short', 'HEAD')} ({git(folder, 'log', '-1', '--format=%cs')})"
+    project = Project(f"{Path(root).name}/{folder.resolve().relative_to(root)}", commit)
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in (".yaml", ".yml"):
+            project.files += 1
+            import_one(project, lambda file=file: config_of(file), hardware)
+        elif file.suffix == ".sh":
+            for words in commands(file):
+                project.files += 1
+                import_one(project, lambda words=words, file=file: command_of(words, file), hardware)
+    return project
+
+
+def git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def config_of(file: Path) -> Command:
+    config = read_mapping(str(file), "config", load_bounded)
+    # One of accelerate is a strategy file already, and others are of no trainer.
+    if "distributed_type" in config:
+        raise Refused(NOT_A_CONFIG, "")
+    try:
+        trainer = recognise(config, str(file))
+    except ConfigError:
+        raise Refused(NOT_A_CONFIG, "") from None
+    return Command(config, file, trainer, "")
+
+
+def command_of(words: list[str], file: Path) -> Command:
+    command = read_command(words)
+    return command._replace(file=file if command.file == Path("command") else command.file)
+
+
+def commands(script: Path) -> Iterator[list[str]]:
+    """Yield the commands of a shell script that begin a training of a known program."""
+    text = script.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            continue
+        if any(Path(word).name in PROGRAMS for word in words):
+            yield [word for word in words if not re.fullmatch(r"[A-Za-z_]+=.*", word)]
+
+
+def import_one(project: Project, read, hardware: Hardware) -> None:
+    """Import one config, and count what became of it."""
+    try:
+        command = read()
+        imported = import_config(*command[:3], recipe=command.recipe)
+    except Refused as error:
+        project.refused[error.what] += 1
+        return
+    except ConfigError as error:
+        project.refused[f"not readable: {str(error).rpartition(': ')[2]:.60}"] += 1
+        return
+    project.imported += 1
+    project.exit_0 += not imported.changes_training
+    project.kinds.update(count_kinds(imported.lines))
+    lines = [line for line in imported.lines if line.kind in (NOT_POSSIBLE, UNKNOWN)]
+    project.missing.update({re.sub(r"\[\d+\]", "[]", line.key) for line in lines})
+    count_problems(project, doctor(imported, hardware))
+
+
+def doctor(imported: Imported, hardware: Hardware) -> list[str]:
+    """Return the problems of the launch."""
+    with tempfile.TemporaryDirectory() as folder:
+        with redirect_stdout(StringIO()):
+            write(imported, Path(folder))
+        plan, problems, _, _ = inspect_launch(launch_words(imported, Path(folder)), hardware)
+    return problems + (plan.problems if plan else [])
+
+
+def count_problems(project: Project, problems: list[str]) -> None:
+    reasons = Counter()
+    others = Counter()
+    for problem in problems:
+        reason = next((reason for part, reason in OF_THIS_MACHINE.items() if part in problem), None)
+        if reason:
+            reasons[reason] = 1
+        else:
+            # Names and numbers differ from config to config.
+            others[re.sub(r"[^\s:]*[/\d][^\s:]*", "...", problem)[:110]] = 1
+    project.passes += not problems
+    project.problems.update(others)
+    if not others:
+        project.machine_problems.update(reasons)
+
+
+def page(projects: list[Project]) -> str:
+    lines = [
+        "# Imported configs",
+        "",
+        "The example configs of other trainers, imported by `zerobook import` and resolved as `zerobook doctor` does, without "
+        f"a hub, on a machine without a GPU, {date.today()}. `python scripts/import_table.py` writes this page. Keys in lists "
+        "of data sets count once for each entry.",
+        "",
+        f"| project | commit | configs | imported | exit code 0 | {' | '.join(HEADINGS)} |",
+        "|" + "---|" * (5 + len(HEADINGS)),
+    ]
+    for project in projects:
+        kinds = " | ".join(str(count) for count in project.kinds.values())
+        lines.append(
+            f"| {project.name} | {project.commit} | {project.files} | {project.imported} | {project.exit_0} | {kinds} |"
+        )
+    lines += [
+        "",
+        "*Exit code 0*: each key that changes the training has a counterpart. *Default*: keys that are not set, or have the "
+        "trainer's own default.",
+    ]
+    for project in projects:
+        lines += ["", f"## {project.name}", ""]
+        lines += listed("Not imported, by name", project.refused)
+        missing = Counter(dict(project.missing.most_common(MOST_KEYS)))
+        lines += listed("Keys without a counterpart, in configs", missing)
+        lines.append(f"`zerobook doctor` has no problem with {project.passes} of {project.imported}.")
+        lines += listed("Problems of this machine alone, in configs", project.machine_problems)
+        lines += listed("Other problems, in configs", project.problems)
+    return "\n".join(lines) + "\n"
+
+
+def listed(title: str, counts: Counter[str]) -> list[str]:
+    if not counts:
+        return []
+    entries = [f"- {name}: {count}" for name, count in counts.most_common()]
+    return [f"{title}:", "", *entries, ""]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Command lines of other trainers, read as configs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from zerobook.errors import ConfigError
+from zerobook.interop.configs.importer import Refused
+from zerobook.utils.yaml_text import load_bounded, read_mapping
+
+PROGRAMS = {
+    "trl": ("trl", "sft", ""),
+    "llamafactory-cli": ("llamafactory", "train", ""),
+    "axolotl": ("axolotl", "train", ""),
+    "swift": ("ms-swift", "sft", ""),
+    "sft.py": ("trl", "", ""),
+    "run_sft.py": ("trl", "", ""),
+    "run_clm.py": ("trainer", "", "causal_lm"),
+    "run_clm_no_trainer.py": ("trainer", "", "causal_lm"),
+    "run_summarization.py": ("trainer", "", "seq2seq_chatbot"),
+    "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
+}
+"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known)."""
+OF_LAUNCHER = ("num_processes", "num_machines", "accelerate_config", "launcher")
+"""Flags of TRL's own command that it hands to accelerate."""
+
+
+class Command(NamedTuple):
+    """A command line as a config; see `zerobook.interop.configs.importer.import_config` for the attributes."""
+
+    config: dict[str, Any]
+    file: Path
+    trainer: str
+    recipe: str
+
+
+def read_command(words: list[str]) -> Command:
+    """Return what a command line sets: its config's keys, and its flags, which override them.
+
+    Raises:
+        ConfigError: it is no command of a trainer that is known.
+        Refused: it trains something that no recipe trains.
+    """
+    names = [Path(word).name for word in words]
+    position = next((index for index, name in enumerate(names) if name in PROGRAMS), None)
+    if position is None:
+        raise ConfigError(f"{' '.join(words) or 'command'}: there is none of {', '.join(PROGRAMS)} in it. Nothing was written.")
+    trainer, subcommand, recipe = PROGRAMS[names[position]]
+    rest = words[position + 1 :]
+    if subcommand:
+        what = " ".join([names[position], *rest[:1]])
+        if rest[:1] != [subcommand]:
+            raise Refused(what, f"{what}: only {names[position]} {subcommand} can be imported. Nothing was written.")
+        rest = rest[1:]
+    file = Path("command")
+    config: dict[str, Any] = {}
+    flags = dict(_flags(rest))
+    # A config is named by a flag, or is a word of its own.
+    config_file = flags.pop("config", None) or flags.pop("", None)
+    if config_file is not None:
+        file = Path(str(config_file)).expanduser()
+        config = read_mapping(str(config_file), "config", load_bounded)
+    config |= flags
+    launcher = dict(_flags(words[:position]))
+    launcher.pop("", None)
+    launcher |= {key: config.pop(key) for key in OF_LAUNCHER if key in config}
+    if launcher:
+        config["launcher"] = launcher
+    return Command(config, file, trainer, recipe)
+
+
+def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each flag, of each ``key=value``, and of a YAML or JSON file under an empty name."""
+    index = 0
+    while index < len(words):
+        name, has_value, text = words[index].partition("=")
+        values = [text] if has_value else []
+        index += 1
+        if not name.startswith("--"):
+            if has_value and re.fullmatch(r"[a-z_.]+", name):
+                yield name, _value(text)
+            elif name.endswith((".yaml", ".yml", ".json")):
+                yield "", name
+            continue
+        while not has_value and index < len(words) and not words[index].startswith("--"):
+            values.append(words[index])
+            index += 1
+        # A flag alone is true, and several words are a list.
+        parsed: Any = [_value(value) for value in values] or True
+        if len(values) == 1:
+            parsed = parsed[0]
+        yield name.lstrip("-").replace("-", "_"), parsed
+
+
+def _value(text: str) -> Any:
+    """Return a word as YAML reads it; the text where that is no YAML."""
+    try:
+        return load_bounded(text)
+    except (yaml.YAMLError, ValueError):
+        return text
