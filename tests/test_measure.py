@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def test_the_best_model_is_written_measured_and_exported_by_the_runs_name(tiny, 
         (run.output, ["--checkpoint", "auto"], losses[3]),
     ):
         assert measured(capsys, name, *words, *more)["held_out"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+    # A chat answers by the same checkpoints.
+    for which, step in (("best", min(losses, key=losses.__getitem__)), ("auto", 3)):
+        with mock.patch("zerobook.cli.chat.load_result", side_effect=ConfigError("stop")) as load:
+            assert main(["chat", str(run.output), "--checkpoint", which]) == 2
+        assert load.call_args.args == (str(run.output / "checkpoints" / f"step-{step:06d}"),)
 
     assert main(["export", str(run.output), "--output", str(tmp_path / "exported")]) == 0
     exported = load_file(tmp_path / "exported" / "model.safetensors")
