@@ -368,6 +368,20 @@ def shocked(rise, norm=1.3e6):
     return points
 
 
+def test_a_slow_rise_behind_a_huge_gradient_norm_is_no_noise():
+    """The losses of a launched run, whose noise is a tenth of the loss: each one of the rise is as near to the one before."""
+    falling = [20.2, 17.8, 15.1, 13.6, 12.8, 12.2, 11.8, 11.9, 11.1, 10.7, 8.7, 9.4, 10.6, 8.8, 9.8, 9.6, 9.3, 8.8, 8.7, 8.5]
+    falling += [8.6, 7.0, 7.1, 8.1, 9.1, 8.0, 7.6, 7.4, 6.9, 7.2, 6.9, 7.5, 5.9]
+    shock = [15.4, 12.5]
+    rising = [6.9, 6.6, 7.9, 8.0, 8.0, 8.9, 9.2, 9.3, 9.2, 8.9, 9.4, 9.7, 10.3, 10.4, 10.0, 10.0, 10.0, 10.4, 10.5, 10.0, 11.4]
+    norms = [1.5] * len(falling) + [8e6, 6e6] + [7.0] * len(rising)
+    detector = Detector(Settings(is_one_run=True))
+    kinds = set()
+    for step, (loss, norm) in enumerate(zip(falling + shock + rising, norms, strict=True)):
+        kinds |= {finding.kind for finding in detector.update(Point(step=step, loss=loss, grad_norm=norm))}
+    assert "divergence" in kinds
+
+
 def test_a_rise_behind_a_huge_gradient_norm_is_damage_of_that_step():
     for rise, last in ((0.07, 60), (0.01, 104)):
         detector = Detector()

@@ -324,7 +324,7 @@ def test_twenty_rollbacks_take_no_memory_and_little_more_than_a_load(trained, ti
         times = json.loads((run.output / f"again-{rank}.json").read_text())
         rss = [t["rss"] for t in times]  # it goes up and down by 2 % from one rollback to the next
         assert max(rss[10:]) < 1.01 * max(rss[:10]), rss
-        assert sum(t["rollback"] for t in times[1:]) < 1.5 * sum(t["load"] for t in times[1:])
+        assert sum(t["rollback"] for t in times[1:]) < 2 * sum(t["load"] for t in times[1:])
 
 
 @pytest.mark.full
@@ -363,7 +363,7 @@ def test_what_was_decided_outlives_a_kill(trained, tiny, tmp_path):
     settings = dict(
         model_name_or_path=tiny / "gpt2", dataset_name="embedded:chatterbot", cache_dir=tmp_path / "data", block_size=64,
         max_train_steps=STEPS, per_device_train_batch_size=4, learning_rate=6e-3, logging_steps=5, save_steps=30,
-        max_eval_samples=100,
+        max_eval_samples=100, policy=["replay", "skip", "lower_rate", "stop"],
     )  # fmt: skip
     faults = {"ZEROBOOK_FAULT": "labels", "ZEROBOOK_FAULT_AT": AT, "ZEROBOOK_FAULT_STEPS": 8, "ZEROBOOK_FAULT_KILL_AFTER": 2}
     wrapper = ROOT / "tests" / "distributed" / "faults.py"

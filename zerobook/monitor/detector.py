@@ -14,7 +14,8 @@
 *   Shape: the loss is normal again at once, falls back slowly, stays at a new level, rises, or repeats the run's beginning.
 *   Slow rise: the level stays far above its lowest value, although no point was high.
 *   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
-    is kept for eight times `Settings.patience` points. Meanwhile it does not follow a slow rise, and no new level is accepted.
+    and its unit are kept for eight times `Settings.patience` points. Meanwhile a slow rise changes neither, and no new level is
+    accepted.
 
 The defaults were chosen on public logs. docs/guides/detector.md has the results, and `scripts/detector.py` computes them.
 """
@@ -71,6 +72,7 @@ class Detector:
         armed: step with a very high loss or gradient norm, after which a spike is likely; None if there is none.
         armed_at: value of ``seen`` at that step.
         shock: level of the loss before the last shock; None if there is none.
+        shock_unit: unit of the loss at that time.
         best: the lowest level so far.
         lowest: the lowest level since the last new level.
         lowest_at: step of that level.
@@ -95,6 +97,7 @@ class Detector:
         self.armed: int | None = state.get("armed")
         self.armed_at: int = state.get("armed_at", 0)
         self.shock: float | None = state.get("shock")
+        self.shock_unit: float | None = state.get("shock_unit")
         self.best: float | None = state.get("best")
         self.lowest: float | None = state.get("lowest")
         self.lowest_at: int = state.get("lowest_at", 0)
@@ -124,6 +127,7 @@ class Detector:
             "armed": self.armed,
             "armed_at": self.armed_at,
             "shock": self.shock,
+            "shock_unit": self.shock_unit,
             "best": self.best,
             "lowest": self.lowest,
             "lowest_at": self.lowest_at,
@@ -164,7 +168,11 @@ class Detector:
 
     def unit(self) -> float:
         """Return the usual residual of the loss: what one standard deviation is to normal noise."""
-        return self.loss.unit(self.settings.min_unit, self.settings.min_unit_at_start)
+        unit = self.loss.unit(self.settings.min_unit, self.settings.min_unit_at_start)
+        # A slow rise after a shock is no noise either.
+        if self.shock_unit is not None:
+            unit = min(unit, self.shock_unit)
+        return unit
 
     def far_above(self, value: float, best: float) -> bool:
         """Return whether ``value`` is at least `Settings.high` units above ``best``, or is not a number."""
@@ -281,6 +289,7 @@ class Detector:
             findings.append(self._arm(point, reason))
         if is_shock:
             self.shock = self.level()
+            self.shock_unit = self.unit()
         return findings
 
     def _arm(self, point: Point, reason: str) -> Finding:
@@ -291,6 +300,7 @@ class Detector:
     def _disarm(self) -> None:
         self.armed = None
         self.shock = None
+        self.shock_unit = None
 
     # --- the loss
     def _see_loss(self, point: Point, stride: int) -> list[Finding]:
