@@ -22,6 +22,7 @@ from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.cli.main import main
 from zerobook.errors import CheckpointError
+from zerobook.interop.checkpoints import importer
 from zerobook.interop.checkpoints.importer import import_checkpoint
 from zerobook.runlog.writer import read
 from zerobook.training.resume import check_data
@@ -29,44 +30,77 @@ from zerobook.training.resume import check_data
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 
 
+def make_trainer(tiny, folder, lora):
+    """transformers' Trainer, which saves the third of six steps."""
+    from transformers import AutoTokenizer, Trainer, TrainingArguments
+
+    spec = {"model": str(tiny / "llama"), "data": str(tiny / "few.jsonl"), "lora": LORA if lora else None}
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=8, max_steps=6, save_steps=3, logging_steps=1,
+        learning_rate=1e-3, weight_decay=0.1, adam_epsilon=1e-6, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    return Trainer(
+        model=model_of(spec), args=arguments, train_dataset=rows_of(spec), data_collator=collate, processing_class=tokenizer
+    )
+
+
 @pytest.fixture(scope="module", params=["full", "lora"])
 def trained(request, tiny, tmp_path_factory):
-    """transformers' Trainer after three steps, and its checkpoint of them."""
-    from transformers import Trainer, TrainingArguments
-
-    folder = tmp_path_factory.mktemp(request.param)
-    spec = {"model": str(tiny / "llama"), "data": str(tiny / "few.jsonl")}
-    model = model_of(spec | ({"lora": LORA} if request.param == "lora" else {}))
-    arguments = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=8, max_steps=3, save_steps=3, logging_steps=1,
-        learning_rate=1e-3, weight_decay=0.1, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows_of(spec), data_collator=collate)
+    """transformers' Trainer after six steps."""
+    trainer = make_trainer(tiny, tmp_path_factory.mktemp(request.param), request.param == "lora")
     trainer.train()
-    return trainer, folder / "checkpoint-3"
+    return trainer
 
 
 def test_a_trainers_weights_moments_and_log_are_taken_over(trained, tmp_path, capsys):
-    trainer, checkpoint = trained
+    checkpoint = Path(trained.args.output_dir) / "checkpoint-6"
     assert main(["checkpoint", "import", str(checkpoint), "--output", str(tmp_path / "run")]) == 0
     output = capsys.readouterr().out
     assert "--learning_rate 0.001" in output and "--weight_decay 0.1" in output
-    imported = store.folder_of(tmp_path / "run") / store.name_of(3)
+    assert "norm gains" not in output, "Trainer's groups are ours"
+    imported = store.folder_of(tmp_path / "run") / store.name_of(6)
     assert store.find_damage(imported, thorough=True) is None
     expected = {}
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trained.model.named_parameters():
         if parameter.requires_grad:
-            moments = trainer.optimizer.state[parameter]
+            moments = trained.optimizer.state[parameter]
             expected |= {f"weight/{name}": parameter, f"exp_avg/{name}": moments["exp_avg"]}
             expected[f"exp_avg_sq/{name}"] = moments["exp_avg_sq"]
     assert_same(state.tensors(imported), expected)
     progress = state.read_progress(imported)
-    assert progress.step == 3 and progress.epoch == 3.0 and progress.total_steps == 3
-    assert json.loads((imported / "tensors.json").read_text())["adam_steps"] == 3
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert progress.step == 6 and progress.epoch == 6.0 and progress.total_steps == 6
+    assert json.loads((imported / "tensors.json").read_text())["adam_steps"] == 6
+    logged = [entry for entry in trained.state.log_history if "loss" in entry]
     steps = read(tmp_path / "run" / "runlog" / "steps.jsonl")
     assert [step["loss"] for step in steps] == [entry["loss"] for entry in logged]
     assert [step["learning_rate"] for step in steps] == [entry["learning_rate"] for entry in logged]
+
+
+@pytest.mark.parametrize("trained", ["full"], indirect=True)
+def test_trainer_continues_what_was_exported(trained, tiny, tmp_path):
+    import_checkpoint(Path(trained.args.output_dir) / "checkpoint-3", tmp_path / "run")
+    checkpoint = store.folder_of(tmp_path / "run") / store.name_of(3)
+    exported = tmp_path / "checkpoint-3"
+    assert main(["checkpoint", "export", str(checkpoint), "--to", "trainer", "--output", str(exported)]) == 0
+    trainer = make_trainer(tiny, tmp_path / "theirs", lora=False)
+    trainer.train(resume_from_checkpoint=str(exported))
+    assert trainer.state.global_step == 6
+    continued = dict(trainer.model.named_parameters())
+    for name, parameter in trained.model.named_parameters():
+        assert torch.allclose(continued[name], parameter, rtol=1e-5, atol=1e-7), name
+
+
+def test_an_exported_sharded_state_dict_is_imported_again(tmp_path):
+    write_zero(tmp_path / "global_step3", make_state(), 2, 2)
+    first = import_checkpoint(tmp_path / "global_step3", tmp_path / "run").checkpoint
+    assert main(["checkpoint", "export", str(first), "--to", "dcp", "--output", str(tmp_path / "state")]) == 0
+    again = import_checkpoint(tmp_path / "state", tmp_path / "again").checkpoint
+    assert_same(state.tensors(again), make_state())
+    names = [name for group in SHAPES for name in group]
+    loaded = {"model": {name: torch.zeros_like(make_state()[f"weight/{name}"]) for name in names}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
+    assert all(torch.equal(loaded["model"][name], make_state()[f"weight/{name}"]) for name in names)
 
 
 def assert_same(found, expected):
@@ -149,23 +183,22 @@ def test_what_trainer_wrote_beside_deepspeeds_folder_is_read(tmp_path):
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text(json.dumps(trainer_state))
     imported = import_checkpoint(tmp_path / "checkpoint-4" / "global_step4", tmp_path / "run")
     assert (imported.position.step, imported.position.total_steps) == (4, 8)
+    assert imported.decays_vectors, "one group has all weights"
 
 
 def test_chunks_of_a_sharded_state_dict_become_slices(tmp_path):
     tensors = make_state()
     names = [name for group in SHAPES for name in group]
     (tmp_path / "state").mkdir()
-    model = {f"model.{name}": tensors[f"weight/{name}"] for name in names}
-    optimizer = {f"optimizer.param_groups.{names[0]}.lr": 1e-3}
-    for name in names:
-        optimizer[f"optimizer.state.{name}.step"] = torch.tensor(3.0)
-        for key in KEYS[1:]:
-            optimizer[f"optimizer.state.{name}.{key}"] = tensors[f"{key}/{name}"]
+    model = {"model": {name: tensors[f"weight/{name}"] for name in names}}
+    states = {name: {"step": torch.tensor(3.0)} | {key: tensors[f"{key}/{name}"] for key in KEYS[1:]} for name in names}
+    optimizer = {"optimizer": {"state": states, "param_groups": [{"params": names, "lr": 1e-3, "betas": (0.9, 0.99)}]}}
     dcp.save(model, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save(optimizer, checkpoint_id=tmp_path / "state" / "optimizer_0", no_dist=True)
-    imported = import_checkpoint(tmp_path / "state", tmp_path / "run").checkpoint
-    assert_same(state.tensors(imported), tensors)
-    assert imported.name == store.name_of(3)
+    imported = import_checkpoint(tmp_path / "state", tmp_path / "run")
+    assert_same(state.tensors(imported.checkpoint), tensors)
+    assert imported.position.step == 3
+    assert imported.flags == {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.99}
 
 
 class Hostile:
@@ -261,6 +294,7 @@ def test_a_folder_with_content_is_not_written_to(tmp_path):
 
 
 def _import_in_child(folder, output, counter, fatal):
+    importer.WORKERS = 1  # calls of threads would be counted in any order
     Calls(counter, fatal)
     import_checkpoint(folder, output)
     os._exit(0)

@@ -8,6 +8,7 @@ The loss of each step over all ranks goes into ``losses.json`` in the output fol
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,12 @@ def train_with_trainer(spec: dict[str, Any]) -> list[float]:
         report_to=[],
         **spec["arguments"],
     )
-    # The ranks meet before a model is made: ZeRO-3 divides it among them.
+    # The ranks meet before a model is made: ZeRO-3 divides it among them. On CPUs, transformers leaves that out.
     assert arguments.device.type == "cpu"
+    if "deepspeed" in spec["arguments"]:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
     trainer = Recording(model=model_of(spec), args=arguments, train_dataset=rows_of(spec), data_collator=collate)
     trainer.train(resume_from_checkpoint=spec.get("resume"))
     return losses
@@ -92,8 +97,14 @@ def train_with_trainer(spec: dict[str, Any]) -> list[float]:
 
 def train_with_accelerate(spec: dict[str, Any]) -> list[float]:
     """One batch of all rows, and ``save_state`` after half of the steps."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType
 
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        # accelerate chooses FSDP only where there are GPUs, though FSDP2 itself runs on gloo.
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        os.environ["FSDP_STATE_DICT_TYPE"] = spec["state_dict"]
     accelerator = Accelerator()
     model = model_of(spec)
     rows = rows_of(spec)

@@ -1,4 +1,4 @@
-"""``zerobook checkpoint``: list, verify, inspect, pin, prune and import checkpoints.
+"""``zerobook checkpoint``: list, verify, inspect, pin, prune, import and export checkpoints.
 
 zerobook checkpoint list outputs/run
 zerobook checkpoint verify outputs/run
@@ -6,6 +6,7 @@ zerobook checkpoint inspect outputs/run/checkpoints/step-000200
 zerobook checkpoint pin outputs/run/checkpoints/step-000200
 zerobook checkpoint prune outputs/run --keep 2
 zerobook checkpoint import outputs/checkpoint-500 --output outputs/run
+zerobook checkpoint export outputs/run/checkpoints/step-000600 --to trainer --output outputs/checkpoint-600
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ if TYPE_CHECKING:
 def checkpoint(arguments: list[str]) -> int:
     """Run ``zerobook checkpoint ARGUMENTS``. Return the exit code: 1 where `verify` found damage, otherwise 0."""
     parser = Parser("zerobook checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune", "import"])
+    parser.add_argument("action", choices=["list", "verify", "inspect", "pin", "unpin", "prune", "import", "export"])
     parser.add_argument(
         "path", help="a run's output_dir, or one checkpoint's folder; import: the checkpoint of another trainer"
     )
     parser.add_argument(
         "--keep", type=int, help="prune: number of the newest checkpoints that are kept, besides pinned ones and the best"
     )
-    parser.add_argument("--output", type=Path, help="import: folder of the run that is made; it must not exist")
+    parser.add_argument("--output", type=Path, help="import: folder of the run that is made; export: folder of the checkpoint")
+    parser.add_argument(
+        "--to", choices=["trainer", "dcp"], help="export: to transformers' Trainer, or to a sharded state dict as of FSDP"
+    )
     parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
     flags = parser.parse_args(arguments)
     # A pin is a file beside the checkpoint, called after it, and the path ``.`` has no name.
@@ -61,6 +65,8 @@ def checkpoint(arguments: list[str]) -> int:
         print(json.dumps(_facts(path, store.find_best(path.parent)), indent=2))
     elif flags.action == "inspect":
         _inspect(path)
+    elif flags.action == "export":
+        _export(path, flags.output, flags.to)
     elif flags.action == "pin":
         _pin(path, True)
         say(f"{path} is pinned: it is never pruned")
@@ -77,7 +83,7 @@ def _import(path: Path, output: Path | None) -> None:
         raise CheckpointError("import: give --output, the folder of the run that is made.")
     imported = import_checkpoint(path, output)
     source = imported.source
-    flags = " ".join(f"--{name} {value}" for name, value in imported.flags().items())
+    flags = " ".join(f"--{name} {value}" for name, value in imported.flags.items())
     say(
         f"{imported.checkpoint}: step {imported.position.step} of {source.trainer}, {len(source.shapes)} weights\n"
         f"continue it under any strategy, with your model and data and\n"
@@ -85,6 +91,17 @@ def _import(path: Path, output: Path | None) -> None:
         "Warm-up, form of the schedule and clipping are not recorded in it: give those of the other run too. "
         "The order of its samples cannot be taken over: the run goes on with as many passes done, in an order of its own."
     )
+    if imported.decays_vectors:
+        say("Its weight decay was for norm gains and biases too; here only matrices decay.")
+
+
+def _export(checkpoint: Path, output: Path | None, form: str | None) -> None:
+    from zerobook.interop.checkpoints.exporter import export_state
+
+    if output is None or form is None:
+        raise CheckpointError("export: give --output, the folder that is made, and --to, the trainer that continues it.")
+    export_state(checkpoint, output, form)
+    say(f"wrote {output}")
 
 
 def _prune(path: Path, keep: int | None) -> None:

@@ -7,8 +7,11 @@ that the other trainer logged. Weights and moments are read and written piece by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,12 @@ from zerobook.interop.checkpoints.source import MOMENTS, Position, Source, read_
 from zerobook.interop.checkpoints.torch_files import find_optimizer, read_torch_files
 from zerobook.interop.checkpoints.zero import rank_files, read_zero
 from zerobook.runlog.writer import RunLog
+from zerobook.strategy import Piece
 from zerobook.strategy.weights import unwrapped_name
 from zerobook.utils import files
+
+WORKERS = min(8, os.cpu_count() or 1)
+"""Parts of a checkpoint that are read and written at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +43,23 @@ class Imported:
     source: Source
     position: Position
 
+    @property
     def flags(self) -> dict[str, Any]:
-        """Return the settings of the other run that decide its next steps, as flags here."""
-        settings = self.source.settings
-        betas = settings.get("betas") or (None, None)
-        # A schedule keeps the rate that it began with. Without one, the rate stays.
-        rate = settings.get("initial_lr", settings.get("lr"))
-        flags = {
-            "max_train_steps": self.position.total_steps or None,
-            "learning_rate": rate,
-            "weight_decay": settings.get("weight_decay"),
-            "adam_beta1": betas[0],
-            "adam_beta2": betas[1],
-            "adam_epsilon": settings.get("eps"),
-        }
-        return {name: value for name, value in flags.items() if value is not None}
+        """settings of the other run that decide its next steps, as flags here"""
+        return flags_of(self.source, self.position)
+
+    @property
+    def decays_vectors(self) -> bool:
+        """whether weight decay was for norm gains and biases too, which do not decay here"""
+        source = self.source
+        has_vectors = any(len(shape) < 2 for shape in source.shapes.values())
+        return has_vectors and source.group_count == 1 and source.settings.get("weight_decay", 0) > 0
 
 
 def import_checkpoint(folder: Path, output: Path) -> Imported:
     """Write the run ``output`` with the checkpoint in ``folder``.
 
-    The process holds one weight at most: pieces are read from the mapped files as they are written.
+    Of each part that is read at the same time, the process holds one weight at most: files are mapped.
 
     Raises:
         CheckpointError: ``folder`` holds no complete checkpoint that can be read, or ``output`` holds something.
@@ -73,6 +76,22 @@ def import_checkpoint(folder: Path, output: Path) -> Imported:
         _write_checkpoint(store.folder_of(staged_run), home, source, position)
         _write_log(staged_run, home, source, position)
     return Imported(checkpoint=store.folder_of(output) / store.name_of(position.step), source=source, position=position)
+
+
+def flags_of(source: Source, position: Position) -> dict[str, Any]:
+    """Return the settings of another run that decide its next steps, as flags here, as far as they are recorded."""
+    settings = source.settings
+    betas = settings.get("betas") or (None, None)
+    flags = {
+        "max_train_steps": position.total_steps or None,
+        # A schedule keeps the rate that it began with. Without one, the rate stays.
+        "learning_rate": settings.get("initial_lr", settings.get("lr")),
+        "weight_decay": settings.get("weight_decay"),
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
+        "adam_epsilon": settings.get("eps"),
+    }
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _open(folder: Path) -> Source:
@@ -142,30 +161,36 @@ def _write_checkpoint(checkpoints: Path, folder: Path, source: Source, position:
     )
     # A compiled or wrapped model had longer names.
     weight_shapes = {unwrapped_name(name): shape for name, shape in source.shapes.items()}
-    pieces = (piece._replace(name=unwrapped_name(piece.name)) for piece in source.pieces)
     written_by = {"strategy": source.trainer, "world_size": source.ranks}
     texts = {
         INDEX: {ADAM_STEPS: source.optimizer_steps, "written_by": written_by, "shapes": weight_shapes},
         store.PROGRESS: progress.to_json(),
-        "config.json": _config(folder, position),
+        "config.json": _config(folder, flags_of(source, position)),
     }
     shapes = {}
     for name, shape in weight_shapes.items():
         for key in ("weight", *MOMENTS):
             shapes[f"{key}/{name}"] = shape
-    index = write_pieces(staging, 0, pieces)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        indices = list(pool.map(write_pieces, repeat(staging), count(), map(_unwrapped, source.parts)))
     try:
-        complete(staging, position.step, [index], shapes=shapes, texts=texts, buffers=source.buffers)
+        complete(staging, position.step, indices, shapes=shapes, texts=texts, buffers=source.buffers)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: its files do not make whole tensors ({error}). Copy the checkpoint again.") from None
 
 
-def _config(folder: Path, position: Position) -> dict[str, Any]:
+def _unwrapped(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield pieces with the names of weights that the model has when it is not wrapped."""
+    for piece in pieces:
+        yield piece._replace(name=unwrapped_name(piece.name))
+
+
+def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
     """Return the content of the checkpoint's config.json: settings of recipes, with what is known of the other trainer's."""
     config: dict[str, Any] = {}
     for name, model_field in RecipeConfig.model_fields.items():
         config[name] = None if model_field.is_required() else model_field.get_default(call_default_factory=True)
-    config |= {"optimizer": "adamw", "max_train_steps": position.total_steps or None, "save_steps": AUTOMATIC}
+    config |= {"optimizer": "adamw", "save_steps": AUTOMATIC, **flags}
     base = None
     if (folder / ADAPTER_CONFIG).exists():
         adapter = read_json_object(folder / ADAPTER_CONFIG)

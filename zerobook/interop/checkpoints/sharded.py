@@ -18,6 +18,8 @@ METADATA = ".metadata"
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
 """Names that accelerate gives the two folders."""
+PARTS = 8
+"""Parts of the weights that are read at the same time."""
 _STATE = "optimizer.state."
 
 
@@ -41,7 +43,7 @@ def read_sharded(folder: Path) -> Source:
     _, step = next(optimizer.chunks(steps[0]))
     settings = {}
     for key in ("lr", "initial_lr", "betas", "eps", "weight_decay"):
-        name = f"optimizer.param_groups.{names[0]}.{key}"
+        name = f"optimizer.param_groups.0.{key}"
         if name in optimizer.metadata.state_dict_metadata:
             settings[key] = optimizer.read_value(name)
     return Source(
@@ -50,7 +52,8 @@ def read_sharded(folder: Path) -> Source:
         shapes=shapes,
         optimizer_steps=int(step),
         settings=settings,
-        pieces=_pieces(model, optimizer, names),
+        group_count=1 + ("optimizer.param_groups.1.params" in optimizer.metadata.state_dict_metadata),
+        parts=[_pieces(model, optimizer, names[part::PARTS]) for part in range(PARTS)],
     )
 
 

@@ -31,8 +31,10 @@ class Source:
     """steps that AdamW has counted"""
     settings: dict[str, Any]
     """settings of the optimizer's first group: ``lr`` of the next step, ``initial_lr`` of the schedule's peak, and others"""
-    pieces: Iterable[Piece]
-    """each is read when it is asked for"""
+    group_count: int
+    """groups of weights in the optimizer, which have settings of their own; 0 where it is not known"""
+    parts: list[Iterable[Piece]]
+    """pieces, in parts that can be read at the same time; each is read when it is asked for"""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """persistent buffers of the model, by name"""
     scaler: dict[str, Any] | None = None

@@ -61,7 +61,8 @@ def read_torch_files(folder: Path, optimizer_file: Path) -> Source:
         shapes=shapes,
         optimizer_steps=int(first_state["step"]),
         settings=optimizer["param_groups"][0],
-        pieces=_pieces(names, shapes, states, weights),
+        group_count=len(optimizer["param_groups"]),
+        parts=[_pieces(names, shapes, states, weights)],
         buffers=buffers,
         scaler=_scaler(folder),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -53,6 +54,9 @@ for _name in (
     METADATA_CLASSES["torch.distributed.checkpoint.metadata", _name] = getattr(dcp_metadata, _name)
 
 
+_lock = threading.Lock()
+
+
 def load_torch_file(file: Path) -> Any:
     """Return the content of a file of ``torch.save``. Its tensors stay in the file until they are used.
 
@@ -75,7 +79,8 @@ def load_torch_bytes(file: Path, start: int, length: int) -> Any:
 
 def _load(file: Path, content: Path | io.BytesIO, **options: Any) -> Any:
     try:
-        with torch.serialization.safe_globals(ALLOWED):
+        # The allowed classes are a list of the whole process.
+        with _lock, torch.serialization.safe_globals(ALLOWED):
             return torch.load(content, map_location="cpu", weights_only=True, **options)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: it is missing. The folder is not a complete checkpoint: copy it again.") from None

@@ -1,14 +1,14 @@
 """DeepSpeed's ``global_stepN``: flat partitions of ZeRO-1 to 3, a file a rank.
 
 Each rank's partition is read as segments of weights, which our checkpoints hold as they are. So nothing is gathered, and any
-number of ranks is read one after another.
+number of ranks can be read at the same time.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +83,8 @@ def read_zero(folder: Path) -> Source:
         for name, shape in group.items():
             shapes[name] = list(shape)
     optimizer = first_state[names.optimizer]
-    settings = {} if isinstance(optimizer, list) else optimizer["param_groups"][0]
+    groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
+    settings = groups[0] if groups else {}
     moments = _moments(optimizer)[0]
     require_adamw(folder, moments)
     # Some of DeepSpeed's optimizers count in the group.
@@ -94,6 +95,11 @@ def read_zero(folder: Path) -> Source:
         # The base of adapters is frozen, and its buffers come from the base model.
         if name in model_state["module"] and not adapts:
             buffers[name] = model_state["module"][name]
+    parts: list[Iterable[Piece]] = []
+    for rank, file in enumerate(files):
+        # All ranks have parts of one length, but for padding that the last one leaves out.
+        starts = [rank * master.numel() for master in first_state[names.masters]]
+        parts.append(_pieces(file, rank, len(files), starts, model_state["param_shapes"], names))
     stage = int(first_state.get("zero_stage", 1))
     return Source(
         trainer=f"DeepSpeed ZeRO-{stage}",
@@ -101,7 +107,8 @@ def read_zero(folder: Path) -> Source:
         shapes=shapes,
         optimizer_steps=int(steps),
         settings=settings,
-        pieces=_pieces(files, model_state["param_shapes"], names),
+        group_count=len(groups),
+        parts=parts,
         buffers=buffers,
         scaler=_scaler(first_state),
     )
@@ -130,31 +137,33 @@ def _scaler(state: dict[str, Any]) -> dict[str, Any] | None:
     return {"kind": "DynamicLossScaler", "scale": scale, "state": numbers}
 
 
-def _pieces(files: list[Path], groups: list[dict[str, torch.Size]], names: Names) -> Iterator[Piece]:
-    """Yield the pieces of all ranks. One rank's file is open at a time, and its tensors are read as they are used."""
-    # Where the next rank's partition begins in each group, with ZeRO-1 and 2.
-    starts = [0] * len(groups)
-    for rank, file in enumerate(files):
-        state = _optimizer_state(file)
-        masters = state[names.masters]
-        moments = _moments(state[names.optimizer])
-        if len(masters) != len(groups) or len(moments) != len(groups):
-            raise CheckpointError(f"{file}: it has other groups of weights than the file of the model. Copy the folder again.")
-        for index, group in enumerate(groups):
-            if names is STAGE_3:
-                segments = _own_segments(group, rank, len(files))
-            else:
-                # DeepSpeed 0.19 aligns weights, and records the gaps between them.
-                paddings = [0] * len(group)
-                if "param_alignment_paddings" in state:
-                    paddings = state["param_alignment_paddings"][index]
-                segments = _cut_segments(group, paddings, starts[index], masters[index].numel())
-                starts[index] += masters[index].numel()
-            tensors = {None: masters[index]} | {key: moments[index][key] for key in MOMENTS}
-            for segment in segments:
-                for key, tensor in tensors.items():
-                    values = tensor[segment.flat_start : segment.flat_start + segment.length]
-                    yield Piece(segment.name, key, (segment.weight_start,), values)
+def _pieces(
+    file: Path, rank: int, ranks: int, starts: list[int], groups: list[dict[str, torch.Size]], names: Names
+) -> Iterator[Piece]:
+    """Yield the pieces of a rank. Its tensors are read from the mapped file as they are used.
+
+    Args:
+        starts: where the rank's part of each group begins, with ZeRO-1 and 2.
+    """
+    state = _optimizer_state(file)
+    masters = state[names.masters]
+    moments = _moments(state[names.optimizer])
+    if len(masters) != len(groups) or len(moments) != len(groups):
+        raise CheckpointError(f"{file}: it has other groups of weights than the file of the model. Copy the folder again.")
+    for index, group in enumerate(groups):
+        if names is STAGE_3:
+            segments = _own_segments(group, rank, ranks)
+        else:
+            # DeepSpeed 0.19 aligns weights, and records the gaps between them.
+            paddings = [0] * len(group)
+            if "param_alignment_paddings" in state:
+                paddings = state["param_alignment_paddings"][index]
+            segments = _cut_segments(group, paddings, starts[index], masters[index].numel())
+        tensors = {None: masters[index]} | {key: moments[index][key] for key in MOMENTS}
+        for segment in segments:
+            for key, tensor in tensors.items():
+                values = tensor[segment.flat_start : segment.flat_start + segment.length]
+                yield Piece(segment.name, key, (segment.weight_start,), values)
 
 
 def _own_segments(group: dict[str, torch.Size], rank: int, ranks: int) -> Iterator[Segment]:

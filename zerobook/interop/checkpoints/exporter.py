@@ -1,0 +1,168 @@
+"""Write a checkpoint in the form of another trainer, which continues it there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from zerobook.checkpoint import store
+from zerobook.checkpoint.save import ADAM_STEPS
+from zerobook.checkpoint.state import Reader, read_progress
+from zerobook.errors import CheckpointError
+from zerobook.interop.checkpoints.model_names import empty_model, number_orders
+from zerobook.interop.checkpoints.sharded import MODEL_FOLDER, OPTIMIZER_FOLDER
+from zerobook.interop.checkpoints.source import MOMENTS
+from zerobook.runlog.facts import trains_adapters
+from zerobook.runlog.history import History
+from zerobook.utils import files
+
+
+def export_state(checkpoint: Path, output: Path, form: str) -> None:
+    """Write weights, AdamW's state and the position in the schedule of ``checkpoint`` into the new folder ``output``.
+
+    Args:
+        form: a key of `FORMS`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not of AdamW, or ``output`` holds something.
+    """
+    damage = store.find_damage(checkpoint, thorough=True)
+    if damage is not None:
+        raise CheckpointError(damage)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: it holds something already. Give the exported checkpoint a folder of its own.")
+    reader = Reader(checkpoint)
+    if ADAM_STEPS not in reader.index:
+        raise CheckpointError(f"{checkpoint}: it is not of AdamW, whose state alone can be exported. See zerobook export.")
+    with files.staged(output) as staging:
+        FORMS[form](checkpoint, reader, staging)
+
+
+def _write_trainer(checkpoint: Path, reader: Reader, folder: Path) -> None:
+    """Write a ``checkpoint-N`` of transformers' Trainer. The moments are held in memory while they are written."""
+    from transformers import TrainerControl, TrainerState
+
+    from zerobook.models.export import export_checkpoint
+
+    config = store.read_json(checkpoint / "config.json")["config"]
+    if trains_adapters(config) and "lora_target_modules" not in config:
+        raise CheckpointError(f"{checkpoint}: its adapter was imported. Continue it here first, and export a later checkpoint.")
+    # The model or adapter, with its config and tokenizer, is the one that `zerobook export` writes.
+    model_folder = folder / "model"
+    export_checkpoint(checkpoint, model_folder, dtype=torch.float32, merge=False)
+    for file in model_folder.iterdir():
+        file.rename(folder / file.name)
+    model_folder.rmdir()
+
+    # The optimizer, numbered as Trainer numbers it.
+    model = empty_model(folder)
+    order = next(number_orders(model))
+    settings = _settings(checkpoint)
+    decays = (settings["weight_decay"], 0.0)
+    groups = []
+    for names, decay in zip(order, decays, strict=True):
+        parameters = [model.get_parameter(name) for name in names]
+        groups.append({"params": parameters, **settings, "initial_lr": settings["lr"], "weight_decay": decay})
+    optimizer = torch.optim.AdamW(groups).state_dict()
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    for number, name in enumerate([*order[0], *order[1]]):
+        states[number] = _state(reader, name)
+    progress = read_progress(checkpoint)
+    rate = progress.following.get("learning rate", settings["lr"])
+    for group in optimizer["param_groups"]:
+        group["lr"] = rate
+    torch.save({"state": states, "param_groups": optimizer["param_groups"]}, folder / "optimizer.pt")
+
+    # The schedule, and the progress.
+    count = len(groups)
+    schedule = {
+        "base_lrs": [settings["lr"]] * count,
+        "last_epoch": progress.step,
+        "_step_count": progress.step + 1,
+        "_last_lr": [rate] * count,
+        "lr_lambdas": [None] * count,
+    }
+    torch.save(schedule, folder / "scheduler.pt")
+    trainer_state = TrainerState(
+        global_step=progress.step,
+        epoch=progress.epoch,
+        max_steps=progress.total_steps,
+        train_batch_size=config["per_device_train_batch_size"],
+        logging_steps=config["logging_steps"],
+        log_history=_log_history(checkpoint),
+        # Trainer expects to find the state of its own control.
+        stateful_callbacks=cast("Any", [TrainerControl()]),
+    )
+    trainer_state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
+    """Write the two folders of accelerate's ``save_state`` under FSDP. One tensor is in memory at a time."""
+    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    class Planner(DefaultSavePlanner):
+        """Reads a tensor when it is written. Until then it has a shape only."""
+
+        def lookup_object(self, index: MetadataIndex) -> Any:
+            value = super().lookup_object(index)
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return reader.read_tensor(tensor_names[index.fqn])
+            return value
+
+    tensor_names: dict[str, str] = {}
+    weights = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, shape in reader.index["shapes"].items():
+        weights[name] = torch.empty(shape, device="meta")
+        tensor_names[f"model.{name}"] = f"weight/{name}"
+        states[name] = {"step": torch.tensor(float(reader.index[ADAM_STEPS]))}
+        for key in MOMENTS:
+            states[name][key] = torch.empty(shape, device="meta")
+            tensor_names[f"optimizer.state.{name}.{key}"] = f"{key}/{name}"
+    groups = [{"params": list(weights), **_settings(checkpoint)}]
+    parts: dict[str, dict[str, Any]] = {
+        MODEL_FOLDER: {"model": weights},
+        OPTIMIZER_FOLDER: {"optimizer": {"state": states, "param_groups": groups}},
+    }
+    for name, state_dict in parts.items():
+        save(state_dict, storage_writer=FileSystemWriter(folder / name), planner=Planner(), no_dist=True)
+
+
+def _state(reader: Reader, name: str) -> dict[str, torch.Tensor]:
+    """Return AdamW's state of a weight, as torch keeps it."""
+    state = {"step": torch.tensor(float(reader.index[ADAM_STEPS]))}
+    for key in MOMENTS:
+        state[key] = reader.read_tensor(f"{key}/{name}")
+    return state
+
+
+def _settings(checkpoint: Path) -> dict[str, Any]:
+    """Return the settings of AdamW in a run's config, by torch's names."""
+    config = store.read_json(checkpoint / "config.json")["config"]
+    return {
+        "lr": config["learning_rate"],
+        "betas": (config["adam_beta1"], config["adam_beta2"]),
+        "eps": config["adam_epsilon"],
+        "weight_decay": config["weight_decay"],
+    }
+
+
+def _log_history(checkpoint: Path) -> list[dict[str, Any]]:
+    """Return the steps of the run up to its checkpoint, as transformers logs them; nothing where the log is elsewhere."""
+    run = checkpoint.absolute().parent.parent
+    if not (run / "runlog").is_dir():
+        return []
+    entries = []
+    for record in History.read(run).steps(current=True):
+        if record["step"] <= store.step_of(checkpoint):
+            entries.append({key: record[key] for key in ("step", "loss", "grad_norm", "learning_rate")})
+    return entries
+
+
+FORMS: dict[str, Callable[[Path, Reader, Path], None]] = {"trainer": _write_trainer, "dcp": _write_sharded}
+"""``--to`` -> the function that writes it."""
