@@ -25,7 +25,7 @@ from zerobook.cli.doctor import inspect_launch
 from zerobook.cli.import_config import launch_words, write
 from zerobook.errors import ConfigError
 from zerobook.interop.configs.account import HEADINGS, count_kinds
-from zerobook.interop.configs.command_lines import PROGRAMS, Command, read_command
+from zerobook.interop.configs.command_lines import Command, find_program, read_command
 from zerobook.interop.configs.importer import Imported, Refused, import_config, recognise
 from zerobook.interop.configs.table import NOT_POSSIBLE, UNKNOWN
 from zerobook.launch.resolve import Hardware
@@ -39,6 +39,7 @@ OF_THIS_MACHINE = {
     "no such file or folder": "a model or a file of the example is not on this machine",
     "is not installed": "a tracker of the example is not installed here",
     "flash": "this machine has no GPU for flash attention",
+    "does not train on a CPU": "this machine has no GPU",
     "GPU": "this machine has no GPU",
     "CUDA": "this machine has no GPU",
 }
@@ -121,8 +122,11 @@ def commands(script: Path) -> Iterator[list[str]]:
             words = shlex.split(line, comments=True)
         except ValueError:
             continue
-        if any(Path(word).name in PROGRAMS for word in words):
-            yield [word for word in words if not re.fullmatch(r"[A-Za-z_]+=.*", word)]
+        # Variables stand before the program.
+        while words and re.fullmatch(r"\w+=.*", words[0]):
+            words.pop(0)
+        if find_program(words) is not None:
+            yield words
 
 
 def import_one(project: Project, read, hardware: Hardware) -> None:

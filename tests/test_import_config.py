@@ -346,6 +346,62 @@ def test_a_command_line_becomes_the_values_of_a_recipe(line, trainer, recipe, ex
         assert result.foreign.processes == 4
 
 
+def test_a_script_of_several_trainers_is_known_by_its_flags():
+    words = "accelerate launch --num_processes 4 swift/cli/sft.py --model org/model --tuner_type full --dataset org/rows#500"
+    command = command_lines.read_command(words.split())
+    result = importer.import_config(*command[:3])
+    assert command.trainer == "ms-swift" and result.recipe == "causal_lm"
+    assert result.values["datasets"] == [{"path": "org/rows", "name": "rows", "limit": 500}]
+    assert result.values["learning_rate"] == 1e-5
+
+
+def test_a_torchtune_config_becomes_the_values_of_a_recipe():
+    config = {
+        "output_dir": "outputs/tune",
+        "model": {
+            "_component_": "torchtune.models.llama3.lora_llama3_8b",
+            "lora_rank": 8,
+            "lora_attn_modules": ["q_proj", "output_proj"],
+        },
+        "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 512},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": "org/model",
+            "output_dir": "${output_dir}",
+        },
+        "dataset": {"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "train_on_input": False, "packed": True},
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 3e-4},
+        "lr_scheduler": {
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 100,
+        },
+        "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+        "batch_size": 2,
+        "epochs": 1,
+        "clip_grad_norm": None,
+        "dtype": "bf16",
+    }
+    result = imported(config, importer.recognise(config, "theirs.yaml"))
+    assert not result.changes_training
+    expected = {
+        "model_name_or_path": "org/model",
+        "dataset_name": "yahma/alpaca-cleaned",
+        "adapter": "lora",
+        "lora_target_modules": ["q_proj", "o_proj"],
+        "max_seq_length": 512,
+        "packing": True,
+        "learning_rate": 3e-4,
+        "num_warmup_steps": 100,
+        "warmup_from_zero": True,
+        # Its defaults.
+        "max_grad_norm": 0,
+        "weight_decay": 0.01,
+        "validation_split_percentage": 0,
+    }
+    assert {key: result.values.get(key) for key in expected} == expected
+    assert kinds_of(result)["checkpointer.output_dir"] == NO_EFFECT
+
+
 def test_trls_own_strategy_names_are_known():
     command = command_lines.read_command(["trl", "sft", "--model_name_or_path", "m", "--accelerate_config", "zero3"])
     assert importer.import_config(*command[:3]).strategy.name == "zero3"

@@ -144,7 +144,7 @@ def test_an_imported_config_trains_as_transformers_trainer_does(trains_adapters,
 
     assert_same(ours, theirs)
     # The training did something.
-    assert ours[-1][0] < 0.9 * ours[0][0]
+    assert ours[-1][0] < 0.99 * ours[0][0]
 
 
 @pytest.mark.full

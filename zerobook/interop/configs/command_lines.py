@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zerobook.errors import ConfigError
-from zerobook.interop.configs.importer import Refused
+from zerobook.interop.configs.importer import Refused, recognise
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
 PROGRAMS = {
@@ -18,14 +18,15 @@ PROGRAMS = {
     "llamafactory-cli": ("llamafactory", "train", ""),
     "axolotl": ("axolotl", "train", ""),
     "swift": ("ms-swift", "sft", ""),
-    "sft.py": ("trl", "", ""),
+    "sft.py": ("", "", ""),
     "run_sft.py": ("trl", "", ""),
     "run_clm.py": ("trainer", "", "causal_lm"),
     "run_clm_no_trainer.py": ("trainer", "", "causal_lm"),
     "run_summarization.py": ("trainer", "", "seq2seq_chatbot"),
     "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
 }
-"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known)."""
+"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known). Several trainers
+have an sft.py, so that its flags say whose it is."""
 OF_LAUNCHER = ("num_processes", "num_machines", "accelerate_config", "launcher")
 """Flags of TRL's own command that it hands to accelerate."""
 
@@ -46,16 +47,16 @@ def read_command(words: list[str]) -> Command:
         ConfigError: it is no command of a trainer that is known.
         Refused: it trains something that no recipe trains.
     """
-    names = [Path(word).name for word in words]
-    position = next((index for index, name in enumerate(names) if name in PROGRAMS), None)
+    position = find_program(words)
     if position is None:
         raise ConfigError(f"{' '.join(words) or 'command'}: there is none of {', '.join(PROGRAMS)} in it. Nothing was written.")
-    trainer, subcommand, recipe = PROGRAMS[names[position]]
+    program = Path(words[position]).name
+    trainer, subcommand, recipe = PROGRAMS[program]
     rest = words[position + 1 :]
     if subcommand:
-        what = " ".join([names[position], *rest[:1]])
+        what = " ".join([program, *rest[:1]])
         if rest[:1] != [subcommand]:
-            raise Refused(what, f"{what}: only {names[position]} {subcommand} can be imported. Nothing was written.")
+            raise Refused(what, f"{what}: only {program} {subcommand} can be imported. Nothing was written.")
         rest = rest[1:]
     file = Path("command")
     config: dict[str, Any] = {}
@@ -71,7 +72,15 @@ def read_command(words: list[str]) -> Command:
     launcher |= {key: config.pop(key) for key in OF_LAUNCHER if key in config}
     if launcher:
         config["launcher"] = launcher
-    return Command(config, file, trainer, recipe)
+    return Command(config, file, trainer or recognise(config, program), recipe)
+
+
+def find_program(words: list[str]) -> int | None:
+    """Return where the trainer's program is: the first word, or a script behind its launcher. None where there is none."""
+    for index, word in enumerate(words):
+        if Path(word).name in PROGRAMS and (index == 0 or word.endswith(".py")):
+            return index
+    return None
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:

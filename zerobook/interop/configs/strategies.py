@@ -55,7 +55,8 @@ def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
         path = foreign.locate(value)
         if path is None or not path.is_file():
             return _by_name(foreign, value)
-        config = load_bounded(path.read_text(encoding="utf-8"))
+        # YAML would read 1e9 as text.
+        config = json.loads(path.read_text(encoding="utf-8"))
     stage = int((config.get("zero_optimization") or {}).get("stage", 0))
     foreign.strategy = {"deepspeed": config}
     if not stage:
