@@ -498,6 +498,23 @@ def test_no_password_of_an_address_is_printed_or_logged(tmp_path, capsys, rank):
     assert "mirror.example/models" in written
 
 
+def test_no_password_of_an_address_in_a_setting_is_logged(tmp_path):
+    address = "https://me:secret@mirror.example/data.jsonl"
+    settings = {"train_file": address, "datasets": [{"path": address}], "seed": 1}
+
+    for _ in range(2):
+        log = attempt(tmp_path, settings, argv=["recipe.py", "--train_file", address], plan={"asked": settings})
+        log.close()
+
+    written = log.folder / "events.jsonl"
+    assert "secret" not in written.read_text()
+    (start, again) = [event for event in read(written) if event["type"] == "run_start"]
+    assert start["config"] == again["config"]
+    assert start["config"]["seed"] == 1
+    assert start["config"]["train_file"].endswith("mirror.example/data.jsonl")
+    assert not [event for event in read(written) if event["type"] == "config_diff"]
+
+
 def test_comparing_attempts_and_runs(run, tmp_path, capsys):
     text = told(capsys, "compare", run, "--attempts", 1, 2)[1]
     assert "seed" in text and "strategy" not in text

@@ -32,6 +32,8 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     Args:
         step: step that this attempt continues from; if later steps are recorded, a new branch begins.
     """
+    config = _without_passwords(config)
+    facts = _without_passwords(facts)
     previous = _read_previous_attempt(log)
     if previous.last is not None and not previous.has_ending:
         _write_how_it_ended(log, previous.last, previous.machine)
@@ -48,6 +50,17 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
         # The versions stand in ``run_start``, and the rest of the environment in ``env``.
         previous_env = {**(previous.env or {}), **previous.run_start["versions"]}
         _write_differences(log, "env_diff", previous_env, {**env, **versions})
+
+
+def _without_passwords(value: Any) -> Any:
+    """Return ``value`` without passwords in addresses, however deep they stand: a log is shown to others."""
+    if isinstance(value, str):
+        return without_passwords(value)
+    if isinstance(value, dict):
+        return {key: _without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_passwords(item) for item in value]
+    return value
 
 
 @dataclass

@@ -16,6 +16,7 @@ from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import read_json
+from zerobook.utils.terminal import without_passwords
 from zerobook.utils.writing import write_whole
 
 IDENTITIES = "trackers.json"
@@ -113,8 +114,8 @@ def _step(trainer: TrainerView, step: int) -> int:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers and texts, which every tracker takes."""
+    """Return the values as numbers and texts, which every tracker takes, without passwords in addresses."""
     flat = {}
     for name, value in values.items():
-        flat[name] = value if isinstance(value, int | float | str | bool) else str(value)
+        flat[name] = value if isinstance(value, int | float | bool) else without_passwords(str(value))
     return flat
