@@ -338,6 +338,21 @@ def test_accelerate_is_told_the_shards_that_fit_the_processes(clean, replicate, 
     assert os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == str(shard)
 
 
+def test_deepspeed_starts_no_program_to_count_the_devices_of_a_cpu(clean):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.utils import numa
+
+    clean.setattr(numa, "get_numa_cores", lambda: pytest.fail("it asks numactl"))
+    clean.setenv("LOCAL_WORLD_SIZE", "2")
+    # Put back after the test.
+    clean.setenv("LOCAL_SIZE", "")
+    del os.environ["LOCAL_SIZE"]
+    launch.set_environment(
+        LaunchPlan(kind="deepspeed", world_size=2, device="cpu", backend="gloo", precision="no", precision_source="default")
+    )
+    assert CPU_Accelerator().device_count() == 2
+
+
 def test_ops_are_built_with_this_environments_ninja_and_kept_in_it_though_it_is_not_active(clean):
     own = os.path.dirname(sys.executable)
     clean.setenv("PATH", "/usr/bin:/bin")

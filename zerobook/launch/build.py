@@ -216,6 +216,8 @@ def set_environment(plan: LaunchPlan) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # Without it, DeepSpeed starts the program numactl at each reduction of ZeRO-3, to count the memory nodes.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # accelerate silently drops DeepSpeed and FSDP where this is set.
         os.environ.pop("ACCELERATE_USE_CPU", None)
     if plan.loaded_in_parts:
