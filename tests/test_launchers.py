@@ -11,12 +11,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
 
 from zerobook.errors import ConfigError
 from zerobook.health import watch
+from zerobook.launch import process
 from zerobook.monitor import policy, preemption
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -410,6 +412,27 @@ def test_the_skypilot_task_sets_a_machine_up_again_and_leaves_its_own_python_alo
         done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
     assert "requirements.txt" in (tmp_path / "installed").read_text()
+
+
+@pytest.mark.parametrize("is_old, seconds", [(True, 110), (False, 30)])
+def test_an_older_torch_leaves_ranks_the_seconds_of_the_variable_too(monkeypatch, is_old, seconds):
+    """torch 2.12 and newer read the variable themselves, and pass its seconds on."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.launcher.api import LaunchConfig
+
+    class Ranks(MagicMock):
+        def _close(self, death_sig, timeout):
+            self.seconds = timeout
+
+    monkeypatch.setattr(PContext.close, "__defaults__", (None, 30))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "110")
+    if is_old:
+        monkeypatch.delattr(LaunchConfig, "shutdown_timeout", raising=False)
+    else:
+        monkeypatch.setattr(LaunchConfig, "shutdown_timeout", None, raising=False)
+    ranks = Ranks()
+    process.quietly(lambda: PContext.close(ranks, signal.SIGTERM))
+    assert ranks.seconds == seconds
 
 
 SAVING = """

@@ -338,8 +338,9 @@ class CheckpointManager:
         self._has_warned_of_slow_save = True
         tqdm.write(
             f"WARNING: this save took {seconds:.0f} s. At SIGTERM, torchrun kills its processes after {limit} s, before "
-            "a save ends. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to more seconds, as many as the scheduler leaves it, or let the "
-            "scheduler send SIGUSR1 to the ranks: docs/guides/checkpoints.md says how."
+            "a save ends. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT to more seconds, as many as the scheduler leaves it (before torch "
+            "2.12, zerobook launch alone reads it), or let the scheduler send SIGUSR1 to the ranks: docs/guides/checkpoints.md "
+            "says how."
         )
 
     def finish(self, log: RunLog) -> None:

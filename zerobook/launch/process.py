@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Variable with the seconds after which torchrun kills processes that do not end at SIGTERM. torch 2.12 and newer read it."""
 
 
 @contextmanager
@@ -126,8 +128,9 @@ def quietly(launcher: Callable[[], None]) -> int:
     """
     import subprocess
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
     hush()
     # The import sets the levels of these loggers.
@@ -135,6 +138,10 @@ def quietly(launcher: Callable[[], None]) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    seconds = os.environ.get(SHUTDOWN_TIMEOUT)
+    # An older torch would kill ranks that save after 30 s, whatever the variable says.
+    if seconds and not hasattr(LaunchConfig, "shutdown_timeout"):
+        PContext.close.__defaults__ = (None, int(seconds))
     try:
         launcher()
     except ChildFailedError as error:
