@@ -347,6 +347,24 @@ def test_the_jobset_leaves_ranks_the_time_to_save():
     assert 60 <= int(given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
 
 
+def test_a_pod_of_the_jobset_that_starts_again_finds_its_model_and_its_data():
+    """Without the model, a restart while the hub does not answer would be refused for good."""
+    content = manifest("kubernetes/jobset.yaml")
+    pod = content["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    program = "from huggingface_hub import constants; from zerobook.data import embedded; "
+    program += "print(constants.HF_HUB_CACHE, embedded.cache_dir())"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | given
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    folders = done.stdout.split()
+    (volume,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"]
+    assert len(folders) == 2
+    assert all(folder.startswith(f"{volume}/") for folder in folders)
+
+
 @pytest.mark.parametrize(
     "code, action",
     [
