@@ -91,6 +91,15 @@ def test_trainer_continues_what_was_exported(trained, tiny, tmp_path):
         assert torch.allclose(continued[name], parameter, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.parametrize("trained", ["lora"], indirect=True)
+@pytest.mark.parametrize("command", [["export"], ["checkpoint", "export", "--to", "trainer"]])
+def test_an_imported_adapter_is_exported_only_after_it_was_continued(trained, tmp_path, capsys, command):
+    imported = import_checkpoint(Path(trained.args.output_dir) / "checkpoint-3", tmp_path / "run").checkpoint
+    assert main([*command, str(imported), "--output", str(tmp_path / "exported")]) == 2
+    assert "Continue it here first" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
+
+
 def test_an_exported_sharded_state_dict_is_imported_again(tmp_path):
     write_zero(tmp_path / "global_step3", make_state(), 2, 2)
     first = import_checkpoint(tmp_path / "global_step3", tmp_path / "run").checkpoint

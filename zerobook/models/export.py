@@ -58,6 +58,12 @@ def export_checkpoint(
     recorded = store.read_json(checkpoint / "config.json")
     config = recorded["config"]
     adapts = trains_adapters(config)
+    # An import does not know all settings that adapters are made by.
+    if adapts and "lora_target_modules" not in config:
+        raise CheckpointError(
+            f"{checkpoint}: its adapter was imported, and is in the folder that it came from. Continue it here first, and "
+            "export a later checkpoint."
+        )
 
     # Build the model of the checkpoint, in fp32. A branch may have moved since, so the recorded commit comes first.
     revision = recorded.get("base_commit") or config["model_revision"]

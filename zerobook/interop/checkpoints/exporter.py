@@ -15,7 +15,6 @@ from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints.model_names import empty_model, number_orders
 from zerobook.interop.checkpoints.sharded import MODEL_FOLDER, OPTIMIZER_FOLDER
 from zerobook.interop.checkpoints.source import MOMENTS
-from zerobook.runlog.facts import trains_adapters
 from zerobook.runlog.history import History
 from zerobook.utils import files
 
@@ -48,8 +47,6 @@ def _write_trainer(checkpoint: Path, reader: Reader, folder: Path) -> None:
     from zerobook.models.export import export_checkpoint
 
     config = store.read_json(checkpoint / "config.json")["config"]
-    if trains_adapters(config) and "lora_target_modules" not in config:
-        raise CheckpointError(f"{checkpoint}: its adapter was imported. Continue it here first, and export a later checkpoint.")
     # The model or adapter, with its config and tokenizer, is the one that `zerobook export` writes.
     model_folder = folder / "model"
     export_checkpoint(checkpoint, model_folder, dtype=torch.float32, merge=False)
