@@ -153,7 +153,8 @@ def linear_cross_entropy(
         # Autograd tells a function that a parameter needs a gradient here too.
         hidden = hidden.detach()
         weight = weight.detach()
-        bias = None if bias is None else bias.detach()
+        if bias is not None:
+            bias = bias.detach()
     return cast("torch.Tensor", _LinearCrossEntropy.apply(hidden, weight, bias, targets))
 
 

@@ -370,9 +370,12 @@ class CheckpointManager:
                 self._warn_of_a_slow_save(seconds)
                 continue
             complete = store.list_complete(folder.parent)
-            last_complete = complete[-1].name if complete else None
+            last_complete = None
+            fallback = "there is no complete one yet"
+            if complete:
+                last_complete = complete[-1].name
+                fallback = f"the last complete one is {last_complete}"
             log.event("save_failed", step=step, reason=problem, last_complete=last_complete)
-            fallback = f"the last complete one is {last_complete}" if complete else "there is no complete one yet"
             message = f"{folder}: it could not be saved ({problem}); {fallback}."
             if self.config.on_save_error == "stop":
                 raise CheckpointError(

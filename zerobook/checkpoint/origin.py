@@ -119,7 +119,9 @@ def _differing(was: dict[str, Any], now: dict[str, Any], ignored: set[str], *, s
     """
     # ``model_type`` is in the config of a model, and not in a setting inside it.
     is_whole_config = "model_type" in was and "model_type" in now
-    keys = {*was, *now} if strict and not is_whole_config else was.keys() & now.keys()
+    keys = was.keys() & now.keys()
+    if strict and not is_whole_config:
+        keys = was.keys() | now.keys()
     differing: dict[str, tuple[Any, Any]] = {}
     for key in sorted(keys):
         # Dropout is a training setting, and may be changed like a learning rate.

@@ -119,7 +119,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
         touch()
     strategy.restore_buffers(buffers)
     # The steps of AdamW have a key of their own, which earlier versions read.
-    steps = index[STEPS] if STEPS in index else index[ADAM_STEPS]
+    steps = index[ADAM_STEPS] if ADAM_STEPS in index else index[STEPS]
     strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
@@ -235,6 +235,7 @@ class Reader:
         for entry in self.index["pieces"][name]:
             if is_slice(entry):
                 offset, size, file = entry
+                # The rows that the slice and the request have in common.
                 low = max(first, offset[0])
                 high = min(end, offset[0] + size[0])
                 if low < high:
@@ -243,6 +244,7 @@ class Reader:
                     rows[(slice(low - first, high - first), *inner)] = piece[low - offset[0] : high - offset[0]]
             else:
                 start, stop, file = entry
+                # A segment of the flattened tensor may begin and end inside a row, so elements are counted here.
                 low = max(first * row_size, start)
                 high = min(end * row_size, stop)
                 if low < high:

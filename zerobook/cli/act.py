@@ -71,7 +71,7 @@ def act(flags: argparse.Namespace) -> int:
     answer = answer or _answer(folder, command_id, newest["seq"])
     if answer is not None:
         say(sentence(answer))
-        return 0 if answer["accepted"] else 1
+        return int(not answer["accepted"])
     if commands.withdraw(folder, command_id):
         state = f"has taken no command for {flags.wait:g} s" if is_being_written(folder) else "has ended"
         say(f"The run {state}: the command is withdrawn, and nothing is done.")

@@ -139,12 +139,15 @@ class Conversation:
         self.new_tokens = max_new_tokens or self.model.generation_config.max_new_tokens or _NEW_TOKENS
         # An encoder has its positions to itself. A decoder continues the prompt, which gets at least half of them.
         context = loaded.context
-        shares_positions = context is not None and not self.is_seq2seq
-        longest_answer = context // 2 if context is not None and shares_positions else context
+        longest_answer = context
+        if context is not None and not self.is_seq2seq:
+            longest_answer = context // 2
         if longest_answer and self.new_tokens > longest_answer:
             self.new_tokens = longest_answer
             _say(f"answers end after {self.new_tokens} tokens: the model's context is {context}")
-        self.longest_prompt = context - self.new_tokens if context is not None and shares_positions else context
+        self.longest_prompt = context
+        if context is not None and not self.is_seq2seq:
+            self.longest_prompt = context - self.new_tokens
         self.options = self._generation_options(temperature)
 
     def reset(self) -> None:

@@ -177,8 +177,10 @@ def _names(compared: Sequence[Compared]) -> list[str]:
     for entry, last_part in zip(compared, last_parts, strict=True):
         if entry.attempt is not None:
             names.append(f"attempt {entry.attempt}")
+        elif last_parts.count(last_part) == 1:
+            names.append(last_part)
         else:
-            names.append(last_part if last_parts.count(last_part) == 1 else entry.run)
+            names.append(entry.run)
     return names
 
 

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint.resume import earlier_result, earlier_run
 from zerobook.cli.arguments import Parser
@@ -77,9 +77,10 @@ def doctor(argv: list[str]) -> int:
     elif hardware.unused:
         problems.append(hardware.unused)
     if as_json:
-        strategy = plan.line if plan else None
-        notes = plan.notes if plan else []
-        print(json.dumps({"strategy": strategy, "notes": notes, "problems": problems}))
+        findings: dict[str, Any] = {"strategy": None, "notes": [], "problems": problems}
+        if plan is not None:
+            findings |= {"strategy": plan.line, "notes": plan.notes}
+        print(json.dumps(findings))
     for number, problem in enumerate(problems, 1):
         out.print(f"problem {number}:", style="bold red", end=" ")
         out.print(problem)
@@ -164,6 +165,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
     from zerobook.utils.versions import versions
 
+    # The machine may have GPUs that this torch cannot use; `hardware.unused` says why, and is a problem of its own.
     if hardware.unused:
         gpus = "none that torch sees"
     elif hardware.gpus:
@@ -190,6 +192,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
     problems = []
     for lock in ops.locks():
+        # Another process may be compiling now: its lock is no problem.
         if ops.is_stale(lock):
             problems.append(
                 f"{lock}: a killed compilation left this lock, and runs that need the op would wait for it forever. Remove "
@@ -226,6 +229,7 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
             )
         out.print(table)
         out.print(findings.links)
+    # The first machine compares the facts of all, and is the only one that knows the findings.
     elif here.number:
         out.print(f"the findings about all machines are printed on the first one, {here.address}")
     for warning in findings.warnings:

@@ -38,6 +38,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--push", metavar="NAME", help="upload the folder to the hub as this repository, such as me/my-model")
     parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
     flags = parser.parse_args(arguments)
+    # Before the export, which takes minutes.
     if flags.push:
         check_push(flags.push)
     elif flags.private:

@@ -161,6 +161,7 @@ def _print_findings(data: Examined, length: int) -> None:
     console().print(f"\n{data.name}", style="bold")
     counts = f"{summary['samples']:,} samples, {summary['tokens']:,} tokens, {data.supervised:,} of them supervised"
     say(f"format {data.format}; {counts}")
+    # Lengths before cutting, so that a person can choose the limit by them.
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in summary["lengths"].items())
     say(f"tokens of a sample before cutting: {lengths or 'none'}")
     if data.unread:

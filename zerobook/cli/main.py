@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from importlib import import_module
@@ -54,8 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        nearest = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f" Did you mean zerobook {nearest[0]}?" if nearest else ""
+        from zerobook.utils.nearest import nearest
+
+        hint = nearest(arguments[0], COMMANDS, "zerobook ")
         print(f"zerobook {arguments[0]}: no such command.{hint} zerobook --help lists all.", file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -141,6 +141,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     advice = advise(request, cluster) if flags.recommend else None
     # With ``--json -``, standard output has the JSON document alone.
     output = sys.stderr if flags.json == "-" else sys.stdout
+    # Strategies save the same state. A row that could not be planned has 0.
     checkpoint_bytes = max(row.checkpoint / (row.checkpoints or 1) for row in rows)
     failures = _expect_failures(flags, cluster, checkpoint_bytes)
     if flags.json:
@@ -154,9 +155,8 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
         table.show(traced, rows, cluster, failures)
     if advice is not None:
         _show_advice(advice, request, words, cluster, output)
-        return 0 if advice.best is not None else 1
-    something_fits = any(row.fits for row in rows)
-    return 0 if something_fits else 1
+        return int(advice.best is None)
+    return int(not any(row.fits for row in rows))
 
 
 def _show_advice(advice: Advice, request: Request, words: list[str], cluster: Cluster, output: TextIO) -> None:
@@ -182,7 +182,7 @@ def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags
     if flags.recommend and advice.best is not None:
         say(f"\non {cluster.name}:", file=output)
         _show_advice(advise(request.on(cluster), cluster), request, words, cluster, output)
-    return 0 if advice.best is not None else 1
+    return int(advice.best is None)
 
 
 _SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
@@ -217,6 +217,7 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
         problems.append("--measure: it runs on this machine. Give --here, and --gpus for fewer processes than there could be.")
     if flags.formulas and model_arguments:
         problems.append(f"--formulas and {model_arguments[0]}: formulas ask for --parameters alone. Leave one of them out.")
+    # What follows the model is read by the recipe, which does not know the planner's flags.
     plan_flags = {option for action in parser._actions for option in action.option_strings}
     for argument in model_arguments:
         flag = argument.split("=")[0]
@@ -439,7 +440,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
         measurements.append(measure(file, job, request.file, words, cluster, request.sources))
     # A strategy that cannot run here is no failure.
     has_failed = any(run.failure and not run.failure.startswith("cannot run") for run in measurements)
-    exit_code = 1 if has_failed else 0
+    exit_code = int(has_failed)
     if flags.json:
         table.write_json(flags.json, [asdict(run) for run in measurements])
     if flags.json == "-":

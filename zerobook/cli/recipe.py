@@ -214,6 +214,7 @@ def _header(
     if cluster.nodes > 1:
         hardware += f", {flags.interconnect} between nodes"
     strategy = _shipped_path(f"accelerate_configs/{row.file}.yaml")
+    # The line is for the first machine; address and port are examples, which a person replaces.
     launch_words = launch_flags(strategy, cluster, machine_rank="0", address="10.0.0.1")
     if cluster.nodes > 1:
         launch_words += ["--main_process_port", "29500"]

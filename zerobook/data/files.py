@@ -113,10 +113,14 @@ def _parquet_shards(file: Path) -> list[Source]:
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     groups: list[list[int]] = [[]]
+    group_bytes = 0
     for index, size in enumerate(sizes):
-        if groups[-1] and sum(sizes[i] for i in groups[-1]) + size > SHARD_BYTES:
+        # A row group that is larger than a shard is a shard of its own.
+        if groups[-1] and group_bytes + size > SHARD_BYTES:
             groups.append([])
+            group_bytes = 0
         groups[-1].append(index)
+        group_bytes += size
 
     def make_source(group: list[int]) -> Source:
         def within() -> Iterator[Item]:

@@ -23,6 +23,8 @@ CARD = "README.md"
 CARD_BYTES = 4 << 20
 """Bytes. A longer README has no header that is read."""
 CONFIG_FLAG = "--dataset_config_name"
+FILE_KEYS = ("config_name", "data_files", "data_dir", "default")
+"""Keys of a README's config that say which files belong to it."""
 PROSE = (".md", ".py")
 """File types that `datasets` does not read as text. Their names are ordinary words, such as test_loss.py or train/loop.py."""
 LISTED = 12
@@ -158,7 +160,9 @@ def _card_configs(folder: Path) -> Any:
     if not isinstance(header, dict) or not header.get("configs"):
         return None
     try:
-        entries = [_file_keys(entry) for entry in header["configs"]]
+        entries = []
+        for entry in header["configs"]:
+            entries.append({key: entry[key] for key in FILE_KEYS if key in entry})
         return MetadataConfigs.from_dataset_card_data({"configs": entries})
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
@@ -178,11 +182,6 @@ def _header(card: Path) -> object:
         return load_bounded(match[1])
     except (yaml.YAMLError, RecursionError) as error:
         raise DataError(f"{card}: its header is not valid YAML: {' '.join(str(error).split()):.300}") from None
-
-
-def _file_keys(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return what a config says about files."""
-    return {key: entry[key] for key in ("config_name", "data_files", "data_dir", "default") if key in entry}
 
 
 def _declared_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:

@@ -198,6 +198,7 @@ def _size(array: Array) -> int:
     kind = array.type
     if isinstance(array, pyarrow.ExtensionArray):
         return _size(array.storage)
+    # Every value becomes a Python object, in addition to the bytes of its content.
     objects_size = _OBJECT * len(array)
     if types.is_dictionary(kind):
         # Not decoded here: rows that share a long text may be too many for the memory.

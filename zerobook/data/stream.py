@@ -218,6 +218,7 @@ class StreamOrder:
         self.passed: list[list[int]] = [[] for _ in stream.counts]
         if passed:
             self.passed = [list(rows) for rows in passed]
+        # Ends of the opened shards among a dataset's rows, along the run.
         self._ends: list[list[int]] = [np.cumsum(rows, dtype=np.int64).tolist() for rows in self.passed]
         self._orders: dict[tuple[int, int], SampleOrder] = {}
         self._passes: dict[tuple[int, int], np.ndarray] = {}  # the shards of a pass in their order

@@ -365,13 +365,22 @@ def _each_pair(
 ) -> list[Encoded | BadSample]:
     """Encode the pairs that name no special token. The others are bad samples."""
     # Published pairs may have a BOS before the source and an end of text after the target.
-    pairs = [Pair(control.bare(pair.source, ends=False), control.bare(pair.target, begins=False)) for pair in samples]
-    refusals = [control.refusal("the source", pair.source) or control.refusal("the target", pair.target) for pair in pairs]
-    accepted = [pair for pair, refusal in zip(pairs, refusals, strict=True) if not refusal]
+    accepted = []
+    refusals = []
+    for sample in samples:
+        pair = Pair(control.bare(sample.source, ends=False), control.bare(sample.target, begins=False))
+        refusal = control.refusal("the source", pair.source) or control.refusal("the target", pair.target)
+        refusals.append(refusal)
+        if not refusal:
+            accepted.append(pair)
+    # All accepted pairs are encoded in one call, and then put back between the refused ones.
     encoded = iter(encode(accepted) if accepted else [])
     results: list[Encoded | BadSample] = []
     for refusal in refusals:
-        results.append(BadSample(refusal) if refusal else next(encoded))
+        if refusal:
+            results.append(BadSample(refusal))
+        else:
+            results.append(next(encoded))
     return results
 
 

@@ -324,7 +324,8 @@ def _pieces(sample: formats.Sample) -> list[formats.Sample]:
         if stop < len(sample.text):
             # Cut at the last line end, where there is one.
             line_end = sample.text.rfind("\n", start, stop) + 1
-            stop = line_end if line_end > start else stop
+            if line_end > start:
+                stop = line_end
         begins = sample.begins and start == 0
         ends = sample.ends and stop == len(sample.text)
         pieces.append(formats.Text(sample.text[start:stop], begins, ends))

@@ -5,12 +5,11 @@ The harness makes the requests and computes the metrics; the likelihoods are tho
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import math
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -23,6 +22,7 @@ from zerobook.data.templates import render_prompt
 from zerobook.errors import ConfigError, DivergenceError
 from zerobook.evaluation.held_out import rows_at_once
 from zerobook.evaluation.tasks import Scored, likelihoods
+from zerobook.utils.nearest import nearest
 from zerobook.utils.reading import read_text
 from zerobook.utils.yaml_text import BoundedLoader
 
@@ -69,6 +69,7 @@ class HarnessScorer:
         self.batch_size = batch_size
         self.max_length = max_length
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
+        # Reading tasks seeds Python's random numbers, and a run with an evaluation has to train as one without.
         with _random_state_restored():
             self.manager, self.names, self.tasks = _load(tasks)
 
@@ -148,7 +149,7 @@ def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
     for task in tasks:
         name = _task_name(Path(task).expanduser()) if is_yaml(task) else task
         if name not in manager.all_tasks:
-            raise ConfigError(f"{task}: lm-evaluation-harness has no such task.{_suggestion(name, manager.all_tasks)}")
+            raise ConfigError(f"{task}: lm-evaluation-harness has no such task.{nearest(name, manager.all_tasks, most=3)}")
         try:
             loaded = manager.load([name])
         except Exception as error:  # whatever a dataset's download raises
@@ -171,12 +172,6 @@ def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
             names += loaded["tasks"]
             objects += loaded["tasks"].values()
     return manager, names, objects
-
-
-def _suggestion(name: str, known_names: Collection[str]) -> str:
-    """Return a sentence with the nearest names; an empty one where none is near."""
-    nearest = difflib.get_close_matches(name, known_names, n=3)
-    return f" Did you mean {', '.join(nearest)}?" if nearest else ""
 
 
 def is_yaml(task: str) -> bool:

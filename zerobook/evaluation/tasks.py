@@ -105,6 +105,7 @@ def read_task(path: str | Path) -> Task:
         try:
             questions.append(_QUESTION.validate_json(line))
         except ValidationError as error:
+            # One reason for each line: the other errors of a line often follow from the first.
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             problems.append(f"{path}, line {number}: {where or 'the line'}: {first['msg']}")

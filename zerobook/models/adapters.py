@@ -215,6 +215,7 @@ def add_adapter(
     if vocabulary:
         modules_to_save = [*modules_to_save, *embeddings]
     modules = _resolve_modules(model, modules_to_save)
+    # peft trains a copy of a module that is trained whole. Tied embeddings have to share one copy.
     trains_tied = are_tied(model) and embeddings[0] in modules
     if trains_tied and model.config.is_encoder_decoder:
         setting = "new_tokens" if vocabulary else "modules_to_save"
@@ -235,6 +236,7 @@ def add_adapter(
         ensure_weight_tying=trains_tied,
     )
     adapted_model = _put_in(model, config, revision)
+    # Not by peft, which would change the base weights.
     if method == "pissa":
         _start_from_principal_components(adapted_model, config)
     return adapted_model

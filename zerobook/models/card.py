@@ -18,16 +18,17 @@ from zerobook.runlog.history import History, time_spent
 from zerobook.utils.units import counted
 
 LOAD = {
-    "adapter": """from peft import AutoPeftModelFor{task}
+    "peft": """from peft import AutoPeftModelFor{task}
 from transformers import AutoTokenizer
 
 model = AutoPeftModelFor{task}.from_pretrained("FOLDER_OR_NAME")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
-    "model": """from transformers import AutoModelFor{task}, AutoTokenizer
+    "transformers": """from transformers import AutoModelFor{task}, AutoTokenizer
 
 model = AutoModelFor{task}.from_pretrained("FOLDER_OR_NAME")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 }
+"""Library -> code that loads what it saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
     }
     rows |= _describe_run(training.run)
     task = "Seq2SeqLM" if seq2seq else "CausalLM"
-    load = LOAD["adapter" if adapter else "model"].format(task=task)
+    load = LOAD[library].format(task=task)
     lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {training.run.resolve().name}, step {progress['step']}", "", "| | |", "|---|---|"]
     # A setting that this run does not have gets no row.

@@ -134,7 +134,10 @@ def _base_model(
     import transformers
 
     name = recorded["config"]["model_name_or_path"]
-    source = str(checkpoint.parents[1] / "initial_model") if name is None else embedded.located(name)
+    # A run from scratch saves the weights that it begins with.
+    source = str(checkpoint.parents[1] / "initial_model")
+    if name is not None:
+        source = embedded.located(name)
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         facts = transformers.AutoConfig.from_pretrained(source, **options)

@@ -248,6 +248,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
 
     name = config.model_name_or_path
     key = "model_name_or_path"
+    # A run from scratch names a config alone.
     if name is None:
         name = config.initialised_from
         key = "config_name"

@@ -107,6 +107,7 @@ def locate_result(name: str) -> str:
         return _embedded(name)
     folder = Path(name).expanduser()
     if not folder.exists():
+        # ``owner/name`` may be on the hub, unless there is a folder ``owner`` here.
         beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or beside_others:
             raise ConfigError(
@@ -123,6 +124,7 @@ def locate_result(name: str) -> str:
     try:
         result = find_result(name)
     except ConfigError:
+        # A run that has not ended has no result yet, and its newest checkpoint takes that place.
         newest = store.list_complete(store.folder_of(name))[-1:]
         if not newest:
             raise

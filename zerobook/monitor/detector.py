@@ -512,12 +512,14 @@ class Detector:
         if self.settings.is_one_run:
             return None
         if excursion.rate is not None:
-            is_explained = self._rate_was_raised() and late - lowest < STEP_OF_RAISED_RATE * size
-            return "the learning rate was raised" if is_explained else None
+            if self._rate_was_raised() and late - lowest < STEP_OF_RAISED_RATE * size:
+                return "the learning rate was raised"
+            return None
         # A rate that is not known may have been raised. Then little of all that was learnt is lost.
         assert self.loss.first is not None
-        is_explained = late - base < min(size, 0.1 * (self.loss.first - base))
-        return "the learning rate, which is not known, may have been raised" if is_explained else None
+        if late - base < min(size, 0.1 * (self.loss.first - base)):
+            return "the learning rate, which is not known, may have been raised"
+        return None
 
     def _rate_was_raised(self) -> bool:
         """Return whether the learning rate was raised by a fifth after the first warm-up, as far as it is remembered."""
@@ -559,7 +561,11 @@ class Detector:
             return []
         rise = level - self.lowest
         is_far = rise > SLOW_RISE * self.loss.size(self.lowest) and rise > self.settings.high * self.unit()
-        self.risen = self.risen + 1 if is_far else 0
+        # Points count only in a row: one that is back at the level starts the count again.
+        if is_far:
+            self.risen += 1
+        else:
+            self.risen = 0
         if self.risen < self.settings.level_points:
             return []
         finding = Finding(

@@ -27,6 +27,8 @@ from zerobook.utils.units import counted
 
 ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]
 DEFAULT_ORDER: tuple[PolicyAction, ...] = ("replay", "skip", "lower_rate", "stop")
+MOST_TIMES = {"lower_rate": 2}
+"""Times that an action is taken at one place, 1 unless named here. A rate that was lowered twice in vain is not the cause."""
 MOST_REPLAYED = 0.1
 """Share of the run's steps that a replay may abandon. If the data is the cause, the next action abandons them once more. Where
 hardware is the cause, leaving their samples out costs less than that: the samples of a few steps that were good."""
@@ -251,8 +253,7 @@ class RecoveryPolicy:
         if not self._has_own_order and (is_expensive or earlier):
             order.remove("replay")
         for action in order:
-            # A rate that was lowered twice in vain is not the cause.
-            if earlier.count(action) < (2 if action == "lower_rate" else 1):
+            if earlier.count(action) < MOST_TIMES.get(action, 1):
                 return action
         return "stop"
 

@@ -212,6 +212,7 @@ class Advice:
         assert best.row.memory is not None and best.row.time is not None and best.row.sharding is not None
         config = best.config
         precision: str = config.mixed_precision or "no"
+        # The user did not ask for fp16, which can overflow: say why it was chosen.
         if precision == "fp16":
             precision += f"; {cluster.device.name} has no bf16"
         if cluster.device.fused:
@@ -317,7 +318,10 @@ class _Search:
         """
         config = self.request.recipe.config
         first = config.activation_checkpointing
-        stronger = CHECKPOINTING[CHECKPOINTING.index(first) + 1 :] if first in CHECKPOINTING else CHECKPOINTING[1:]
+        # A setting that is not in the list, such as ``every:2``, keeps more than ``full`` does.
+        stronger: tuple[str, ...] = CHECKPOINTING[1:]
+        if first in CHECKPOINTING:
+            stronger = CHECKPOINTING[CHECKPOINTING.index(first) + 1 :]
         remaining = {file.stem: file for file in files}
         ceilings: dict[str, float] = {}
         for checkpointing in (first, *stronger):
@@ -405,7 +409,9 @@ class _Search:
         nearest = rank_rows(self.misfits)[0]
         reasons = nearest.over or nearest.problems or ["it may need more than the GPU has"]
         text = f"{nearest.file} comes nearest: {'; '.join(reasons)}"
-        return f"{text}. It needs {' or '.join(nearest.remedies)}" if nearest.remedies else text
+        if nearest.remedies:
+            text += f". It needs {' or '.join(nearest.remedies)}"
+        return text
 
 
 def _may_fit_with_less(row: Row) -> bool:
@@ -449,12 +455,13 @@ def advise(request: Request, cluster: Cluster, methods: list[str] | None = None)
         if not candidates[0].row.offloads:
             break
     on_gpu = [candidates[0] for candidates in ranked.values() if not candidates[0].row.offloads]
+    # The method of the request goes first, even where it needs offload; then one that needs none; then any.
     firsts = ranked.get(request.method) or on_gpu[:1] or [candidates[0] for candidates in ranked.values()]
     if not firsts:
         return Advice(None, None, None, shortfalls)
     best = firsts[0]
     # It may be faster, where it is tight.
     second = max(ranked[best.method][1:], key=lambda run: run.row.tokens_per_second, default=None)
-    alternatives = [candidate for candidate in on_gpu if candidate is not best]
+    alternative = next((candidate for candidate in on_gpu if candidate is not best), None)
     run = request.whole_run(best, cluster)
-    return Advice(best, second, alternatives[0] if alternatives else None, shortfalls, run)
+    return Advice(best, second, alternative, shortfalls, run)

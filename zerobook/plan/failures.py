@@ -111,6 +111,7 @@ def plan_failures(request: str, gpus: int, nodes: int, checkpoint_bytes: float) 
         ConfigError: the request is no such text.
     """
     rate, *settings = request.split(",")
+    # Every node writes its part at the same time.
     seconds = {"save": checkpoint_bytes / nodes / WRITE_RATE, "restart": RESTART_SECONDS}
     for setting in settings:
         name, _, value = setting.partition("=")
@@ -124,6 +125,7 @@ def plan_failures(request: str, gpus: int, nodes: int, checkpoint_bytes: float) 
     else:
         gpu_hours = _parse_positive(rate, rate)
         source = f"{gpu_hours:,.0f} hours of one GPU"
+    # GPUs fail independently, so a run on many fails as often as all of them together.
     mean_time = 3600 * gpu_hours / gpus
     interval = best_interval(seconds["save"], mean_time)
     return FailurePlan(

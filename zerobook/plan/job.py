@@ -265,6 +265,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
     from transformers import AutoConfig, PretrainedConfig
 
     path = str(embedded.smollm2()) if name.startswith(embedded.PREFIX) else name
+    # A JSON file alone describes a model that need not be on this machine.
     is_file = path.endswith(".json")
     if not is_file:
         hub.check_reachable(path, revision)
@@ -280,6 +281,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
         raise ConfigError(
             f"model_name_or_path: {name}: no model config can be read there: {lines[0]}{hub.advice(error)}"
         ) from error
+    # From here on the facts are known, and the error has them: the papers' formulas need no model that can be built.
     try:
         if is_file:
             values = {key: value for key, value in facts.items() if key != "model_type"}

@@ -127,6 +127,7 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
             label_length = probe["batch"]["labels"][1]
         rows, length = probe["batch"]["input_ids"]
         shape = BatchShape(rows, length, label_length, probe["padded"])
+        # A trace takes seconds, and most ranks have the same shape.
         if shape not in traces:
             with job.build(shape, cast=sharding.cast, precision=sharding.precision) as (module, batch):
                 traces[shape] = trace_step(module, batch, job.objective.loss, sharding.autocast, device=cluster.kernels)

@@ -115,11 +115,15 @@ def peak_memory(
     device = moments[when]
     low = high = 1.0
     if on_gpu:
-        is_shared = sharding.stage > 0 and sharding.ranks > 1
-        cached_share = SHARED_CACHED_SHARE if is_shared else CACHED_SHARE
-        outside_torch = CONTEXT_BYTES if sharding.ranks == 1 else CONTEXT_BYTES + NCCL_BYTES
+        cached_share = CACHED_SHARE
+        low, high = RANGE
+        outside_torch = CONTEXT_BYTES
+        if sharding.ranks > 1:
+            outside_torch += NCCL_BYTES
+        if sharding.stage > 0 and sharding.ranks > 1:
+            cached_share = SHARED_CACHED_SHARE
+            low, high = SHARED_RANGE
         device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
-        low, high = SHARED_RANGE if is_shared else RANGE
     return PeakMemory(
         device=device,
         # What is counted exactly is the least.
@@ -152,6 +156,7 @@ def _moments(
         "forward and loss": _pass_buffers(model, sharding, gathered_elements, is_backward=False),
         "backward": _pass_buffers(model, sharding, gathered_elements, is_backward=True),
     }
+    # Gradients grow during the backward pass while activations shrink, so each point of it is compared.
     for gradient_elements, activations in trace.timeline:
         name = "backward" if gradient_elements else "forward and loss"
         gradients = _gradient_bytes(model, states, sharding, gradient_elements, accumulation)

@@ -328,8 +328,11 @@ def plan_recipe(
     job = make_job(recipe)
     is_encoder_decoder = bool(job.model_config.is_encoder_decoder)
     if is_encoder_decoder != recipe.encoder_decoder:
-        kind = "an encoder-decoder" if is_encoder_decoder else "no encoder-decoder"
-        name = "seq2seq_chatbot" if is_encoder_decoder else "causal_lm"
+        kind = "no encoder-decoder"
+        name = "causal_lm"
+        if is_encoder_decoder:
+            kind = "an encoder-decoder"
+            name = "seq2seq_chatbot"
         raise ConfigError(f"{job.name}: it is {kind}, which this recipe does not train. Plan it with recipes/{name}.py.")
     settings = job.config.model_dump_json(exclude=SIZES)
     key = f"{type(recipe)} {cluster.kernels} {settings} {job.model_config.to_json_string(use_diff=False)}"

@@ -26,6 +26,7 @@ def read_lengths(config: RecipeConfig) -> np.ndarray | None:
     model = config.tokenizer_name or config.model_name_or_path or ""
     if not file.is_file() or file.stat().st_size > READ_BYTES:
         return None
+    # A tokenizer on the hub is not downloaded for a plan.
     folder = embedded.smollm2() if model.startswith(embedded.PREFIX) else Path(model).expanduser()
     if not folder.is_dir():
         return None
@@ -47,4 +48,6 @@ def read_lengths(config: RecipeConfig) -> np.ndarray | None:
     except (ConfigError, DataError):
         # The run says what is wrong with its data.
         return None
-    return None if examined.format == "text" or not len(examined.lengths) else examined.lengths
+    if examined.format == "text" or not len(examined.lengths):
+        return None
+    return examined.lengths

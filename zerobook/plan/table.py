@@ -174,6 +174,7 @@ def _memory_cells(row: Row) -> Cells:
         "in\ntraining": size_or_dash(row.memory.host),
         "disk in\ntraining": size_or_dash(row.memory.disk),
     }
+    # The states alone exceed the GPU, so the activations were not traced, and the sum is a lower bound.
     if row.bare:
         cells |= {"card": f"> {gb(row.memory.total)}", "activ.": "-"}
     return cells

@@ -323,6 +323,7 @@ def trace_step(
         UnequalPartsError: these layers are not equal in what they do.
     """
 
+    # The plan counts gradients itself, as each strategy shards them. In the trace they must not be alive.
     def free_gradient(counter: StorageCounter, parameter: torch.Tensor) -> None:
         counter.end_piece(parameter.numel())
         parameter.grad = None
@@ -336,6 +337,7 @@ def trace_step(
         with SavedTensors(lambda: excluded) as saved:
             value = loss(model, batch)
         counter.count_saved(saved.storage_bytes)
+        # An objective may return metrics beside the loss.
         if isinstance(value, tuple):
             value = value[0]
         counter.end_piece(gradient_elements=0)

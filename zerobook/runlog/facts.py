@@ -66,7 +66,7 @@ def code_version(run_start: Event) -> str:
 
 
 def run_results(history: History) -> dict[str, Any]:
-    """Return what came of a run: figures as numbers, None for what was not measured.
+    """Return the results of a run: figures as numbers, None for what was not measured.
 
     Returns:
         ``state``; ``step`` and ``total_steps``; ``loss`` and ``best_loss``, nats per supervised token of the held-out data, the

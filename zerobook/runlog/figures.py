@@ -75,7 +75,7 @@ def charts(history: History) -> dict[str, dict[str, Any]]:
     """Return the charts as JSON values by name: ``curves``, ``timeline``, and ``machine``, ``scores`` and ``steps`` where
     there are any."""
     drawn = {
-        "curves": _curves(history),
+        "curves": steps_chart(history.steps(), history.last_current_steps(), held_out(history), history.events),
         "timeline": _timeline(history),
         "machine": _machine(history),
         "scores": _scores(history),
@@ -101,11 +101,6 @@ def _rounded(value: float | None) -> float | None:
 
 
 # --- curves over steps
-def _curves(history: History) -> Chart:
-    """Return the chart of loss, gradient norm and learning rate over steps."""
-    return steps_chart(history.steps(), history.last_current_steps(), held_out(history), history.events)
-
-
 def steps_chart(
     records: Iterable[dict[str, Any]],
     last_current_step: dict[int, float],
@@ -224,9 +219,12 @@ def _marks(events: Iterable[Event], current_losses: dict[int, Any], abandoned_lo
     marks: dict[str, Curve] = {}
     for event in events:
         event_type = EVENT_TYPES.get(event["type"])
-        mark = None if event_type is None else event_type.mark
-        step = None if mark is None else mark.step(event)
-        if mark is None or step is None:
+        # An earlier version may have written events that are not known any more.
+        if event_type is None or event_type.mark is None:
+            continue
+        mark = event_type.mark
+        step = mark.step(event)
+        if step is None:
             continue
         name = event["type"].replace("_", " ")
         curve = marks.setdefault(name, Curve(name=name, x=[], y=[], colour=mark.colour, kind="marks", symbol=mark.symbol))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 def duration(seconds: float) -> str:
     """Format seconds as ``3 d 4 h``, ``2 h 5 min``, ``41 s`` or ``0.3 s``.
@@ -47,7 +49,7 @@ def far_above_best(losses: dict[str, list[float | None]]) -> str:
     return f"The run ended far above its best: {pairs}. Look at the curve before you use this model."
 
 
-def next_step_after_stop(checkpoint: str | None) -> str:
+def next_step_after_stop(checkpoint: Path | str | None) -> str:
     """Return what a person can do after a spike has stopped a run.
 
     Args:

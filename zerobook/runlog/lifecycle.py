@@ -98,7 +98,7 @@ def _read_previous_attempt(log: RunLog) -> _PreviousAttempt:
 def _write_how_it_ended(log: RunLog, last: Event, machine: Event | None) -> None:
     """Write the crash of an attempt that could not write it, as far as its ``last`` event and ``machine`` sample tell."""
     reason = "it ended without an event: killed from outside, out of memory, or a power failure"
-    full_memory = nearly_full(machine) if machine else None
+    full_memory = machine and nearly_full(machine)
     if full_memory:
         reason = f"it ended without an event, probably killed for lack of memory: {full_memory} at its last sample"
     log.event(

@@ -152,7 +152,7 @@ def change_table(history: History) -> Table:
 
 
 def decisions(history: History) -> list[list[Event]]:
-    """Return each decision with what was seen before it and what came of it, in order."""
+    """Return each decision with what was seen before it and its results, in order."""
     return [[*history.causes(decision), *history.effects(decision)] for decision in history.of("decision")]
 
 
@@ -205,10 +205,6 @@ def _time_as_json(history: History) -> dict[str, Any]:
     return {**asdict(spent), "other": spent.other, "ratio": spent.ratio}
 
 
-def _branches_as_json(history: History) -> list[dict[str, Any]]:
-    return [asdict(branch) for branch in history.branches()]
-
-
 # JSON is of events as docs/reference/runlog.md describes them, of seconds, or of branches.
 VIEWS = {
     "spikes": View(table=spike_table, as_json=lambda history: history.of("spike")),
@@ -216,6 +212,6 @@ VIEWS = {
     "time": View(table=time_table, as_json=_time_as_json),
     "checkpoints": View(table=checkpoint_table, as_json=lambda history: history.of("checkpoint")),
     "skipped": View(table=skipped_table, as_json=lambda history: history.of("skip")),
-    "branches": View(table=branch_table, as_json=_branches_as_json),
+    "branches": View(table=branch_table, as_json=lambda history: list(map(asdict, history.branches()))),
     "events": View(table=event_table, as_json=notable_events),
 }

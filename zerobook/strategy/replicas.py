@@ -52,6 +52,7 @@ class Replicas(NamedTuple):
         if self.positions:
             position = self.positions[0]
             values = [numbers[0] for numbers in self.values]
+        # A shard's positions are not those of the weight that a checkpoint holds.
         value_before = None
         if read is not None and not self.is_shard:
             value_before = read(self.name, position)

@@ -246,6 +246,7 @@ def _backward(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[
     """Return the gradients of (query, key, value)."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _templated_ring_attention_backward
 
+    # The order of ``_scaled_dot_product_flash_attention_for_cpu_backward``'s arguments.
     gradient, query, key, value, out, logsumexp = (t.to_local() for t in args[:6])
     dropout, causal = args[6:8]
     group = args[1].device_mesh.get_group()

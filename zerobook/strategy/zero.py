@@ -137,7 +137,9 @@ class ZeroStrategy(ZeroState, Strategy):
     def backward(self, loss: torch.Tensor) -> None:
         # accelerate's wrapper steps inside backward; the engine does not, so gradients can be read before the step.
         # DeepSpeed 0.19.8 averages over all ranks in stage 3, and over groups that share rows in the others.
-        ranks = self.mesh.token_parallel_size if self.plan.zero_stage == 3 else self.mesh.data_parallel_size
+        ranks = self.mesh.data_parallel_size
+        if self.plan.zero_stage == 3:
+            ranks = self.mesh.token_parallel_size
         with self.split_attention():
             self.model.backward(loss * ranks, scale_wrt_gas=False)
 

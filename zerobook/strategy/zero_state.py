@@ -45,7 +45,9 @@ class ZeroState(TrainingState):
     def _masters(self) -> list[torch.Tensor]:
         """Return this rank's flat fp32 partitions, the masters that the torch optimizer steps."""
         zero = self.deepspeed_optimizer
-        return zero.fp32_partitioned_groups_flat if self.plan.zero_stage == 3 else zero.single_partition_of_fp32_groups
+        if self.plan.zero_stage == 3:
+            return zero.fp32_partitioned_groups_flat
+        return zero.single_partition_of_fp32_groups
 
     @contextmanager
     def initialising_whole(self) -> Iterator[None]:

@@ -169,15 +169,19 @@ class OperatorCommands:
         """Log a command and its answer, and print both. Return the number of the event."""
         command = received.command
         step = self.state.progress.step
-        author = f"{received.user}@{'an unknown host' if command is None else command.host}"
+        # A malformed command names neither a host nor an action.
+        host = "an unknown host"
+        facts: dict[str, Any] = dict.fromkeys(("action", "argument", "why"))
+        if command is not None:
+            host = command.host
+            facts = {"action": command.action, "argument": command.argument, "why": command.reason}
+        author = f"{received.user}@{host}"
         number = self.log.event(
             "command",
             id=received.command_id,
             step=step,
-            action=None if command is None else command.action,
-            argument=None if command is None else command.argument,
             by=author,
-            why=None if command is None else command.reason,
+            **facts,
             accepted=received.problem is None,
             refused_because=received.problem,
         )

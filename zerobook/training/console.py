@@ -67,6 +67,7 @@ class Console(Hook):
         self._introduce_data(data)
         if data.held_out:
             self._introduce_evaluation(config, trainer.evaluator.rows_at_once)
+        # A finished run that is started again reads no batch.
         if state.progress.step < state.end_step:
             self._introduce_padding(trainer)
         else:

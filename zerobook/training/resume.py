@@ -160,8 +160,10 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
         for name in ADAPTER_SETTINGS:
             before = saved["config"].get(name)
             now = values[name]
+            is_same = before == now
             # Lists of modules have no order.
-            is_same = set(before or ()) == set(now) if isinstance(now, list) else before == now
+            if isinstance(now, list):
+                is_same = set(before or ()) == set(now)
             if before is not None and not is_same:
                 raise CheckpointError(
                     f"{checkpoint}: the output of its adapters depends on {name}, which was {before} and is {now} now. Restore "
@@ -321,6 +323,7 @@ class ResumeCheck(Hook):
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         recorded = trainer.state.earlier_losses
+        # Compared once: later log points have steps of their own.
         trainer.state.earlier_losses = {}
         earlier_losses: dict[int, float] = {}
         losses: dict[int, float] = {}

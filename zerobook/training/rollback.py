@@ -200,8 +200,12 @@ class Recovery:
         if not self.strategy.is_main:
             return
         checkpoint = self._before(action)
-        checkpoint_path = None if checkpoint is None else str(checkpoint)
-        last_good_step = 0 if checkpoint is None else store.step_of(checkpoint)
+        checkpoint_path = None
+        # Without a checkpoint from before the spike, every checkpoint of the run is set aside.
+        last_good_step = 0
+        if checkpoint is not None:
+            checkpoint_path = str(checkpoint)
+            last_good_step = store.step_of(checkpoint)
         new_paths = store.set_aside(manager.folder, last_good_step, manager.skipped)
         log.event(
             "stop",
@@ -228,7 +232,7 @@ class Recovery:
         if action.by is not None:
             return "Go on with --resume_from_checkpoint auto." if checkpoint else "No checkpoint was saved."
         saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
-        next_step = next_step_after_stop(None if checkpoint is None else str(checkpoint))
+        next_step = next_step_after_stop(checkpoint)
         return f"{saved_since}\n  {next_step} The learning rate was {self.state.config.learning_rate}."
 
     def _before(self, action: RecoveryAction) -> Path | None:

@@ -148,7 +148,7 @@ class SpikeHandler:
         """Set ``--on_spike`` to another value for the rest of the run."""
         policy = self.monitor.policy
         policy.on_spike = on_spike
-        # A later attempt with the same flags keeps to it.
+        # A later attempt with the same flags uses it too.
         self.manager.remember(policy=policy.state())
 
     def saved(self, step: int) -> None:

@@ -48,6 +48,7 @@ class RunState:
         self.end_step: int
         """the step at which training ends"""
         self.build_loader()
+        # Samples that are left out later shorten the training, and not the schedule.
         self.total_steps: int = self.end_step
         """length of the learning-rate schedule, in steps"""
         self.schedule: Callable[[int], float]

@@ -43,10 +43,14 @@ class Trackers(Hook):
         wandb_id = os.environ.get("WANDB_RUN_ID") or identities.get("wandb") or uuid.uuid4().hex[:8]
         project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
         name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
+        # MLflow reads a name only for a new run.
+        mlflow_options = {"run_name": name}
+        if "mlflow" in identities:
+            mlflow_options = {"run_id": identities["mlflow"]}
         options: dict[str, dict[str, Any]] = {
             # Each tracker has a name of its own for the run's name, and those that can resume a run take its id.
             "wandb": {"name": name, "id": wandb_id, "resume": "allow"},
-            "mlflow": {"run_id": identities["mlflow"]} if "mlflow" in identities else {"run_name": name},
+            "mlflow": mlflow_options,
             "swanlab": {"experiment_name": name},
             "trackio": {"name": name},
         }

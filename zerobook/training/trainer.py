@@ -208,6 +208,7 @@ class Trainer:
             policy=policy_state,
             total_steps=self.state.total_steps,
         )
+        # Before the first step, so that no training is lost on a disk that is too small.
         if self.save_results:
             setup.check_space(self.manager, strategy, self.state)
         self.recovery = Recovery(self.state, strategy, self.manager, self.spikes, self.log, self.console.say)

@@ -132,6 +132,7 @@ def advice(error: BaseException) -> str:
 
     if constants.HF_HUB_OFFLINE:
         return " HF_HUB_OFFLINE is set, so only what the cache holds is found. Unset it, or give a folder."
+    # transformers raises an OSError of its own; the hub's error is its cause.
     chain: list[BaseException] = []
     while error is not None and error not in chain:
         chain.append(error)

@@ -105,6 +105,7 @@ def _untagged(value: Any) -> Any:
         return Path(content)
     if kind == "dtype":
         dtype = getattr(torch, content)
+        # The text comes from another process, and may name anything of torch.
         if isinstance(dtype, torch.dtype):
             return dtype
     if kind == "error":

@@ -10,10 +10,10 @@ from pathlib import Path
 from zerobook.utils import other_trainers
 
 
-def nearest(name: str, names: set[str], prefix: str = "") -> str:
-    """Return ``Did you mean ...?`` with the name that is spelt most like it, or an empty string."""
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" Did you mean {prefix}{match[0]}?" if match else ""
+def nearest(name: str, names: Iterable[str], prefix: str = "", *, most: int = 1) -> str:
+    """Return ``Did you mean ...?`` with the ``most`` names that are spelt most like it, or an empty string."""
+    matches = difflib.get_close_matches(name, list(names), n=most, cutoff=0.6)
+    return f" Did you mean {prefix}{', '.join(matches)}?" if matches else ""
 
 
 def nearest_file(missing: Path) -> str:

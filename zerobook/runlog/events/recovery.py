@@ -50,10 +50,6 @@ def _style_of_command(event: Event) -> str:
     return "good" if event["accepted"] else "warn"
 
 
-def _onset(event: Event) -> int:
-    return event["onset"]
-
-
 def _onset_of_outlier(event: Event) -> int | None:
     return event["onset"] if event["kind"] == "outlier" else None
 
@@ -65,14 +61,6 @@ def _is_armed(event: Event) -> bool:
 
 def _step_of_intent(event: Event) -> int | None:
     return event["from_step"] if event["phase"] == "intent" else None
-
-
-def _first_step(event: Event) -> int:
-    return event["steps"][0]
-
-
-def _step_of_cut(event: Event) -> int:
-    return event["cut"][0]
 
 
 @declare(
@@ -87,7 +75,7 @@ def _step_of_cut(event: Event) -> int:
     when="The detector found a spike, damage, a divergence or another change.",
     fields=_FINDING_FIELDS,
     style=_style_of_spike,
-    mark=Mark(colour="red", symbol="▲", step=_onset),
+    mark=Mark(colour="red", symbol="▲", step=lambda event: event["onset"]),
 )
 @declare(
     "spike_end",
@@ -118,10 +106,13 @@ def _command(event: Event) -> str:
     argument = event["argument"]
     if isinstance(argument, list):
         argument = "-".join(map(str, argument))
-    what = action if argument is None else f"{action} {argument}"
-    why = f" ({event['why']})" if event["why"] else ""
+    command = action
+    if argument is not None:
+        command += f" {argument}"
+    if event["why"]:
+        command += f" ({event['why']})"
     answer = "accepted" if event["accepted"] else f"REFUSED, since {event['refused_because']}"
-    return f"{event['by']} asked at step {event['step']} for {what}{why}: {answer}."
+    return f"{event['by']} asked at step {event['step']} for {command}: {answer}."
 
 
 @declare(
@@ -185,7 +176,7 @@ def _rollback(event: Event) -> str:
         "steps": "first and last step that took them",
         "why": "finding in words",
     },
-    mark=Mark(colour="violet", symbol="✕", step=_first_step),
+    mark=Mark(colour="violet", symbol="✕", step=lambda event: event["steps"][0]),
 )
 def _skip(event: Event) -> str:
     first, last = event["steps"]
@@ -197,7 +188,7 @@ def _skip(event: Event) -> str:
     "lr_change",
     when="The learning rate is lowered.",
     fields={"cut": "[step, factor, steps until the rate is back on its schedule]", "why": "finding in words"},
-    mark=Mark(colour="teal", symbol="▼", step=_step_of_cut),
+    mark=Mark(colour="teal", symbol="▼", step=lambda event: event["cut"][0]),
 )
 def _lr_change(event: Event) -> str:
     step, factor, recovery_steps = event["cut"]
