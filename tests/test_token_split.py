@@ -33,7 +33,7 @@ class Split(TokenSplit):
     """One process's part, without other processes."""
 
     def __init__(self, chunks, of):
-        self.chunks, self.of, self.size = chunks, of, 2
+        self.chunks, self.chunk_count, self.size = chunks, of, 2
 
     def attention(self, rows=None):
         raise NotImplementedError

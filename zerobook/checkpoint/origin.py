@@ -89,46 +89,45 @@ def check(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any] | None, *
         )
 
 
-def difference(was: dict[str, Any], now: dict[str, Any], *, weights: bool = True) -> str | None:
+def difference(recorded: dict[str, Any], current: dict[str, Any], *, weights: bool = True) -> str | None:
     """Return how two models' `facts` differ, with both values, or None if the same weights compute the same in both.
 
     Args:
         weights: compare the digests of the weights too, where both are known.
     """
-    is_same_version = was["config"].get("transformers_version") == now["config"].get("transformers_version")
-    differing = _differing(was["config"], now["config"], _ignored(), strict=is_same_version)
+    from transformers import GenerationConfig
+
+    # Keys that do not affect what the model computes: of generation, of loading, of its location.
+    ignored = {*_SAYS_NOTHING, *GenerationConfig().to_dict()} - {*_NOT_GENERATION}
+    is_same_version = recorded["config"].get("transformers_version") == current["config"].get("transformers_version")
+    differing = _differing(recorded["config"], current["config"], ignored, strict=is_same_version)
     if differing:
         return "; ".join(f"{key} was {before!r} and is {after!r} now" for key, (before, after) in differing.items())
-    if weights and was["weights"] and now["weights"] and was["weights"] != now["weights"]:
-        return f"the digest of its weights was {was['weights']} and is {now['weights']} now"
+    if weights and recorded["weights"] and current["weights"] and recorded["weights"] != current["weights"]:
+        return f"the digest of its weights was {recorded['weights']} and is {current['weights']} now"
     return None
 
 
-def _ignored() -> set[str]:
-    """Return the keys of a config that do not affect the function: of generation, of loading, of its location."""
-    from transformers import GenerationConfig
-
-    return {*_SAYS_NOTHING, *GenerationConfig().to_dict()} - {*_NOT_GENERATION}
-
-
-def _differing(was: dict[str, Any], now: dict[str, Any], ignored: set[str], *, strict: bool) -> dict[str, tuple[Any, Any]]:
+def _differing(
+    recorded: dict[str, Any], current: dict[str, Any], ignored: set[str], *, strict: bool
+) -> dict[str, tuple[Any, Any]]:
     """Return key -> both values, with dots before the keys of inner dicts.
 
     A key that only one config has is ignored: versions of transformers add keys, with values that change nothing. Inside a
     setting, such as the parameters of rotary positions, it is a difference if the same version wrote both (``strict``).
     """
     # ``model_type`` is in the config of a model, and not in a setting inside it.
-    is_whole_config = "model_type" in was and "model_type" in now
-    keys = was.keys() & now.keys()
+    is_whole_config = "model_type" in recorded and "model_type" in current
+    keys = recorded.keys() & current.keys()
     if strict and not is_whole_config:
-        keys = was.keys() | now.keys()
+        keys = recorded.keys() | current.keys()
     differing: dict[str, tuple[Any, Any]] = {}
     for key in sorted(keys):
         # Dropout is a training setting, and may be changed like a learning rate.
         if key in ignored or key.startswith("_") or "drop" in key:
             continue
-        before = was.get(key)
-        after = now.get(key)
+        before = recorded.get(key)
+        after = current.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             for inner_key, values in _differing(before, after, ignored, strict=strict).items():
                 differing[f"{key}.{inner_key}"] = values

@@ -231,7 +231,10 @@ class Saver:
         failed = save.staging / f"rank-{rank}.failed"
         try:
             index = write_pieces(save.staging, rank, save.pieces)
-            _write_at_once(save.staging / f"rank-{rank}.json", json.dumps(index))
+            # Renamed when it is complete, since rank 0 reads it as soon as it is there.
+            partial = save.staging / f"rank-{rank}.part"
+            partial.write_text(json.dumps(index))
+            partial.rename(save.staging / f"rank-{rank}.json")
         except OSError as error:
             _report_failure(failed, f"{error.strerror or error} ({error.filename or save.staging})")
         except Exception as error:
@@ -477,13 +480,6 @@ def _tensor_shapes(strategy: Strategy) -> dict[str, list[int]]:
         for key, shape in strategy.state_shapes(parameter).items():
             shapes[f"{key}/{name}"] = list(shape)
     return shapes
-
-
-def _write_at_once(file: Path, text: str) -> None:
-    """Write a file that appears complete or not at all."""
-    partial = file.with_suffix(".part")
-    partial.write_text(text)
-    partial.rename(file)
 
 
 def _report_failure(file: Path, reason: str) -> None:

@@ -117,7 +117,7 @@ def _print_json(compared: Sequence[Compared], settings: Mapping[str, list[Any]])
         value |= entry.results
         value["settings"] = {key: of_all[index] for key, of_all in settings.items()}
         # The first step whose loss is not that of the first run; null for the first run itself, and where none differs.
-        value["first_differing_step"] = compare.first_apart(compared[0].losses, entry.losses)
+        value["first_differing_step"] = compare.first_differing_step(compared[0].losses, entry.losses)
         values.append(value)
     print(json.dumps(values, indent=2, default=str))
 
@@ -158,7 +158,7 @@ def _say_where_losses_differ(first: Mapping[int, float | None], second: Mapping[
     if not shared:
         say("They have no step in common.")
         return
-    step = compare.first_apart(first, second)
+    step = compare.first_differing_step(first, second)
     if step is None:
         say(f"The losses of the {counted(len(shared), 'step')} that both have are the same, bit for bit.")
         return

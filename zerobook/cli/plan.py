@@ -439,8 +439,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     for file in tqdm(request.files, desc="measuring", unit=" files", leave=False):
         measurements.append(measure(file, job, request.file, words, cluster, request.sources))
     # A strategy that cannot run here is no failure.
-    has_failed = any(run.failure and not run.failure.startswith("cannot run") for run in measurements)
-    exit_code = int(has_failed)
+    exit_code = int(any(run.failure and not run.failure.startswith("cannot run") for run in measurements))
     if flags.json:
         table.write_json(flags.json, [asdict(run) for run in measurements])
     if flags.json == "-":

@@ -172,7 +172,8 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
     role_key, content_key = _role_and_content(turn, where)
     role_name = turn[role_key]
     content = turn.get(content_key)
-    calls = _call_objects(turn, where)
+    calls = turn.get("tool_calls") or turn.get(CALL)
+    calls = [] if is_empty(calls) else _read_objects(calls, f"the tool call of {where}")
     if role_name == CALL:  # a ShareGPT turn whose value is the call, as JSON
         role_name = "assistant"
         calls = _read_objects(content, f"the tool call of {where}")
@@ -238,11 +239,6 @@ def _read_mark(value: object, key: str, where: str) -> bool | None:
         return False
     meaning = "masked (1) or not (0)" if key in MASKED_MARKS else "supervised (1) or not (0)"
     raise BadSample(f"{where} has the {key} {value!r:.40}; a turn is {meaning}")
-
-
-def _call_objects(turn: Mapping[str, Any], where: str) -> list[Any]:
-    calls = turn.get("tool_calls") or turn.get(CALL)
-    return [] if is_empty(calls) else _read_objects(calls, f"the tool call of {where}")
 
 
 def _read_call(call: object, where: str) -> dict[str, Any]:

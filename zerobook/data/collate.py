@@ -311,25 +311,18 @@ class DecoderInput:
 
     def __call__(self, labels: torch.Tensor) -> torch.Tensor:
         config = self.shell.config
-        labels = _with_a_token_in_each_row(labels, config.pad_token_id)
+        # mBART, PLBart and FSMT make the decoder's input by moving the last token of the labels to the front, and fail for a
+        # row without tokens, such as the rows that fill up the last batch. So each of these gets a token, which has no effect,
+        # since nothing is supervised.
+        empty = ((labels == IGNORE) | (labels == config.pad_token_id)).all(dim=1)
+        labels = labels.clone()
+        labels[empty, 0] = 0 if config.pad_token_id != 0 else 1
         prepare_decoder_ids = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)
         if prepare_decoder_ids is not None:
             return prepare_decoder_ids(labels)
         # BlenderBot has no such method; its forward calls this function of its module.
         shift = sys.modules[type(self.shell).__module__].shift_tokens_right
         return shift(labels, config.pad_token_id, config.decoder_start_token_id)
-
-
-def _with_a_token_in_each_row(labels: torch.Tensor, pad_token_id: int) -> torch.Tensor:
-    """Return labels in which rows of padding alone begin with some other token.
-
-    mBART, PLBart and FSMT make the decoder's input by moving the last token of the labels to the front, and fail for a row
-    without tokens. The rows that fill up the last batch are such rows. The token has no effect, since nothing is supervised.
-    """
-    empty = ((labels == IGNORE) | (labels == pad_token_id)).all(dim=1)
-    filled = labels.clone()
-    filled[empty, 0] = 0 if pad_token_id != 0 else 1
-    return filled
 
 
 class Seq2SeqCollator:

@@ -184,16 +184,16 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
     Raises:
         BadSample: an image or the like, a placeholder for one, or a verdict on the answer.
     """
-    way_out = "Name the format with --format to train on the text alone"
+    advice = "Name the format with --format to train on the text alone"
     for column in MEDIA:
         if row.get(column):
-            raise BadSample(f"the column {column} is not read: the recipes train on text. {way_out}")
+            raise BadSample(f"the column {column} is not read: the recipes train on text. {advice}")
     for column in VERDICTS:
         value = row.get(column)
         if _is_verdict(value, of_answer=isinstance(sample, Chat) or "completion" in row):
             raise BadSample(
                 f"the column {column} is {str(value).lower()}, a verdict on the answer, and every answer would be learnt. "
-                f"{way_out}"
+                f"{advice}"
             )
     if isinstance(sample, Tokens):
         check_masks(row)
@@ -204,7 +204,7 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
     elif isinstance(sample, Pair):
         texts = [sample.source]
     if any("<image>" in text for text in texts):
-        raise BadSample(f"the text has <image>, which stands for an image that is not read. {way_out}")
+        raise BadSample(f"the text has <image>, which stands for an image that is not read. {advice}")
 
 
 SPLIT_COLUMNS = ("split", "data_split", "partition", "subset", "set")

@@ -79,11 +79,11 @@ def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> C
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
     if override is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
-        way_out = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
+        advice = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
     else:
-        way_out = _OTHER_TEMPLATE
+        advice = _OTHER_TEMPLATE
     with template_memory():
-        return ChatTemplate(source, tokenizer, way_out)
+        return ChatTemplate(source, tokenizer, advice)
 
 
 def open_tool_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
@@ -98,12 +98,12 @@ class ChatTemplate:
     """Renders chats as text, and finds the assistant's turns in the text.
 
     Args:
-        way_out: what to do about tools that the template does not read, for messages.
+        advice: what to do about tools that the template does not read, for messages.
     """
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, way_out: str = _OTHER_TEMPLATE):
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerBase, advice: str = _OTHER_TEMPLATE):
         self.source = source
-        self.way_out = way_out
+        self.advice = advice
         self.variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos = tokenizer.eos_token
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
@@ -161,12 +161,12 @@ class ChatTemplate:
     def _check(self, chat: Chat) -> None:
         """Raise `BadSample` if the chat has a part that the template does not read, or a text that names a control token."""
         if chat.tools is not None and not self._reads("tools"):
-            raise BadSample(f"there are tools, which the chat template does not read; {self.way_out}")
+            raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
         for number, message in enumerate(chat.messages, 1):
             for key in message.keys() - {"role", "content", *IDENTIFIERS}:
                 if not self._reads(key):
-                    way_out = self.way_out if key == "tool_calls" else "write it into the content"
-                    raise BadSample(f"turn {number} has {key}, which the chat template does not read; {way_out}")
+                    advice = self.advice if key == "tool_calls" else "write it into the content"
+                    raise BadSample(f"turn {number} has {key}, which the chat template does not read; {advice}")
             values = list(message.values())
             if chat.tools:
                 values.append(chat.tools)

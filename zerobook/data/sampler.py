@@ -259,8 +259,8 @@ class SampleOrder:
         """Return the number of passes completed at ``cursor``."""
         return cursor / self.size
 
-    def news(self) -> list[dict[str, Any]]:
-        """Return no events: everything about the data was reported before the start."""
+    def take_reached_shards(self) -> list[dict[str, Any]]:
+        """Return nothing: everything about the data was reported before the start."""
         return []
 
     def remaining(self, cursor: int, end: int) -> int:

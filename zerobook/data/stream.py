@@ -223,7 +223,7 @@ class StreamOrder:
         self._orders: dict[tuple[int, int], SampleOrder] = {}
         self._passes: dict[tuple[int, int], np.ndarray] = {}  # the shards of a pass in their order
         self._at = [-1] * len(stream.counts)
-        self._news: list[dict[str, Any]] = []
+        self._reached_shards: list[dict[str, Any]] = []
 
     def ids(self, start: int, end: int) -> np.ndarray:
         """Return the row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
@@ -274,11 +274,11 @@ class StreamOrder:
             passes.append(completed_shards / count)
         return min(passes)
 
-    def news(self) -> list[dict[str, Any]]:
+    def take_reached_shards(self) -> list[dict[str, Any]]:
         """Return the facts about shards that were reached since the last call."""
-        news = self._news
-        self._news = []
-        return news
+        reached_shards = self._reached_shards
+        self._reached_shards = []
+        return reached_shards
 
     def _of(self, dataset: int, start: int, end: int) -> np.ndarray:
         """Return the row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
@@ -313,7 +313,7 @@ class StreamOrder:
             meta = rows.views[0].store.meta
             # For the runlog: a stream reports its samples as it reaches them.
             shard_facts = {key: meta[key] for key in ("tokens", "report", "bad_samples")}
-            self._news.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | shard_facts)
+            self._reached_shards.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | shard_facts)
         nth = bisect_right(ends, position)
         # Only when the run comes to another shard: this method is called for every batch.
         if nth != self._at[dataset]:

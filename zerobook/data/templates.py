@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -275,23 +276,19 @@ class Seq2SeqEncoder:
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """Return one result for each sample, in order. ``labels`` have their own length and are all supervised."""
 
-        def refuse_texts(texts: list[Text]) -> list[BadSample]:
-            return [BadSample("a document has no target; a seq2seq model needs source and target") for _ in texts]
+        def refuse(reason: str, samples: list[Any]) -> list[BadSample]:
+            return [BadSample(reason) for _ in samples]
 
-        def refuse_tokens(rows: list[Tokens]) -> list[BadSample]:
-            reason = "ready tokens are for causal models; a seq2seq model needs source and target as text"
-            return [BadSample(reason) for _ in rows]
-
-        return _by_kind(samples, {Text: refuse_texts, Tokens: refuse_tokens, Pair: self._pairs, Chat: self._chats})
+        encoders: dict[type, Callable[[list], list]] = {
+            Text: partial(refuse, "a document has no target; a seq2seq model needs source and target"),
+            Tokens: partial(refuse, "ready tokens are for causal models; a seq2seq model needs source and target as text"),
+            Pair: self._pairs,
+            Chat: self._chats,
+        }
+        return _by_kind(samples, encoders)
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
-        pairs = list(map(_last_turn, samples))
-        # Bad samples keep their places among the results.
-        encoded = iter(self._pairs([pair for pair in pairs if isinstance(pair, Pair)]))
-        results: list[Encoded | BadSample] = []
-        for pair in pairs:
-            results.append(next(encoded) if isinstance(pair, Pair) else pair)
-        return results
+        return _encode_in_place(list(map(_last_turn, samples)), self._pairs)
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
         return _each_pair(samples, self._control, self._encode_pairs)
@@ -364,23 +361,24 @@ def _each_pair(
     samples: list[Pair], control: ControlTokens, encode: Callable[[list[Pair]], list[Encoded]]
 ) -> list[Encoded | BadSample]:
     """Encode the pairs that name no special token. The others are bad samples."""
-    # Published pairs may have a BOS before the source and an end of text after the target.
-    accepted = []
-    refusals = []
+    pairs: list[Pair | BadSample] = []
     for sample in samples:
+        # Published pairs may have a BOS before the source and an end of text after the target.
         pair = Pair(control.bare(sample.source, ends=False), control.bare(sample.target, begins=False))
         refusal = control.refusal("the source", pair.source) or control.refusal("the target", pair.target)
-        refusals.append(refusal)
-        if not refusal:
-            accepted.append(pair)
-    # All accepted pairs are encoded in one call, and then put back between the refused ones.
-    encoded = iter(encode(accepted) if accepted else [])
+        pairs.append(BadSample(refusal) if refusal else pair)
+    return _encode_in_place(pairs, encode)
+
+
+def _encode_in_place(
+    pairs: Sequence[Pair | BadSample], encode: Callable[[list[Pair]], Sequence[Encoded | BadSample]]
+) -> list[Encoded | BadSample]:
+    """Encode all pairs in one call. Bad samples keep their places among the results."""
+    good_pairs = [pair for pair in pairs if isinstance(pair, Pair)]
+    encoded = iter(encode(good_pairs) if good_pairs else [])
     results: list[Encoded | BadSample] = []
-    for refusal in refusals:
-        if refusal:
-            results.append(BadSample(refusal))
-        else:
-            results.append(next(encoded))
+    for pair in pairs:
+        results.append(next(encoded) if isinstance(pair, Pair) else pair)
     return results
 
 

@@ -18,16 +18,15 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
     changed = []
     for message in messages:
         if "tool_calls" in message:
-            message = message | {"tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+            calls = []
+            for call in message["tool_calls"]:
+                function = call["function"]
+                # Other alphabets stay readable, as the model is to write them.
+                text = json.dumps(function["arguments"], ensure_ascii=False)
+                calls.append(call | {"function": function | {"arguments": text}})
+            message = message | {"tool_calls": calls}
         changed.append(message)
     return changed
-
-
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    # Other alphabets stay readable, as the model is to write them.
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return call | {"function": function | {"arguments": text}}
 
 
 def has_python_arguments(text: str, messages: list[Message]) -> bool:

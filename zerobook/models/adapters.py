@@ -376,17 +376,14 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
     """Return a regular expression for the paths of the modules that get no adapters; None where all may get them."""
     paths = unused_modules(model)
-    paths += [path for path, module in model.named_modules() if _is_router(module)]
+    # Some linear layers return more than their product, to which peft could not add that of an adapter.
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear")):
+            paths.append(path)
     if not paths:
         return None
     alternatives = "|".join(map(re.escape, paths))
     return rf"({alternatives})(\..*)?"
-
-
-def _is_router(module: nn.Module) -> bool:
-    """Return whether a linear layer returns more than its product, to which peft could not add that of an adapter."""
-    name = type(module).__name__
-    return isinstance(module, nn.Linear) and name.endswith(("Router", "GroupedLinear"))
 
 
 def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:

@@ -81,8 +81,11 @@ def export_checkpoint(
     if adapts and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()
+    # Buffers are not cast: in half precision, a router's bias would choose other experts.
     if merge or not adapts:
-        _cast(model, dtype)
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.data = parameter.data.to(dtype)
+        model.config.dtype = dtype
     training = Training.of_checkpoint(checkpoint)
     text = card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
 
@@ -206,13 +209,6 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
         )
     if not is_trained:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: its weights are the initial ones.")
-
-
-def _cast(model: Model, dtype: torch.dtype) -> None:
-    """Cast the weights to ``dtype``. Buffers are not cast: in half precision, a router's bias would choose other experts."""
-    for parameter in filter(torch.is_floating_point, model.parameters()):
-        parameter.data = parameter.data.to(dtype)
-    model.config.dtype = dtype
 
 
 def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:

@@ -118,7 +118,7 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
 
     # Measure the forms from the cheapest to the dearest, and take the first that isolates.
     failures = []
-    for candidate, by in _packed_forms(strategy, collate):
+    for candidate, marker in _packed_forms(strategy, collate):
         try:
             influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
             sees_itself_alone = influence_of_others <= _NOISE * noise  # False where either is NaN
@@ -127,16 +127,16 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
             raise
         # Architectures raise different errors where they take no such mask.
         except Exception as error:
-            failures.append(f"the model fails with {by} ({type(error).__name__}: {error})")
+            failures.append(f"the model fails with {marker} ({type(error).__name__}: {error})")
             continue
         if is_isolated:
             return candidate
         if sees_itself_alone:
-            failures.append(f"with {by}, a sample's positions do not begin anew")
+            failures.append(f"with {marker}, a sample's positions do not begin anew")
         else:
             failures.append(
-                f"with {by}, another first sample changes the second one's logits by {influence_of_others:.1e}, and a change "
-                f"in another row by {noise:.1e}"
+                f"with {marker}, another first sample changes the second one's logits by {influence_of_others:.1e}, and a "
+                f"change in another row by {noise:.1e}"
             )
     raise ConfigError(
         f"{flag}: in {type(strategy.unwrapped).__name__} with attn_implementation {attention}, samples that share a row see "

@@ -37,7 +37,11 @@ def freeze_unused(model: PreTrainedModel) -> str | None:
     Returns:
         A note for the user that names the unused modules; None if text input uses all modules.
     """
-    fixed = _fixed_by_class(model)
+    # The model's class makes some weights without a gradient: sinusoidal positions, and biases by which routers balance their
+    # experts. A new model on the meta device tells which, without memory for it.
+    with torch.device("meta"):
+        fresh_model = type(model)(copy.deepcopy(model.config))
+    fixed = {name for name, parameter in fresh_model.named_parameters() if not parameter.requires_grad}
     modules = unused_modules(model)
     prefixes = tuple(f"{module}." for module in modules)
     for name, parameter in model.named_parameters():
@@ -103,11 +107,3 @@ def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 def _contains(outer: nn.Module, inner: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
-
-
-def _fixed_by_class(model: PreTrainedModel) -> set[str]:
-    """Return the names of the weights that the model's class makes without a gradient: sinusoidal positions, and biases by
-    which routers balance their experts."""
-    with torch.device("meta"):
-        fresh_model = type(model)(copy.deepcopy(model.config))
-    return {name for name, parameter in fresh_model.named_parameters() if not parameter.requires_grad}

@@ -38,16 +38,22 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return key -> [before, now] of all keys that differ. A tuple equals the list that JSON makes of it."""
-    keys = sorted(set(was) | set(now))
-    return {key: [was.get(key), now.get(key)] for key in keys if _json(was.get(key)) != _json(now.get(key))}
+    differing = {}
+    for key in sorted(set(before) | set(now)):
+        if _json(before.get(key)) != _json(now.get(key)):
+            differing[key] = [before.get(key), now.get(key)]
+    return differing
 
 
 def _json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def first_apart(was: Mapping[int, float | None], now: Mapping[int, float | None]) -> int | None:
+def first_differing_step(losses: Mapping[int, float | None], other_losses: Mapping[int, float | None]) -> int | None:
     """Return the first step that both have and whose loss is not the same, bit for bit; None where all are."""
-    return next((step for step in sorted(set(was) & set(now)) if was[step] != now[step]), None)
+    for step in sorted(set(losses) & set(other_losses)):
+        if losses[step] != other_losses[step]:
+            return step
+    return None

@@ -55,7 +55,7 @@ def next_step_after_stop(checkpoint: Path | str | None) -> str:
     Args:
         checkpoint: the newest complete one from before the spike; None if there is none.
     """
-    way_on = f"Go on from {checkpoint} with --resume_from_checkpoint auto and"
+    advice = f"Go on from {checkpoint} with --resume_from_checkpoint auto and"
     if checkpoint is None:
-        way_on = "There is no checkpoint from before it to go on from, so start again with"
-    return f"{way_on} a lower --learning_rate, more --num_warmup_steps, or other data; or with --on_spike log."
+        advice = "There is no checkpoint from before it to go on from, so start again with"
+    return f"{advice} a lower --learning_rate, more --num_warmup_steps, or other data; or with --on_spike log."

@@ -35,12 +35,12 @@ Attention = Callable[..., tuple[torch.Tensor, None]]
 class TokenSplit(ABC):
     """The split of rows among the ``size`` processes of a group.
 
-    ``chunks`` are the numbers of this process's chunks, of ``of`` equal ones into which each row is cut.
+    Each row is cut into ``chunk_count`` equal chunks. ``chunks`` are the numbers of this process's chunks.
     """
 
     size: int
     chunks: list[int]
-    of: int
+    chunk_count: int
 
     def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this process's tokens of a batch of whole rows.
@@ -66,7 +66,7 @@ class TokenSplit(ABC):
             )
         ids = batch["input_ids"]
         rows, length = ids.shape
-        padding = -length % self.of
+        padding = -length % self.chunk_count
         # A table of positions may end with the row, so padding repeats the last one.
         positions = torch.arange(length + padding, device=ids.device).clamp(max=length - 1).expand(rows, -1)
         tokens: dict[str, Any] = {
@@ -80,7 +80,7 @@ class TokenSplit(ABC):
 
     def _cut_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this process's chunks of whole rows, joined."""
-        chunks = rows.chunk(self.of, dim=1)
+        chunks = rows.chunk(self.chunk_count, dim=1)
         return torch.cat([chunks[index] for index in self.chunks], dim=1)
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Ulysses(TokenSplit):
         # accelerate would compute whole rows in evaluations.
         self._exchange.disable_in_eval = False
         self.size = self._exchange.world_size
-        self.of = self.size
+        self.chunk_count = self.size
         self.chunks = [self._exchange.sp_rank]
 
     @contextmanager
@@ -137,7 +137,7 @@ class Ring(TokenSplit):
     def __init__(self, mesh: DeviceMesh):
         self._mesh = mesh
         self.size = mesh.size()
-        self.of = 2 * self.size
+        self.chunk_count = 2 * self.size
         if mesh.device_type == "cpu":
             _register_cpu_attention()
         # torch decides which chunks a process gets, so it is asked and not assumed.
@@ -159,7 +159,7 @@ class Ring(TokenSplit):
         """Replace torch's attention. Yield the numbers of this process's chunks: torch splits a row of one token each."""
         from torch.distributed.tensor.experimental import context_parallel
 
-        row = torch.arange(self.of, device=self._mesh.device_type)
+        row = torch.arange(self.chunk_count, device=self._mesh.device_type)
         with context_parallel(self._mesh, buffers=[row], buffer_seq_dims=[0], no_restore_buffers={row}):
             yield row
 

@@ -62,7 +62,10 @@ class ZeroStrategy(ZeroState, Strategy):
             self.model, self.optimizer, *_ = self.accelerator.prepare(*objects)
         # `optimizer` is accelerate's wrapper, without the methods of DeepSpeed's own.
         self.deepspeed_optimizer = self.model.optimizer
-        _switch_mode_with_model(self.model)
+        # DeepSpeed 0.19.8 passes ``train`` and ``eval`` on to the model inside only. An objective that reads the engine's
+        # ``training`` would then train in every evaluation.
+        self.model.train = MethodType(nn.Module.train, self.model)
+        self.model.eval = MethodType(nn.Module.eval, self.model)
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
             # In these stages, DeepSpeed applies gradients that are not finite unless this is set.
             self.deepspeed_optimizer.check_grad_overflow = True
@@ -107,7 +110,11 @@ class ZeroStrategy(ZeroState, Strategy):
             return super().load(load, options)
         with _loaded_modules_left_alone():
             model = super().load(load, options)
-        _drop_unused_renamings(model)
+        # transformers 5.23 reverses its renamings of weights when it saves a model. It keeps those that matched no name in the
+        # model's file under ZeRO-3 only. They would give the saved weights names that other programs do not know.
+        renamings = getattr(model, "_weight_conversions", None)
+        if renamings is not None:
+            model._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]  # type: ignore[assignment]
         return model
 
     def _prepare_split(self, objects: list[Any]) -> tuple[Any, ...]:
@@ -293,16 +300,6 @@ class ZeroStrategy(ZeroState, Strategy):
         return "cpu" if self.deepspeed_optimizer.offload_param else "none"
 
 
-def _switch_mode_with_model(engine: nn.Module) -> None:
-    """Let ``train`` and ``eval`` also set the engine's own ``training``.
-
-    DeepSpeed 0.19.8 passes the mode on to the model inside only. An objective that reads ``model.training`` would then
-    train in every evaluation.
-    """
-    engine.train = MethodType(nn.Module.train, engine)  # type: ignore[method-assign]
-    engine.eval = MethodType(nn.Module.eval, engine)  # type: ignore[method-assign]
-
-
 @contextmanager
 def _loaded_modules_left_alone() -> Iterator[None]:
     """Let transformers initialise only those modules that have a weight which the file lacks.
@@ -324,14 +321,3 @@ def _loaded_modules_left_alone() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
-
-
-def _drop_unused_renamings(model: PreTrainedModel) -> None:
-    """Leave out the renamings of weights that matched no name in the model's file.
-
-    transformers 5.23 reverses its renamings when it saves a model. Those that matched nothing, which it keeps under ZeRO-3
-    only, would give the saved weights other names than the loaded file has, which other programs do not know.
-    """
-    renamings = getattr(model, "_weight_conversions", None)
-    if renamings is not None:
-        model._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]  # type: ignore[assignment]

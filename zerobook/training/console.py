@@ -51,7 +51,10 @@ class Console(Hook):
         state = trainer.state
         data = trainer.data
         self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)}")
-        self.say(f"running: {_describe_strategy(trainer.strategy.describe())}")
+        # As it was read from the live objects, and not from the strategy file.
+        live = trainer.strategy.describe()
+        processes = "" if live["strategy"] == "one process" else f", {counted(live['world_size'], 'process')}"
+        self.say(f"running: {live['strategy']}{processes}, master weights in {live['master_dtype']}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
             self.say(announce_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
@@ -172,9 +175,3 @@ def _less_padding(config: RecipeConfig, is_seq2seq: bool) -> str:
     if not config.group_by_length:
         flags.append("--group_by_length puts rows of similar length into a batch")
     return f"most of the time is spent on padding. {', and '.join(flags) or 'A smaller batch would have less'}"
-
-
-def _describe_strategy(live: dict[str, Any]) -> str:
-    """Return the strategy in words, as it was read from the live objects."""
-    processes = "" if live["strategy"] == "one process" else f", {counted(live['world_size'], 'process')}"
-    return f"{live['strategy']}{processes}, master weights in {live['master_dtype']}"

@@ -63,10 +63,10 @@ def reduce_records(
 
 def describe_divergence(record: StepRecord, config: RecipeConfig, manager: CheckpointManager) -> str:
     """Return the error message for a model whose losses are not finite. Collective."""
-    way_on = "There is no checkpoint: start again with"
+    advice = "There is no checkpoint: start again with"
     if manager.strategy.on_main(lambda: bool(store.list_complete(manager.folder))):
-        way_on = "Go on with --resume_from_checkpoint auto and"
+        advice = "Go on with --resume_from_checkpoint auto and"
     return (
-        f"step {record.step}: the loss is {record.loss}, and none was finite for a while; nothing was saved since. {way_on} a "
+        f"step {record.step}: the loss is {record.loss}, and none was finite for a while; nothing was saved since. {advice} a "
         f"lower --learning_rate than {config.learning_rate}, or more --num_warmup_steps."
     )

@@ -18,7 +18,7 @@ from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.config import OrderSettings, RecipeConfig
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError
-from zerobook.runlog.compare import differences, first_apart
+from zerobook.runlog.compare import differences, first_differing_step
 from zerobook.runlog.history import last_of
 from zerobook.runlog.jsonl import backwards
 from zerobook.runlog.records import StepRecord
@@ -341,7 +341,7 @@ class ResumeCheck(Hook):
             after="steps done again",
             steps=[first, last],
             largest_relative_difference=largest,
-            first_apart=first_apart(earlier_losses, losses),
+            first_apart=first_differing_step(earlier_losses, losses),
         )
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         tqdm.write(f"{steps} done again: the largest relative difference of the losses is {largest:.1e}")

@@ -218,11 +218,12 @@ class Recovery:
             set_aside=[str(path) for path in new_paths],
             by=action.by,
         )
-        self.say(f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. {self._way_on(action, checkpoint, new_paths)}")
+        next_step = self._describe_next_step(action, checkpoint, new_paths)
+        self.say(f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. {next_step}")
         self.say(f"  `zerobook runlog show {self.state.config.output_dir} decisions` lists the decisions.")
         write_page(log)
 
-    def _way_on(self, action: RecoveryAction, checkpoint: Path | None, new_paths: list[Path]) -> str:
+    def _describe_next_step(self, action: RecoveryAction, checkpoint: Path | None, new_paths: list[Path]) -> str:
         """Return what can be done after a stop.
 
         Args:

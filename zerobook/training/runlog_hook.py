@@ -56,7 +56,7 @@ class RunlogHook(Hook):
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         # A stream tells which shards it has begun.
-        for facts in trainer.state.loader.order.news():
+        for facts in trainer.state.loader.order.take_reached_shards():
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])
         last = records[-1]

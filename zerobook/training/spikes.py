@@ -281,7 +281,11 @@ class SpikeHandler:
         """Mark checkpoints as proven good, after training has gone on from them for a while without a finding."""
         if not self.monitor.detector.calm:
             return
-        self._unpin_checkpoint()
+        # No spike came, so the checkpoint may be pruned again.
+        if self._pinned_step is not None:
+            self.manager.protect()
+            self.log.event("checkpoint", state="unpinned", step=self._pinned_step)
+            self._pinned_step = None
         newest = step - self.monitor.settings.patience - LEAD
         proven = [saved for saved in self._unproven if saved <= newest]
         self._unproven = [saved for saved in self._unproven if saved > newest]
@@ -297,9 +301,3 @@ class SpikeHandler:
             self._pinned_step = max(proven)
             self.manager.protect(self._pinned_step)
             self.log.event("checkpoint", state="pinned", step=self._pinned_step, parent=self.cause)
-
-    def _unpin_checkpoint(self) -> None:
-        if self._pinned_step is not None:
-            self.manager.protect()
-            self.log.event("checkpoint", state="unpinned", step=self._pinned_step)
-            self._pinned_step = None

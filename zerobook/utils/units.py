@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from zerobook.errors import ConfigError
 
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -20,9 +21,8 @@ def parse_bytes(text: str, key: str) -> int:
     Raises:
         ConfigError: no number, no unit, an unknown unit, or an amount of 0. ``key`` names the flag.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtp]i?)?b\s*", text, re.I)
-    value = _number(match[1]) if match else None
-    if match is None or value is None:
+    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgtp]i?)?b\s*", text, re.I)
+    if match is None:
         # 80 alone could be bytes or GB.
         is_bare_number = _number(text) is not None
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if is_bare_number else ""

@@ -12,10 +12,6 @@ def _differences(what: str, event: Event) -> str:
     return f"{what}: {'; '.join(changes)}."
 
 
-def _style_of_end(event: Event) -> str:
-    return "bad" if event.get("far_above_best") else "good"
-
-
 declare(
     "runlog",
     when="The log is new.",
@@ -111,10 +107,6 @@ def _resume(event: Event) -> str:
     return f"Resumed from step {event['step']}; as recorded: {', '.join(event['verified'])}."
 
 
-def _ending_of_preempted(event: Event) -> str:
-    return "Interrupted" if event.get("signal") == "SIGINT" else "Preempted"
-
-
 @declare(
     "preempted",
     when="A warning signal ended the attempt.",
@@ -124,7 +116,7 @@ def _ending_of_preempted(event: Event) -> str:
         "exit_code": "exit code, 75",
         "saved": "true where the step was saved",
     },
-    ending=_ending_of_preempted,
+    ending=lambda event: "Interrupted" if event.get("signal") == "SIGINT" else "Preempted",
     style="warn",
 )
 def _preempted(event: Event) -> str:
@@ -204,7 +196,7 @@ def _early_stop(event: Event) -> str:
         "far_above_best": "loss: [last value, best], for each loss that ended far above its best",
     },
     ending="Finished",
-    style=_style_of_end,
+    style=lambda event: "bad" if event.get("far_above_best") else "good",
 )
 def _run_end(event: Event) -> str:
     ended = f"The run ended at step {event['progress']['step']}."

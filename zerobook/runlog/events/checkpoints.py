@@ -6,10 +6,6 @@ from zerobook.runlog.events.event_type import Event, Mark, declare
 from zerobook.runlog.formatting import duration
 
 
-def _step_of_complete(event: Event) -> int | None:
-    return event["step"] if event["state"] == "complete" else None
-
-
 @declare(
     "checkpoint",
     when="The state of a checkpoint changed.",
@@ -20,7 +16,7 @@ def _step_of_complete(event: Event) -> int | None:
         "seconds": "seconds of the save",
         "reason": "why it was not saved",
     },
-    mark=Mark(colour="green", symbol="|", step=_step_of_complete),
+    mark=Mark(colour="green", symbol="|", step=lambda event: event["step"] if event["state"] == "complete" else None),
 )
 def _checkpoint(event: Event) -> str:
     step = event["step"]

@@ -42,39 +42,19 @@ _ACTIONS = {
 }
 
 
-def _style_of_spike(event: Event) -> str:
-    return "bad" if event["kind"] in ("damage", "divergence") else "warn"
-
-
-def _style_of_command(event: Event) -> str:
-    return "good" if event["accepted"] else "warn"
-
-
-def _onset_of_outlier(event: Event) -> int | None:
-    return event["onset"] if event["kind"] == "outlier" else None
-
-
-def _is_armed(event: Event) -> bool:
-    """Return whether the detector has only armed, which it does at many harmless log points."""
-    return event["kind"] == "armed"
-
-
-def _step_of_intent(event: Event) -> int | None:
-    return event["from_step"] if event["phase"] == "intent" else None
-
-
 @declare(
     "anomaly",
     when="The detector armed, or saw odd data.",
     fields=_FINDING_FIELDS,
-    is_quiet=_is_armed,
-    mark=Mark(colour="grey", symbol="○", step=_onset_of_outlier),
+    # The detector arms at many harmless log points.
+    is_quiet=lambda event: event["kind"] == "armed",
+    mark=Mark(colour="grey", symbol="○", step=lambda event: event["onset"] if event["kind"] == "outlier" else None),
 )
 @declare(
     "spike",
     when="The detector found a spike, damage, a divergence or another change.",
     fields=_FINDING_FIELDS,
-    style=_style_of_spike,
+    style=lambda event: "bad" if event["kind"] in ("damage", "divergence") else "warn",
     mark=Mark(colour="red", symbol="▲", step=lambda event: event["onset"]),
 )
 @declare(
@@ -99,7 +79,7 @@ def _finding(event: Event) -> str:
         "accepted": "true where it is carried out",
         "refused_because": "why it is not",
     },
-    style=_style_of_command,
+    style=lambda event: "good" if event["accepted"] else "warn",
 )
 def _command(event: Event) -> str:
     action = event["action"] or "a command"
@@ -153,7 +133,7 @@ def _decision(event: Event) -> str:
         "differing": "name: [recorded, found] of the inputs that differ",
     },
     style="bad",
-    mark=Mark(colour="red", symbol="←", step=_step_of_intent),
+    mark=Mark(colour="red", symbol="←", step=lambda event: event["from_step"] if event["phase"] == "intent" else None),
 )
 def _rollback(event: Event) -> str:
     if event["phase"] == "intent":
