@@ -77,11 +77,10 @@ def export_checkpoint(
     _fill(model, checkpoint, adapts)
     notes = _describe_limits(recorded, adapts)
 
-    # Bring it into the form that is written.
+    # Bring it into the form that is written. Buffers keep their dtype: a router's bias in half precision chooses other experts.
     if adapts and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()
-    # Buffers are not cast: in half precision, a router's bias would choose other experts.
     if merge or not adapts:
         for parameter in filter(torch.is_floating_point, model.parameters()):
             parameter.data = parameter.data.to(dtype)

@@ -110,7 +110,6 @@ def cluster(
     disk_bytes = read(parse_bytes, disk, "--disk")
     network = read(_parse_or_read_rate, interconnect, "--interconnect")
     device = _choose_device(gpu, gpu_memory_bytes, problems)
-    # The flag is a kind of link, a rate, or a file with a measured rate. Without it, the device's usual link counts.
     link = device.link
     if intra_node == "pcie":
         link = device.pcie
@@ -124,7 +123,6 @@ def cluster(
         problems.append(f"--interconnect: {node_count} nodes need the network between them. Give it: 400Gbps.")
     if problems:
         raise ConfigError(problems)
-    # A rate that was measured needs no reduction, see `Cluster.rate`.
     measured = []
     for name, text in (("link", intra_node), ("network", interconnect)):
         if text is not None and text.endswith(".json"):
