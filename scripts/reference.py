@@ -69,7 +69,7 @@ def flags() -> str:
         own = [name for name, field in config.model_fields.items() if _is_own(name, field)]
         parts.append(f"## {file.name}\n\n{config_doc(file)}\n\n{fields(config, own)}")
     parts.append(
-        "## Entries of `datasets`\n\nA mixture stands in the YAML under `datasets:`, a list of entries with these keys.\n\n"
+        "## Entries of `datasets`\n\nA mixture is written in the YAML under `datasets:`, a list of entries with these keys.\n\n"
         + fields(DatasetSpec, DatasetSpec.model_fields, dashes="")
     )
     renamed = [[f"`--{alias}`", f"`--{name}`"] for alias, name in ALIASES.items()]

@@ -20,7 +20,7 @@ WIDTH = 80
 """Columns of the table where the output is no terminal."""
 LABEL_COLUMNS = 22
 RUN_COLUMNS = 11
-"""Fewest columns of a run; more runs than fit stand in further tables."""
+"""Fewest columns of a run; more runs than fit are in further tables."""
 IGNORED_SETTINGS = {"output_dir", "resume_from_checkpoint"}
 """Settings that differ between any two runs, and change nothing in what they compute."""
 SAME_SETTINGS = "The settings, the launch and the versions are the same."

@@ -66,7 +66,7 @@ def plan(argv: list[str]) -> int:
         help=f"expected failures, best interval of saves, goodput: {', '.join(RATES)}, or hours between failures of a GPU; "
         "then ,save=SECONDS and ,restart=SECONDS where they are known (several nodes: default llama3)",
     )
-    # The planner's flags stand in front of the model or recipe, and the recipe's flags after it.
+    # The planner's flags come before the model or recipe, and the recipe's flags after it.
     model_index = _find_model(argv)
     flags = parser.parse_args(argv[:model_index])
     model_arguments = argv[model_index:]

@@ -144,7 +144,7 @@ def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Ite
     import pyarrow
 
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-    # A text that many rows share stands in the file once, so the average may be far too low.
+    # A text that many rows share is in the file once, so the average may be far too low.
     rows = _BATCH_SIZE * metadata.num_rows // max(1, size)
     done = 0
     for rows_at_once in (max(1, min(_BATCH_ROWS, rows)), 1):

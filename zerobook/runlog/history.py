@@ -76,7 +76,7 @@ def _newest_of_type(log: mmap.mmap, event_type: str) -> Event | None:
             event = decode(log[line_start:line_end])
         except BadLine:
             continue
-        # The pattern may stand in an object inside of another event.
+        # The pattern may also match in an object inside of another event.
         if event["type"] == event_type:
             return event
 

@@ -47,7 +47,7 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     if previous.run_start is not None:
         _write_differences(log, "config_diff", previous.run_start["config"], config)
         _write_differences(log, "launch_diff", compare.launch(previous.run_start), compare.launch(facts))
-        # The versions stand in ``run_start``, and the rest of the environment in ``env``.
+        # The versions are in ``run_start``, and the rest of the environment in ``env``.
         previous_env = {**(previous.env or {}), **previous.run_start["versions"]}
         _write_differences(log, "env_diff", previous_env, {**env, **versions})
 

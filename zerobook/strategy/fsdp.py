@@ -219,7 +219,7 @@ class FullyShardedStrategy(Strategy):
         return list(cast("DTensor", parameter).device_mesh.shape)
 
     def _live_groups(self) -> list[str]:
-        """Return the groups of processes, as they stand in the strategy's name."""
+        """Return the groups of processes, as they are written in the strategy's name."""
         mesh = self._live_mesh()
         return [] if len(mesh) == 1 else [f"hybrid {'x'.join(map(str, mesh))}"]
 
