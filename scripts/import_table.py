@@ -24,7 +24,7 @@ from pathlib import Path
 from zerobook.cli.doctor import inspect_launch
 from zerobook.cli.import_config import launch_words, write
 from zerobook.errors import ConfigError
-from zerobook.interop.configs.account import HEADINGS, count_kinds
+from zerobook.interop.configs.account import HEADINGS
 from zerobook.interop.configs.command_lines import Command, find_program, read_command
 from zerobook.interop.configs.importer import Imported, Refused, import_config, recognise
 from zerobook.interop.configs.table import NOT_POSSIBLE, UNKNOWN
@@ -142,7 +142,8 @@ def import_one(project: Project, read, hardware: Hardware) -> None:
         return
     project.imported += 1
     project.exit_0 += not imported.changes_training
-    project.kinds.update(count_kinds(imported.lines))
+    project.kinds.update(dict.fromkeys(HEADINGS, 0))
+    project.kinds.update(line.kind for line in imported.lines)
     lines = [line for line in imported.lines if line.kind in (NOT_POSSIBLE, UNKNOWN)]
     project.missing.update({re.sub(r"\[\d+\]", "[]", line.key) for line in lines})
     count_problems(project, doctor(imported, hardware))

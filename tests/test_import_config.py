@@ -23,7 +23,10 @@ from zerobook.training.schedule import learning_rate_schedule
 from zerobook.utils.shipped import shipped
 
 TABLES = sorted(set(TRAINERS.values()))
-RECIPES = {name: recipe_class(str(shipped(f"recipes/{name}.py"))).config_class for name in importer.RECIPES}
+RECIPES = {
+    name: recipe_class(str(shipped(f"recipes/{name}.py"))).config_class
+    for name in ("causal_lm", "lora_finetune", "seq2seq_chatbot")
+}
 
 
 def imported(config, trainer="trl", folder=Path("/nowhere"), **options):
@@ -193,6 +196,7 @@ AXOLOTL = {
     "lora_r": 32,
     "lora_alpha": 16,
     "lora_target_linear": True,
+    "lora_target_modules": ["q_proj"],
     "sequence_len": 4096,
     "sample_packing": True,
     "micro_batch_size": 2,

@@ -39,11 +39,6 @@ def account_text(imported: Imported) -> str:
     return "\n".join(parts) + "\n"
 
 
-def count_kinds(lines: list[Line]) -> dict[str, int]:
-    """Return how many keys there are of each kind."""
-    return {kind: sum(line.kind == kind for line in lines) for kind in HEADINGS}
-
-
 def _by_sentence(lines: list[Line]) -> list[str]:
     """Return the lines, those that have the same sentence after each other, with the sentence behind the last of them."""
     groups: dict[str, dict[str, list[Line]]] = {}

@@ -63,9 +63,17 @@ def mixture(entries: list[dict[str, Any]]) -> Flags:
     return {"datasets": specs}
 
 
-def data_path(foreign: Foreign, value: Any) -> Flags:
-    """Return a data set or a file under the name that it has here."""
-    return {foreign.entry.to: path_of(foreign, value)}
+def _entry(foreign: Foreign, part: dict[str, Any], path: Any) -> dict[str, Any]:
+    """Return an entry of ``datasets`` of a mapping with the usual keys of `datasets.load_dataset`."""
+    files = part.get("data_files")
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    if path in LOADERS and isinstance(files, str):
+        path = files
+    elif files or path is None:
+        raise NoCounterpart("A data set is one file, a folder or a name here. Put its files into a folder, and name that.")
+    entry = {"path": path_of(foreign, path), "config_name": part.get("name") or part.get("config")}
+    return entry | {"revision": part.get("revision")} | _rows_of(part.get("split"))
 
 
 def trl_dataset(foreign: Foreign, value: Any) -> Flags:
@@ -77,27 +85,6 @@ def trl_dataset(foreign: Foreign, value: Any) -> Flags:
     if split == "train":
         return {"dataset_name": path_of(foreign, name)}
     return mixture([{"path": path_of(foreign, name), "config_name": foreign.get("dataset_config"), "split": split}])
-
-
-def trl_mixture(foreign: Foreign, value: Any) -> Flags:
-    """Return the data sets of TRL's ``datasets`` or the handbook's ``dataset_mixture``."""
-    parts = value["datasets"] if isinstance(value, dict) else value
-    entries = []
-    for part in parts:
-        files = part.get("data_files")
-        path = files if isinstance(files, str) else part.get("path") or part["id"]
-        config_name = part.get("name") or part.get("config")
-        entries.append({"path": path_of(foreign, path), "config_name": config_name, "split": part.get("split")})
-    return mixture(entries)
-
-
-def data_files(foreign: Foreign, value: Any) -> Flags:
-    """Return no flag for one file, which is the path of its data set."""
-    if not isinstance(value, str) and not (isinstance(value, list) and len(value) == 1):
-        raise NoCounterpart(
-            "A data set is one file, a folder or a name here. Put the files into a folder, and name that as path."
-        )
-    return {}
 
 
 def whole_split(foreign: Foreign, value: Any) -> Flags:
@@ -114,32 +101,9 @@ def assistant_alone(foreign: Foreign, value: Any) -> Flags:
     return {}
 
 
-def axolotl_datasets(foreign: Foreign, value: Any) -> Flags:
-    """Return the data sets of Axolotl."""
-    formats = {"alpaca": "instruction", "completion": "text"}
-    entries = []
-    for part in value:
-        files = part.get("data_files")
-        if isinstance(files, list):
-            files = files[0]
-        path = part["path"]
-        # Loaders have the file in data_files.
-        if path in LOADERS:
-            path = files
-        entry = {"path": path_of(foreign, path), "config_name": part.get("name"), "revision": part.get("revision")}
-        entry["format"] = formats.get(str(part.get("type")))
-        entries.append(entry | _rows_of(part.get("split")))
-    return mixture(entries)
-
-
 def llamafactory_datasets(foreign: Foreign, value: Any) -> Flags:
     """Return the data sets of LLaMA-Factory, whose names ``dataset_info.json`` has."""
     return mixture([_dataset_of_info(foreign, name) for name in as_list(value)])
-
-
-def llamafactory_eval(foreign: Foreign, value: Any) -> Flags:
-    """Return a held-out data set, which is one file."""
-    return {"validation_file": _dataset_of_info(foreign, value)["path"]}
 
 
 def _dataset_of_info(foreign: Foreign, name: str) -> dict[str, Any]:
@@ -173,25 +137,6 @@ def swift_datasets(foreign: Foreign, value: Any) -> Flags:
     return mixture(entries)
 
 
-def swift_eval(foreign: Foreign, value: Any) -> Flags:
-    """Return a held-out data set, which is one file."""
-    names = as_list(value)
-    if len(names) > 1 or foreign.locate(names[0]) is None:
-        raise NoCounterpart("Name a held-out file as validation_file.")
-    return {"validation_file": path_of(foreign, names[0])}
-
-
-def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
-    """Return the data set that a component of torchtune loads."""
-    component = str(value.get("_component_")).rpartition(".")[2]
-    path = value.get("source", TORCHTUNE_SOURCES.get(component))
-    if path in LOADERS:
-        path = value["data_files"]
-    if path is None:
-        raise NoCounterpart("Name the data as dataset_name.")
-    return mixture([{"path": path_of(foreign, path)} | _rows_of(value.get("split"))])
-
-
 def torchtune_component(foreign: Foreign, value: Any) -> Flags:
     """Return no flag for a component that learns the answers alone."""
     if "alpaca" in value and (foreign.get("dataset") or {}).get("train_on_input", True):
@@ -199,6 +144,25 @@ def torchtune_component(foreign: Foreign, value: Any) -> Flags:
     if "multimodal" in value:
         raise NoCounterpart("The recipes train on text.")
     return {}
+
+
+def trl_mixture(foreign: Foreign, value: Any) -> Flags:
+    """Return the data sets of TRL's ``datasets`` or the handbook's ``dataset_mixture``."""
+    if isinstance(value, dict):
+        value = value["datasets"]
+    return mixture([_entry(foreign, part, part.get("path") or part["id"]) for part in value])
+
+
+def axolotl_datasets(foreign: Foreign, value: Any) -> Flags:
+    """Return the data sets of Axolotl."""
+    formats = {"alpaca": "instruction", "completion": "text"}
+    return mixture([_entry(foreign, part, part["path"]) | {"format": formats.get(str(part.get("type")))} for part in value])
+
+
+def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
+    """Return the data set that a component of torchtune loads."""
+    component = str(value.get("_component_")).rpartition(".")[2]
+    return mixture([_entry(foreign, value, value.get("source") or TORCHTUNE_SOURCES.get(component))])
 
 
 def columns(foreign: Foreign, value: Any) -> Flags:

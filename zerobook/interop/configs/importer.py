@@ -31,7 +31,6 @@ _FUNCTIONS = {**vars(translations), **vars(data), **vars(strategies)}
 """What the tables name in ``by``."""
 LENGTH = "LENGTH"
 """Flag of the tables for the tokens of a row, which each recipe names in its own way."""
-RECIPES = ("causal_lm", "lora_finetune", "seq2seq_chatbot")
 ADAPTER_KEYS = ("adapter", "adapter_path")
 """Flags that choose the recipe for adapters."""
 

@@ -95,6 +95,13 @@ def adapter(foreign: Foreign, value: Any) -> Flags:
     return flags
 
 
+def axolotl_targets(foreign: Foreign, value: Any) -> Flags:
+    """Return the modules that get adapters: all linear layers come before a list of some."""
+    if foreign.get("lora_target_linear"):
+        value = "all-linear"
+    return {"lora_target_modules": value}
+
+
 def twice_the_rank(foreign: Foreign, value: Any) -> Flags:
     """Return LLaMA-Factory's alpha, which follows from the rank where it is not set."""
     if value == "default":
