@@ -196,6 +196,18 @@ def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_pat
     assert [e["saved"] for e in told] == [False] and "step 3 was not saved" in capfd.readouterr().out
 
 
+def test_a_save_that_fails_ends_the_run_as_a_failure_that_is_started_again(tiny, tmp_path, monkeypatch):
+    """And not as a wrong command line, after which the scripts for clusters do not start it again."""
+
+    def full(staging, *rest):
+        raise OSError(errno.EIO, "Input/output error", str(staging))
+
+    monkeypatch.setattr(store, "publish", full)
+    with pytest.raises(CheckpointError, match="Input/output error") as ended:
+        train(tmp_path / "run", **flags(tiny))
+    assert ended.value.exit_code == 1
+
+
 @pytest.mark.parametrize("under_torchrun, limit", [(True, None), (False, None), (True, "3600")])
 def test_a_save_that_torchrun_would_not_wait_for_is_said_once(tiny, tmp_path, monkeypatch, capfd, under_torchrun, limit):
     monkeypatch.setattr(manager, "TORCHRUN_S", 0)

@@ -38,6 +38,13 @@ class CheckpointError(ZerobookError):
     """A checkpoint that is missing, incomplete, or does not fit this model."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written."""
+
+    exit_code = 1
+    """That of any failure, and not of a wrong command line: where the disk works again, another start goes on."""
+
+
 class DivergenceError(ZerobookError):
     """Training produced a loss or gradient that is not finite."""
 

@@ -16,7 +16,7 @@ from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.checkpoint.save import Saver, bytes_of_state
 from zerobook.config import AUTOMATIC, KEPT_AUTOMATICALLY, RecipeConfig
-from zerobook.errors import CheckpointError, ConfigError
+from zerobook.errors import ConfigError, SaveError
 from zerobook.health.position import during, touch
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
@@ -355,7 +355,7 @@ class CheckpointManager:
         """Log the results of the saves that ended since the last call. Rank 0; if it raises, the launcher stops all ranks.
 
         Raises:
-            CheckpointError: a save failed, and ``on_save_error`` is stop.
+            SaveError: a save failed, and ``on_save_error`` is stop.
         """
         for folder, seconds, problem in self.saver.results():
             step = store.step_of(folder)
@@ -378,7 +378,7 @@ class CheckpointManager:
             log.event("save_failed", step=step, reason=problem, last_complete=last_complete)
             message = f"{folder}: it could not be saved ({problem}); {fallback}."
             if self.config.on_save_error == "stop":
-                raise CheckpointError(
+                raise SaveError(
                     f"{message} Free some space, and resume with --resume_from_checkpoint auto. With --on_save_error "
                     "continue, training continues without it."
                 )
