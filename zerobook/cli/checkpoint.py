@@ -59,6 +59,7 @@ def checkpoint(arguments: list[str]) -> int:
     if flags.action == "import":
         _import(path, flags.output)
         return 0
+    # The other actions are for a single checkpoint.
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
     if flags.action == "inspect" and flags.json:

@@ -96,6 +96,7 @@ def _print_table(data: PreparedData) -> None:
             lengths.max(),
         )
         actions = [f"{count:,} {action}" for action, count in data.report[name].items() if action not in ("rows", "tokens")]
+        # The held-out part of a dataset has the format of the dataset.
         format, _ = data.formats[name.removesuffix(", held out")]
         table.add_row(name, format, *(f"{int(number):,}" for number in numbers), ", ".join(actions))
     console().print(table)

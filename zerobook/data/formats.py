@@ -97,6 +97,7 @@ def detect(
         DataError: no format fits, the named columns are not there, or the columns are those of preference data.
     """
     names = list(columns)
+    # The rejected answer must not be learnt, so such data needs an encoder that reads both.
     if {"chosen", "rejected"} <= set(names) and not encoder_formats:
         raise DataError(
             "the samples have the columns chosen and rejected, so this is preference data. This recipe trains on one answer; "

@@ -311,6 +311,7 @@ class Library:
         if not any(spec.weight for spec in specs):
             return None
         weights = []
+        # Once a dataset has a weight, those without one have the weight 1.
         for spec in specs:
             weights.append(1.0 if spec.weight is None else spec.weight)
         return weights
@@ -320,6 +321,7 @@ class Library:
         """Return ``data`` with a stream for training in place of prepared rows."""
         stream = self.stream(ahead)
         names = [spec.name for spec in self.config.dataset_specs()]
+        # Nothing else is known before the shards are read.
         facts = {name: {"shards": count} for name, count in zip(names, stream.counts, strict=True)}
         return replace(data, train=stream, report=facts | data.report)
 

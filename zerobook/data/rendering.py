@@ -265,6 +265,7 @@ class ChatTemplate:
             checked_length(text)
         except _PAST_LIMITS:
             raise
+        # A template can raise any error: it is code, and many check the order of the roles themselves.
         except Exception as error:
             raise BadSample(f"the chat template refuses it: {error}") from None
         assistant_turns = find_assistant_turns(messages)

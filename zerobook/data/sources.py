@@ -189,6 +189,7 @@ def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
 
 
 def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
+    # ``save_to_disk`` writes the first file for several splits, and the second one for a single split.
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 

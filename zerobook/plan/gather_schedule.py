@@ -140,6 +140,7 @@ class _Coordinator:
             weight, use = self._coming.popleft()
             self._prefetched_use[weight.name] = use
             not_passed.discard(weight.name)
+        # Both limits count elements: of all gathered weights, and of one prefetch.
         room = min(self.sharding.max_live_elements - self._live_elements, self.sharding.prefetch_bucket_elements)
         while self._coming and room > 0:
             weight, use = self._coming.popleft()

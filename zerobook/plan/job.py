@@ -407,6 +407,7 @@ def _fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
             for tensors in (module._parameters, module._buffers):
                 originals.append((tensors, dict(tensors)))
                 for name, tensor in tensors.items():
+                    # A layer without a bias has its name, and no tensor.
                     if tensor is None:
                         continue
                     # A shared tensor stays shared.

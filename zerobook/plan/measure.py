@@ -95,6 +95,7 @@ def measure(
         )
         code, output = subprocess_launch.run(command, limit_s)
         results = [result.with_suffix(f".{rank}.json") for rank in range(plan.world_size)]
+        # A rank writes its result at the end of its run, so one that failed has none.
         if not all(path.exists() for path in results):
             measurement.failure = _describe_failure(code, output, limit_s)
             return measurement

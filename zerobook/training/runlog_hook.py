@@ -61,6 +61,7 @@ class RunlogHook(Hook):
         self.log.steps([record.to_json() for record in records])
         last = records[-1]
         pace = trainer.pace
+        # One reading of the loss is noisy, so people compare the mean of the steps since the last log point.
         mean_loss = sum(float(record.loss) for record in records) / len(records)
         metrics: dict[str, Any] = {"metrics": last.metrics} if last.metrics else {}
         self.log.event(

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from zerobook.errors import ConfigError
 
-_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -21,8 +21,9 @@ def parse_bytes(text: str, key: str) -> int:
     Raises:
         ConfigError: no number, no unit, an unknown unit, or an amount of 0. ``key`` names the flag.
     """
-    match = re.fullmatch(rf"\s*{_NUMBER}\s*([kmgtp]i?)?b\s*", text, re.I)
-    if match is None:
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtp]i?)?b\s*", text, re.I)
+    # A number of many digits is infinite as a float.
+    if match is None or not math.isfinite(float(match[1])):
         # 80 alone could be bytes or GB.
         is_bare_number = _number(text) is not None
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if is_bare_number else ""
@@ -41,11 +42,10 @@ def parse_rate(text: str, key: str) -> float:
     Raises:
         ConfigError: as `parse_bytes`; or all letters are lower case, as in ``50gb/s``, which people use for both.
     """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
-    value = _number(match[1]) if match else None
-    if match is None or not value or (match[3] == "b/s" and (match[2] or "").islower()):
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
+    if match is None or not 0 < float(match[1]) < math.inf or (match[3] == "b/s" and (match[2] or "").islower()):
         raise ConfigError(f"{key}: {text!r} is not a rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
-    rate = value * _DECIMAL[(match[2] or "").lower()]
+    rate = float(match[1]) * _DECIMAL[(match[2] or "").lower()]
     # A capital B stands for bytes.
     if "B" in match[3]:
         return rate
@@ -58,9 +58,8 @@ def parse_count(text: str, key: str) -> int:
     Raises:
         ConfigError: no such number, or 0.
     """
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
-    value = _number(match[1]) if match else None
-    if match is None or not value:
+    match = re.fullmatch(rf"\s*({_NUMBER}(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise ConfigError(f"{key}: {text!r} is not a number such as 7.5B, 350M or 7500000000.")
     return int(Fraction(match[1]) * _COUNTS[(match[2] or "").lower()])
 
