@@ -44,6 +44,7 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 	@$(BIN)/python scripts/parallelism.py
 	@$(BIN)/python scripts/failures.py
 	@$(BIN)/python scripts/replays.py
+	@$(BIN)/python scripts/coming_from.py
 
 trl: $(STAMP) ## TRL in .cache/trl, for the test that compares imported configs with it
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .cache/trl trl==1.16.0

@@ -117,3 +117,18 @@ def test_a_named_launch_goes_on_as_the_line_that_it_prints(folder, monkeypatch, 
 def test_doctor_takes_the_same_line(folder, capsys):
     assert main(["doctor", "--strategy", "zero3", "--num_processes", "2", "--json"]) == 0
     assert "ZeRO-3" in capsys.readouterr().out
+
+
+def test_data_inspect_takes_the_name_of_a_recipe(folder, tiny, capsys):
+    flags = {
+        "model_name_or_path": tiny / "llama",
+        "train_file": tiny / "chats.jsonl",
+        "cache_dir": folder,
+        "output_dir": folder,
+    }
+    line = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
+
+    assert main(["data", "inspect", "lora_finetune", *line, "--samples", "1"]) == 0
+
+    # A data file is shown by its lines.
+    assert "row 0" in capsys.readouterr().out

@@ -59,6 +59,8 @@ def commands(text: str) -> list[tuple[str, str | None]]:
 
 # --- the README as a whole
 RUN_PAGES = {"README.md": README, "tutorial.md": TUTORIAL, "recipes.md": RECIPES}
+for page in sorted((ROOT / "docs" / "how-to").glob("coming_from_*.md")):
+    RUN_PAGES[page.name] = page.read_text()
 """Pages whose commands are run, unless a note says what they need."""
 RUN_HERE = {
     name: [line for line, needs in commands(text) if needs is None and not line.startswith(("make ", "source "))]

@@ -22,6 +22,7 @@ from zerobook.config import parse
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
 from zerobook.training.recipe_file import RUNS, recipe_class
+from zerobook.utils.shipped import names
 from zerobook.utils.terminal import console, say
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 def data(arguments: list[str]) -> int:
     """Run ``zerobook data ARGUMENTS`` and return the exit code."""
-    # `inspect` takes either a recipe (a Python file) or a data file, and each has flags of its own.
+    # `inspect` takes either a recipe (a Python file, or the name of a shipped one) or a data file; each has flags of its own.
     inspects_path = len(arguments) > 1 and arguments[0] == "inspect" and not arguments[1].startswith("-")
-    if inspects_path and not arguments[1].endswith(".py"):
+    if inspects_path and not arguments[1].endswith(".py") and arguments[1] not in names("recipes"):
         from zerobook.cli.inspect_data import inspect
 
         return inspect(arguments[1:])
