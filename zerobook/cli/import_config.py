@@ -96,7 +96,9 @@ def write(imported: Imported, folder: Path) -> None:
 
 def launch_words(imported: Imported, folder: Path) -> list[str]:
     """Return the arguments of ``accelerate launch`` for the files that `write` wrote."""
-    strategy = shipped(f"accelerate_configs/{imported.strategy.name}.yaml")
+    strategy = Path(imported.strategy.name)
+    if not strategy.suffix:
+        strategy = shipped(f"accelerate_configs/{strategy}.yaml")
     if imported.strategy.content is not None:
         strategy = folder / f"{imported.strategy.name}.yaml"
     words = ["--config_file", _from_here(strategy), "--num_processes", str(imported.foreign.processes)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from zerobook.interop.configs.importer import Imported, Line
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRANSLATED, UNKNOWN
+from zerobook.utils.units import counted
 
 HEADINGS = {
     SAME: "the same",
@@ -58,16 +59,18 @@ def _by_sentence(lines: list[Line]) -> list[str]:
 
 def _key(line: Line) -> str:
     text = f"{line.key}: {_shown(line.value)}"
+    separator = "  ->  "
     for flag, value in line.flags.items():
         # The same name and the same value need no arrow.
         if flag != line.key or value != line.value:
-            text += f"  ->  {flag}: {_shown(value)}"
+            text += f"{separator}{flag}: {_shown(value)}"
+            separator = ", "
     return text
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return f"{len(value)} entries"
+        return counted(len(value), "data set")
     text = " ".join(str(value).split())
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]

@@ -18,15 +18,13 @@ PROGRAMS = {
     "llamafactory-cli": ("llamafactory", "train", ""),
     "axolotl": ("axolotl", "train", ""),
     "swift": ("ms-swift", "sft", ""),
-    "sft.py": ("", "", ""),
     "run_sft.py": ("trl", "", ""),
     "run_clm.py": ("trainer", "", "causal_lm"),
     "run_clm_no_trainer.py": ("trainer", "", "causal_lm"),
     "run_summarization.py": ("trainer", "", "seq2seq_chatbot"),
     "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
 }
-"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known). Several trainers
-have an sft.py, so that its flags say whose it is."""
+"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known)."""
 OF_LAUNCHER = ("num_processes", "num_machines", "accelerate_config", "launcher")
 """Flags of TRL's own command that it hands to accelerate."""
 
@@ -49,9 +47,12 @@ def read_command(words: list[str]) -> Command:
     """
     position = find_program(words)
     if position is None:
-        raise ConfigError(f"{' '.join(words) or 'command'}: there is none of {', '.join(PROGRAMS)} in it. Nothing was written.")
+        raise ConfigError(
+            f"{' '.join(words) or 'command'}: there is none of {', '.join(PROGRAMS)} in it, and no script. Nothing was written."
+        )
     program = Path(words[position]).name
-    trainer, subcommand, recipe = PROGRAMS[program]
+    # The flags of another script may be those of a trainer that it is built on.
+    trainer, subcommand, recipe = PROGRAMS.get(program, ("", "", ""))
     rest = words[position + 1 :]
     if subcommand:
         what = " ".join([program, *rest[:1]])
@@ -77,10 +78,9 @@ def read_command(words: list[str]) -> Command:
 
 def find_program(words: list[str]) -> int | None:
     """Return where the trainer's program is: the first word, or a script behind its launcher. None where there is none."""
-    for index, word in enumerate(words):
-        if Path(word).name in PROGRAMS and (index == 0 or word.endswith(".py")):
-            return index
-    return None
+    if words and Path(words[0]).name in PROGRAMS:
+        return 0
+    return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:

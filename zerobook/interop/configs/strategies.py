@@ -42,7 +42,7 @@ _SHARDING = {
 
 
 class Strategy(NamedTuple):
-    """A strategy file: the name of a shipped one, or the content of one to write."""
+    """A strategy file: the name of a shipped one, the path of one, or the content of one to write."""
 
     name: str
     content: dict[str, Any] | None = None
@@ -118,12 +118,14 @@ def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
     known = {"single_gpu": "single", "multi_gpu": DDP, "fsdp1": "fsdp", "fsdp2": "fsdp"}
     stem = Path(name).stem.removeprefix("deepspeed_")
     stem = known.get(stem, stem)
-    if name and not shipped(f"accelerate_configs/{stem}.yaml").is_file():
-        raise NoCounterpart(
-            f"Give {name} to accelerate launch as --config_file: it reads it as it is, and zerobook doctor checks it."
-        )
-    if name:
+    path = foreign.locate(name)
+    if path is not None:
+        # It is a strategy file already.
+        foreign.strategy = {"name": str(path)}
+    elif shipped(f"accelerate_configs/{stem}.yaml").is_file():
         foreign.strategy = {"name": stem}
+    elif name:
+        raise NoCounterpart(_NO_FILE)
     return {}
 
 
