@@ -248,7 +248,11 @@ def test_the_code_reads_nothing_that_can_hold_code(folder):
     found = []
     for file in sorted((ROOT / folder).rglob("*.py")):
         tree = ast.parse(file.read_text())
-        found += [f"{file.name}: {name}" for name in FORBIDDEN_MODULES & imports_of(tree)]
+        forbidden_modules = FORBIDDEN_MODULES
+        if file == ROOT / "zerobook/interop/checkpoints/unpickle.py":
+            # The unpickler of sharded checkpoints' index makes listed classes of torch alone: tests/test_checkpoint_import.py.
+            forbidden_modules = FORBIDDEN_MODULES - {"pickle"}
+        found += [f"{file.name}: {name}" for name in forbidden_modules & imports_of(tree)]
         for name, call in calls_of(tree):
             words = {word.arg: ast.unparse(word.value) for word in call.keywords}
             called = ast.unparse(call.func)
