@@ -75,7 +75,9 @@ IMPORTED = """# Checkpoints of other trainers, continued: measured
 
 Six AdamW steps on 8 chats in one batch, by transformers' Trainer and by a loop on accelerate, launched on CPU ranks. The
 checkpoint of the third step is imported with `zerobook checkpoint import`, and three more steps are taken here. *Loss* is the
-largest relative difference of these three from the other trainer's own. Written by `make test-full`.
+largest relative difference of these three from the other trainer's own. Rows that end with another trainer were exported again
+with `zerobook checkpoint export`, and the last steps are that trainer's. `trainer-zero2-adamw` has the optimizer in DeepSpeed's
+JSON, the others have Trainer's own. `full` is a full state dict, where others are sharded. Written by `make test-full`.
 """
 
 HOST = """# Host RAM while a model is loaded: measured

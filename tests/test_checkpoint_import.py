@@ -91,6 +91,17 @@ def test_trainer_continues_what_was_exported(trained, tiny, tmp_path):
         assert torch.allclose(continued[name], parameter, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.parametrize("trained", ["full"], indirect=True)
+def test_a_sharded_state_dict_has_every_name_of_a_shared_weight(trained, tmp_path):
+    imported = import_checkpoint(Path(trained.args.output_dir) / "checkpoint-6", tmp_path / "run").checkpoint
+    assert main(["checkpoint", "export", str(imported), "--to", "dcp", "--output", str(tmp_path / "state")]) == 0
+    expected = trained.model.state_dict()
+    loaded = {"model": {name: torch.zeros_like(tensor) for name, tensor in expected.items()}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
+    assert "lm_head.weight" in expected, "the embedding is used twice"
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("trained", ["lora"], indirect=True)
 @pytest.mark.parametrize("command", [["export"], ["checkpoint", "export", "--to", "trainer"]])
 def test_an_imported_adapter_is_exported_only_after_it_was_continued(trained, tmp_path, capsys, command):

@@ -100,9 +100,10 @@ def train_with_accelerate(spec: dict[str, Any]) -> list[float]:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedType
 
+    # On CPUs, accelerate forms a group only where it is told that they are meant.
+    PartialState(cpu=True)
     if "ACCELERATE_USE_FSDP" in os.environ:
         # accelerate chooses FSDP only where there are GPUs, though FSDP2 itself runs on gloo.
-        PartialState(cpu=True)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         os.environ["FSDP_STATE_DICT_TYPE"] = spec["state_dict"]
     accelerator = Accelerator()
@@ -114,8 +115,12 @@ def train_with_accelerate(spec: dict[str, Any]) -> list[float]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
     losses = []
-    for step in range(STEPS):
-        if step == HALF:
+    first = 0
+    if spec.get("resume"):
+        accelerator.load_state(spec["resume"])
+        first = HALF
+    for step in range(first, STEPS):
+        if step == HALF and not spec.get("resume"):
             accelerator.save_state(str(Path(spec["output"]) / "state"))
         for batch in loader:
             labels = batch.pop("labels")

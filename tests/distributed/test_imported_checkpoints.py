@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.distributed.test_parity import largest_difference, record
 from tests.harness import LIMIT_S, ROOT, SETTINGS, launch, start
 from tests.test_checkpoint_import import LORA
 from zerobook.cli.main import main
+from zerobook.interop.checkpoints.exporter import export_state
 from zerobook.interop.checkpoints.importer import import_checkpoint
 from zerobook.utils.subprocess_launch import kill_family
 
@@ -69,8 +71,8 @@ READERS = {
 SAMPLE = [("trainer-zero3", "fsdp"), ("trainer-zero2", "single"), ("accelerate-fsdp2", "zero2")]
 
 
-def run_other(tiny: Path, folder: Path, case: str) -> list[float]:
-    """Let the other trainer train, and return its losses."""
+def run_other(tiny: Path, folder: Path, case: str, resume: Path | None = None) -> list[float]:
+    """Let the other trainer train, or continue the checkpoint ``resume``, and return its losses."""
     facts = THEIRS[case]
     decay = facts.get("weight_decay", 0.1)
     arguments = {
@@ -89,6 +91,7 @@ def run_other(tiny: Path, folder: Path, case: str) -> list[float]:
         "data": str(tiny / "few.jsonl"),
         "output": str(folder),
         "rows": 8,
+        "resume": None if resume is None else str(resume),
         "ranks": facts["ranks"],
         "lora": facts.get("lora"),
         "state_dict": facts.get("state_dict", "SHARDED_STATE_DICT"),
@@ -201,3 +204,31 @@ def test_a_rollback_may_go_to_an_imported_checkpoint(tiny, tmp_path, theirs):
     outcome = next(event for event in run.events if event["type"] == "rollback" and event["phase"] == "outcome")
     assert outcome["step"] == HALF and outcome["differing"] == {}
     assert largest_difference(run.losses[-3:], losses[HALF:]) < TOLERANCE
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_trainer_continues_under_ddp_what_it_began_with_zero_and_we_went_on_with(tiny, tmp_path, theirs):
+    losses, checkpoint = theirs("trainer-zero3")
+    import_checkpoint(checkpoint, tmp_path / "run")
+    launch("fsdp", 2, "causal_lm", tmp_path / "run", save_steps=4, **flags_of(tiny, "trainer-zero3", 2))
+    exported = tmp_path / "checkpoint-4"
+    export_state(tmp_path / "run" / "checkpoints" / "step-000004", exported, "trainer")
+    (tmp_path / "back").mkdir()
+    loss = largest_difference(run_other(tiny, tmp_path / "back", "trainer-ddp", exported), losses[4:])
+    assert loss < TOLERANCE
+    record("imported", trainer="trainer-zero3 on 2", reader="fsdp on 2, then trainer-ddp on 2", recipe="causal_lm", loss=loss)
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_accelerate_continues_an_exported_sharded_state_dict(tiny, tmp_path, theirs):
+    losses, checkpoint = theirs("accelerate-fsdp2")
+    # Only the config says which weights have two names.
+    shutil.copy(tiny / "llama" / "config.json", checkpoint)
+    imported = import_checkpoint(checkpoint, tmp_path / "run").checkpoint
+    export_state(imported, tmp_path / "state", "dcp")
+    (tmp_path / "back").mkdir()
+    loss = largest_difference(run_other(tiny, tmp_path / "back", "accelerate-fsdp2", tmp_path / "state"), losses[HALF:])
+    assert loss < TOLERANCE
+    record("imported", trainer="accelerate-fsdp2 on 2", reader="accelerate-fsdp2 on 2", recipe="causal_lm", loss=loss)

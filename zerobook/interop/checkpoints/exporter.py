@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints.model_names import empty_model, number_orders
 from zerobook.interop.checkpoints.sharded import MODEL_FOLDER, OPTIMIZER_FOLDER
 from zerobook.interop.checkpoints.source import MOMENTS
+from zerobook.runlog.facts import trains_adapters
 from zerobook.runlog.history import History
 from zerobook.utils import files
 
@@ -111,6 +113,9 @@ def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
                 return reader.read_tensor(tensor_names[index.fqn])
             return value
 
+    recorded = store.read_json(checkpoint / "config.json")
+    if trains_adapters(recorded["config"]):
+        raise CheckpointError(f"{checkpoint}: it holds adapters, and --to dcp is for models of which all is trained.")
     tensor_names: dict[str, str] = {}
     weights = {}
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -121,7 +126,17 @@ def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
         for key in MOMENTS:
             states[name][key] = torch.empty(shape, device="meta")
             tensor_names[f"optimizer.state.{name}.{key}"] = f"{key}/{name}"
-    groups = [{"params": list(weights), **_settings(checkpoint)}]
+    # A group has more settings than a run decides on, and a loader expects all.
+    groups = torch.optim.AdamW([torch.empty(0)], **_settings(checkpoint)).state_dict()["param_groups"]
+    groups[0]["params"] = list(weights)
+    if recorded["base"]:
+        # A weight that the model uses twice has two names in a state dict.
+        (folder / "config.json").write_text(json.dumps(recorded["base"]["config"]))
+        names: dict[int, str] = {}
+        for name, parameter in empty_model(folder).named_parameters(remove_duplicate=False):
+            first_name = names.setdefault(id(parameter), name)
+            weights[name] = weights[first_name]
+            tensor_names[f"model.{name}"] = f"weight/{first_name}"
     parts: dict[str, dict[str, Any]] = {
         MODEL_FOLDER: {"model": weights},
         OPTIMIZER_FOLDER: {"optimizer": {"state": states, "param_groups": groups}},
