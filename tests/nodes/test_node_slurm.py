@@ -155,6 +155,31 @@ def test_slurms_warning_saves_and_the_job_goes_on_after_it_was_queued_again(clus
     job.assert_continued_from_warning()
 
 
+SLOW_SAVE = """
+import os, time
+from zerobook.training.hooks import Hook
+
+class SlowSave(Hook):
+    def state_dict(self, trainer):
+        if trainer.progress.step > 100 and "SLURM_RESTART_COUNT" not in os.environ:
+            time.sleep(3600)
+        return {}
+"""
+"""Lets the second save of a job's first start take an hour."""
+
+
+def test_a_job_whose_time_is_over_before_it_has_saved_goes_on_from_an_earlier_checkpoint(cluster, tmp_path, tiny):
+    hook = tmp_path / "slow_save.py"
+    hook.write_text(SLOW_SAVE)
+    options = ("--time=4", "--signal=B:USR1@30")
+    job = Job(cluster, tmp_path, tiny, "--hooks", f"{hook}:SlowSave", steps=ENDLESS, options=options)
+    job.wait_for_training()
+    job.wait_for_training(attempt=2, seconds=480)
+    assert job.info("Restarts") == "1"
+    assert job.events("preempted") == []
+    assert job.events("resume")[0]["checkpoint"].endswith("step-000100")
+
+
 def test_a_cancelled_job_saves_and_is_not_queued_again(cluster, tmp_path, tiny):
     job = Job(cluster, tmp_path, tiny, steps=ENDLESS)
     job.wait_for_training()
