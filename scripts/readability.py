@@ -45,11 +45,11 @@ class Bound(NamedTuple):
 
 # A limit follows the figure down as code is rewritten, until it is the goal.
 BOUNDS = {
-    "statements": Bound(29_967, 16_500),
-    "compact": Bound(5.2, 5),
+    "statements": Bound(29_800, 16_500),
+    "compact": Bound(5, 5),
     "nested": Bound(20, 20),
     "vague names": Bound(0.5, 0.5),
-    "comments": Bound(3.7, 4),
+    "comments": Bound(3.9, 4),
     "fmt: skip": Bound(0, 0),
     "packed": Bound(60, 60),
     "long functions": Bound(12, 12),
