@@ -260,7 +260,8 @@ def clone(tmp_path) -> Path:
 
 def run(line: str, cwd: Path, limit: int = 240) -> subprocess.CompletedProcess:
     program, *arguments = shlex.split(line)
-    if program == "accelerate":
+    if arguments[0] == "launch":
+        # Several launches run at the same time here.
         arguments = [arguments[0], "--main_process_port", "0", *arguments[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     path = str(Path(sys.executable).with_name(program))
