@@ -280,7 +280,8 @@ def test_every_command_without_a_note_runs(page, clone):
         (clone / name).write_text(content)
     # in order: some of them go on from what another saved
     for line in RUN_HERE[page]:
-        result = run(line, clone)
+        # A training of a page takes minutes where other programs have the cores.
+        result = run(line, clone, limit=600)
         said = result.stdout + result.stderr
         assert result.returncode == 0, f"{line}\n{said[-5000:]}"
         if "--resume_from_checkpoint" in line:
