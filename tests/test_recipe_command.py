@@ -42,13 +42,21 @@ CASES = {
     "a short encoder-decoder": ("short t5", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "an encoder-decoder": ("flan_t5_base", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "adapters of an encoder-decoder": ("flan_t5_xl", ["--gpu", "a10g", "--method", "lora"], "lora", "seq2seq_chatbot", 64),
+    "adapters of a short encoder-decoder": ("short t5", ["--gpu", "a10g", "--method", "lora"], "lora", "seq2seq_chatbot", 64),
+    "a tiny base quantised as asked": ("tiny", ["--gpu", "a10g", "--method", "qlora"], "qlora", "lora_finetune", 64),
     "several nodes": ("falcon_7b", ["--gpus", "8", "--nodes", "2", *SLOW, "--method", "lora"], "lora", "lora_finetune", 64),
     "a batch that does not divide": ("tiny", ["--gpus", "3", "--global_batch", "64"], "full", "causal_lm", 63),
     "few positions": ("blenderbot_400m", ["--gpu", "a10g"], "full", "seq2seq_chatbot", 64),
     "a quantised base": ("llama2_13b", ["--gpu", "a10g", "--length", "1024"], "qlora", "lora_finetune", 64),
 }
 """Case -> (model, flags, method, recipe, samples of a step)."""
-SAMPLE = {"tiny adapters on several nodes", "a batch that does not divide", "a short encoder-decoder"}
+SAMPLE = {
+    "tiny adapters on several nodes",
+    "a batch that does not divide",
+    "a short encoder-decoder",
+    "adapters of a short encoder-decoder",
+    "a tiny base quantised as asked",
+}
 """Cases of every test run; each plans a small model with all its settings."""
 
 
@@ -76,6 +84,8 @@ def test_what_is_written_can_be_launched(case, tmp_path, monkeypatch, capsys):
     hardware = Hardware(gpus=where.gpus, gpu_name=where.device.name, bf16=True, flash_attention=True)
     plan, problems, config, _ = inspect_launch(launch, hardware)
     assert not problems and not plan.problems
+    assert config.trains_adapters == (method != "full")
+    assert (config.base_format is not None) == (method == "qlora")
     size = config.per_device_train_batch_size * config.gradient_accumulation_steps * where.ranks
     assert size == batch and f"= {batch} " in header["Batch"]
     assert bool(config.load_in_4bit if recipe == "lora_finetune" else False) == (method == "qlora")

@@ -35,6 +35,8 @@ examples:
       --dataset_name databricks/databricks-dolly-15k
 """
 _DATA = ("train_file", "dataset_name")
+_METHOD_VALUES: dict[str | None, dict[str, Any]] = {"qlora": {"load_in_4bit": True}, "lora": {"adapter": "lora"}}
+"""Value of ``--method`` -> what it sets."""
 _LARGE_MODEL = 20e9
 """Parameters from which QLoRA's paper halves the rate, and the dropout of adapters."""
 _PUBLISHED: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
@@ -135,7 +137,7 @@ def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]
     values["mixed_precision"] = cluster.half_precision
     values["gradient_accumulation_steps"] = samples_per_rank
     values["per_device_train_batch_size"] = 1
-    return values
+    return values | _METHOD_VALUES.get(flags.method, {})
 
 
 def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster) -> Request:
@@ -155,8 +157,7 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
     recipe_file = shipped(f"recipes/{name}.py")
     kind = recipe_class(str(recipe_file))
     words = []
-    method_values: dict[str, dict[str, Any]] = {"qlora": {"load_in_4bit": True}, "lora": {"adapter": "lora"}}
-    for key, value in (values | method_values.get(method, {})).items():
+    for key, value in values.items():
         words += [f"--{key}", "true" if value is True else str(value)]
     config, sources, _ = parse(kind.config_class, words, data=False)
     # The planner divides the samples of a step into micro-batches.
