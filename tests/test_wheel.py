@@ -77,7 +77,8 @@ def test_the_sdist_and_the_wheel_hold_every_file(source, wheel):
     }
     assert len(configs) >= 4 and len(strategies) >= 25
     templates = {file.relative_to(ROOT).as_posix() for file in (ROOT / "zerobook").rglob("*.jinja")}
-    everything = code | configs | templates | {"zerobook/runlog/report.html.j2", "zerobook/runlog/charts.js"}
+    tables = {file.relative_to(ROOT).as_posix() for file in (ROOT / "zerobook/interop/configs/tables").glob("*.yaml")}
+    everything = code | configs | templates | tables | {"zerobook/runlog/report.html.j2", "zerobook/runlog/charts.js"}
     packed = {file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file()}
     assert not (everything | strategies | {"setup.py", "pyproject.toml", "LICENSE"}) - packed
     with zipfile.ZipFile(wheel) as archive:

@@ -177,7 +177,7 @@ def pass_signals_on() -> None:
             os._exit(128 + number)
         if number == signal.SIGINT:
             with suppress(subprocess.TimeoutExpired):
-                witness.wait(0.2)
+                witness.wait(2)
             # The process has got this signal, too. It would end without a checkpoint at a second one.
             if witness.returncode == -number:
                 return

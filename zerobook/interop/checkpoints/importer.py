@@ -30,6 +30,7 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Piece
 from zerobook.strategy.weights import unwrapped_name
 from zerobook.utils import files
+from zerobook.utils.reading import read_text
 
 WORKERS = min(8, os.cpu_count() or 1)
 """Parts of a checkpoint that are read and written at the same time."""
@@ -112,7 +113,7 @@ def _zero_candidates(folder: Path) -> Iterator[Path]:
     yield folder
     latest = folder / "latest"
     if latest.is_file():
-        yield folder / Path(latest.read_text(encoding="utf-8").strip()).name
+        yield folder / Path(read_text(latest).strip()).name
     elif folder.is_dir():
         steps = sorted(folder.glob("global_step*"))
         if len(steps) > 1:

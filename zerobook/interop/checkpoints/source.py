@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from zerobook.errors import CheckpointError
 from zerobook.strategy import Piece
+from zerobook.utils.reading import read_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state that AdamW keeps for each weight, by its names in torch."""
@@ -83,7 +83,7 @@ def require_adamw(path: Path, state: Iterable[str]) -> None:
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `CheckpointError` where there is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: it cannot be read: {error}. Copy it again.") from None
     if not isinstance(content, dict):

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
+from zerobook.utils.reading import read_text
 from zerobook.utils.written_values import as_list
 from zerobook.utils.yaml_text import load_bounded
 
@@ -111,7 +112,7 @@ def _dataset_of_info(foreign: Foreign, name: str) -> dict[str, Any]:
     file = foreign.locate(f"{folder}/dataset_info.json")
     if file is None:
         raise NoCounterpart(f"{folder}/dataset_info.json is not there. Copy it there, or name the data as dataset_name.")
-    info = load_bounded(file.read_text(encoding="utf-8"))
+    info = load_bounded(read_text(file))
     if name not in info:
         raise NoCounterpart(f"{name} is not in {file}. Name the data as dataset_name.")
     entry = info[name]

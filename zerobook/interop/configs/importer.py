@@ -203,7 +203,7 @@ def _translate(foreign: Foreign, path: str, value: Any, entry: Entry) -> Line:
         flags = _flags(foreign, value, entry)
     except NoCounterpart as error:
         return Line(path, value, NOT_POSSIBLE, {}, str(error))
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, OSError):
         # A value may be anything that YAML can say.
         return Line(
             path, value, NOT_POSSIBLE, {}, "The value is none that is known for this key. Correct it, or remove the key."

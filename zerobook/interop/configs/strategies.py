@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
+from zerobook.utils.reading import read_json, read_text
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_bounded
 
@@ -56,7 +57,7 @@ def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
         if path is None or not path.is_file():
             return _by_name(foreign, value)
         # YAML would read 1e9 as text.
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     stage = int((config.get("zero_optimization") or {}).get("stage", 0))
     foreign.strategy = {"deepspeed": config}
     if not stage:
@@ -88,7 +89,7 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
         path = foreign.locate(config)
         if path is None:
             raise NoCounterpart(_NO_FILE)
-        config = load_bounded(path.read_text(encoding="utf-8"))
+        config = load_bounded(read_text(path))
     settings = {str(key).removeprefix("fsdp_"): setting for key, setting in config.items()}
     words = str(foreign.config.get("fsdp") or "").lower()
     # Both versions have it, with other values.
@@ -141,7 +142,7 @@ def choose(foreign: Foreign) -> Strategy:
         return Strategy("strategy", content)
     settings = _settings(config)
     for file in sorted(shipped("ds_configs").glob("*.json")):
-        shipped_settings = _settings(json.loads(file.read_text(encoding="utf-8")))
+        shipped_settings = _settings(read_json(file))
         more = " ".join(shipped_settings - settings)
         # What else a shipped file says is about speed, unless it offloads.
         if settings <= shipped_settings and "device" not in more and "hpz" not in more:
@@ -153,7 +154,7 @@ def choose(foreign: Foreign) -> Strategy:
 
 
 def _shipped_file(name: str) -> dict[str, Any]:
-    return load_bounded(shipped(f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8"))
+    return load_bounded(read_text(shipped(f"accelerate_configs/{name}.yaml")))
 
 
 def _settings(config: dict[str, Any], prefix: str = "") -> set[str]:

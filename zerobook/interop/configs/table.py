@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from zerobook.utils.reading import read_text
 from zerobook.utils.yaml_text import load_yaml
 
 FOLDER = Path(__file__).with_name("tables")
@@ -78,7 +79,7 @@ class Table:
 @cache
 def load_table(name: str) -> Table:
     """Return the table in ``tables/NAME.yaml``."""
-    content = load_yaml((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    content = load_yaml(read_text(FOLDER / f"{name}.yaml"))
     entries: dict[str, Entry] = {}
     defaults: dict[str, Any] = {}
     refused: dict[str, str] = {}
