@@ -48,7 +48,7 @@ OF_THIS_MACHINE = {
 
 @dataclass
 class Project:
-    """What became of the configs of a folder."""
+    """The results of importing the configs of a folder."""
 
     name: str
     commit: str

@@ -274,6 +274,12 @@ def spoil(folder, how):
     elif how == "a run":
         shutil.rmtree(folder)
         (folder / "checkpoint-20").mkdir(parents=True)
+    elif how == "another program's file":
+        torch.save([1, 2], ranks[0])
+    elif how == "a key is missing":
+        content = torch.load(ranks[0], weights_only=False)
+        del content["optimizer_state_dict"]["base_optimizer_state"]
+        torch.save(content, ranks[0])
     elif how == "two steps":
         shutil.rmtree(folder)
         for step in (1, 2):
@@ -292,6 +298,8 @@ def spoil(folder, how):
         ("no folder", "no such folder"),
         ("weights alone", "--model_name_or_path"),
         ("a run", "checkpoint-20"),
+        ("another program's file", "content"),
+        ("a key is missing", "base_optimizer_state"),
         ("two steps", "global_step2"),
     ],
 )

@@ -67,15 +67,22 @@ def import_checkpoint(folder: Path, output: Path) -> Imported:
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output}: it holds something already. Give the imported run a folder of its own.")
-    source = _open(folder)
-    # Trainer's own files are beside DeepSpeed's folder.
-    home = folder.parent if folder.name.startswith("global_step") else folder
-    position = read_position(home, source.optimizer_steps)
-    if position.step < 1:
-        raise CheckpointError(f"{folder}: it was saved before the first step. Start a new run from the model.")
-    with files.staged(output) as staged_run:
-        _write_checkpoint(store.folder_of(staged_run), home, source, position)
-        _write_log(staged_run, home, source, position)
+    try:
+        source = _open(folder)
+        # Trainer's own files are beside DeepSpeed's folder.
+        home = folder.parent if folder.name.startswith("global_step") else folder
+        position = read_position(home, source.optimizer_steps)
+        if position.step < 1:
+            raise CheckpointError(f"{folder}: it was saved before the first step. Start a new run from the model.")
+        with files.staged(output) as staged_run:
+            _write_checkpoint(store.folder_of(staged_run), home, source, position)
+            _write_log(staged_run, home, source, position)
+    # A file of another program, or of another version, may have the name and not the content.
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: a file in it has not the content that transformers, DeepSpeed, accelerate or FSDP write under its name "
+            f"({error!r}). Start a new run from the trained weights."
+        ) from error
     return Imported(checkpoint=store.folder_of(output) / store.name_of(position.step), source=source, position=position)
 
 

@@ -60,7 +60,7 @@ def _interval(strategy: Any, steps: Any) -> Any:
     # Some trainers need no strategy beside the steps.
     if strategy in (None, "steps"):
         return steps
-    # YAML reads the word no as false. The last one is best, a checkpoint of each best state.
+    # YAML reads the word no as false. The value best, a checkpoint at each lower loss, has no counterpart but the default.
     return {"no": 0, False: 0, "epoch": "epoch"}.get(strategy, "auto")
 
 
