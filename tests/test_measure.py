@@ -132,12 +132,17 @@ def test_a_recipe_of_ones_own_is_loaded_from_where_the_run_was_started(tiny, tmp
         tmp_path / "run", recipe_class("recipe.py"), model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl",
         validation_file=tiny / "few.jsonl", block_size=64, max_train_steps=1, cache_dir=tmp_path / "cache",
     )  # fmt: skip
-    found = measured(capsys, "run", "--file", tiny / "few.jsonl")
+    found = measured(capsys, "run", "--file", tiny / "few.jsonl", "--trust_remote_code")
     assert found["held_out"] == pytest.approx({key: run.event("eval")[key] for key in ("loss", "tokens")})
+
+    # A runlog from elsewhere may name any file: nothing of it runs without the user's word.
+    (tmp_path / "recipe.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ConfigError, match="--trust_remote_code"):
+        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
 
     (tmp_path / "recipe.py").unlink()
     with pytest.raises(ConfigError, match=r"recipe"):
-        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=True)
 
 
 def test_the_best_model_needs_held_out_data(tiny, tmp_path):

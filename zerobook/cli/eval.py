@@ -42,7 +42,9 @@ def evaluate(argv: list[str]) -> int:
         "--apply_chat_template", action="store_true", help="put each question into a user's turn of the chat template"
     )
     add_checkpoint(parser)
-    parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run the Python code of the model, or of a recipe of your own"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
     if not (flags.file or flags.tasks):

@@ -18,7 +18,7 @@ from zerobook.runlog.records import EvaluationRecord
 from zerobook.training.evaluator import Evaluator
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
-from zerobook.utils.shipped import find
+from zerobook.utils.shipped import find, names
 
 if TYPE_CHECKING:
     from zerobook.data.views import PreparedRows
@@ -106,11 +106,13 @@ def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) 
     if not starts:
         raise ConfigError(f"{path}: --file measures a run's model as the run does, and there is no run. Give an output_dir.")
     start = starts[-1]
-    # A recipe of one's own is where the run was started with it; the name of another one is enough.
     script = Path(start["argv"][0])
-    name = start["code"].get("file", script.name)
-    if script.name != name or not script.is_file():
-        script = find(name.removesuffix(".py"), "recipes")
+    name = start["code"].get("file", script.name).removesuffix(".py")
+    if name in names("recipes"):
+        script = find(name, "recipes")
+    elif not trust_remote_code:
+        # The runlog of somebody else may name any file.
+        raise ConfigError(f"{path}: its recipe is {script}, whose code would run. Read it, and give --trust_remote_code.")
     kind = recipe_class(str(script))
     if kind.reference_model is not Recipe.reference_model:
         raise ConfigError(f"{path}: its recipe compares the model with another one, which --file cannot do.")
