@@ -63,19 +63,8 @@ def read_zero(folder: Path) -> Source:
         CheckpointError: a file is missing or damaged, or the model's layers were divided among ranks.
     """
     files = rank_files(folder)
-    if any("_mp_rank_00_" not in file.name for file in files):
-        raise CheckpointError(
-            f"{folder}: its layers were divided among ranks (tensor or pipeline parallelism). Merge them with the trainer that "
-            "wrote them, and import what it saves."
-        )
     first_state = _optimizer_state(files[0])
-    partitions = first_state["partition_count"]
-    expected = max(partitions) if isinstance(partitions, list) else int(partitions)
-    if expected != len(files):
-        raise CheckpointError(
-            f"{folder}: {counted(expected, 'rank')} wrote it, and it holds the files of {len(files)}. Copy the folders of all "
-            "nodes into one, or take an earlier checkpoint."
-        )
+    _check_ranks(folder, files, first_state)
     names = STAGE_3 if STAGE_3.masters in first_state else STAGES_1_2
     model_state = load_torch_file(folder / names.model_file)
     shapes: dict[str, list[int]] = {}
@@ -89,12 +78,12 @@ def read_zero(folder: Path) -> Source:
     require_adamw(folder, moments)
     # Some of DeepSpeed's optimizers count in the group.
     steps = moments.get("step", settings.get("step", model_state["global_steps"]))
-    adapts = any(".lora_" in name for name in shapes)
     buffers = {}
-    for name in model_state["buffer_names"]:
-        # The base of adapters is frozen, and its buffers come from the base model.
-        if name in model_state["module"] and not adapts:
-            buffers[name] = model_state["module"][name]
+    # The base of adapters is frozen, and its buffers come from the base model.
+    if not any(".lora_" in name for name in shapes):
+        for name in model_state["buffer_names"]:
+            if name in model_state["module"]:
+                buffers[name] = model_state["module"][name]
     parts: list[Iterable[Piece]] = []
     for rank, file in enumerate(files):
         # All ranks have parts of one length, but for padding that the last one leaves out.
@@ -112,6 +101,23 @@ def read_zero(folder: Path) -> Source:
         buffers=buffers,
         scaler=_scaler(first_state),
     )
+
+
+def _check_ranks(folder: Path, files: list[Path], first_state: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless the files are those of all ranks, each of which had all layers."""
+    if any("_mp_rank_00_" not in file.name for file in files):
+        raise CheckpointError(
+            f"{folder}: its layers were divided among ranks (tensor or pipeline parallelism). Merge them with the trainer that "
+            "wrote them, and import what it saves."
+        )
+    # A number for each group of weights, or one for all.
+    partitions = first_state["partition_count"]
+    expected = max(partitions) if isinstance(partitions, list) else int(partitions)
+    if expected != len(files):
+        raise CheckpointError(
+            f"{folder}: {counted(expected, 'rank')} wrote it, and it holds the files of {len(files)}. Copy the folders of all "
+            "nodes into one, or take an earlier checkpoint."
+        )
 
 
 def _optimizer_state(file: Path) -> dict[str, Any]:
