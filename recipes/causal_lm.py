@@ -33,6 +33,9 @@ class CausalLMConfig(RecipeConfig):
 
     config_name: str | None = Field(None, description="architecture to train from scratch: hub name or local folder")
     block_size: int = Field(1024, ge=2, description="tokens per block of text, or the most a chat may have")
+    assistant_only_loss: bool = Field(
+        True, description="of a chat, learn the assistant's turns; false: all tokens, except in completions and marked chats"
+    )
 
     @property
     def initialised_from(self) -> str | None:
@@ -55,7 +58,8 @@ class CausalLM(Recipe[CausalLMConfig]):
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
         # Text becomes blocks of block_size tokens; chats keep their lengths.
-        return CausalEncoder(tokenizer, length=self.config.block_size)
+        config = self.config
+        return CausalEncoder(tokenizer, length=config.block_size, assistant_only_loss=config.assistant_only_loss)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Finetune a chat model with LoRA, another kind of adapter, or QLoRA; the loss is on the assistant's turns only.
+r"""Finetune a chat model with LoRA, another kind of adapter, or QLoRA; the loss is on the assistant's turns.
 
 On GPUs, here eight; chats.jsonl has one chat per line, see docs/guides/data.md:
 
@@ -37,6 +37,9 @@ class LoraConfig(AdapterConfig):
     length_key: ClassVar[str] = "max_seq_length"
 
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
+    assistant_only_loss: bool = Field(
+        True, description="of a chat, learn the assistant's turns; false: all tokens, except in completions and marked chats"
+    )
     adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
     learning_rate: float = Field(LORA_RATE, gt=0, description=f"peak learning rate; unset with adapter ia3: {IA3_RATE:g}")
     warmup_ratio: float = Field(
@@ -55,6 +58,10 @@ class LoraConfig(AdapterConfig):
         found = super().problems()
         if self.model_name_or_path is None:
             found.append("model_name_or_path: adapters need a model to adapt. Give a hub name, a folder or embedded:smollm2.")
+        if self.eval_samples and not self.assistant_only_loss:
+            found.append(
+                "eval_samples: a chat of which all is learnt has no prompt to answer. Drop it, or assistant_only_loss."
+            )
         if self.load_in_4bit and self.load_in_8bit:
             found.append("load_in_8bit: load_in_4bit is set too, and the base has one format. Drop one of the two.")
         return found
@@ -66,8 +73,9 @@ class LoraFinetune(Recipe[LoraConfig]):
     config_class = LoraConfig
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
-        # Only the assistant's text and its end of turn are supervised.
-        return CausalEncoder(tokenizer, length=self.config.max_seq_length)
+        # Only the assistant's text and its end of turn are supervised, unless the config says otherwise.
+        config = self.config
+        return CausalEncoder(tokenizer, length=config.max_seq_length, assistant_only_loss=config.assistant_only_loss)
 
     def scorers(
         self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, data: PreparedData, collate: Collator

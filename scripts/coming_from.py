@@ -64,7 +64,6 @@ EXAMPLES = {
 - {dataset_config: en}
 - {datasets: [{path: json, data_files: chats.jsonl}]}
 - {test_split_size: 0.05}
-- {assistant_only_loss: true}
 - {assistant_only_loss: false}
 - {completion_only_loss: false}
 - {chat_template_path: org/tokenizer}

@@ -23,7 +23,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.cli.main import main
 from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints import importer
-from zerobook.interop.checkpoints.importer import import_checkpoint
+from zerobook.interop.checkpoints.importer import flags_of, import_checkpoint
 from zerobook.runlog.writer import read
 from zerobook.training.resume import check_data
 
@@ -218,7 +218,7 @@ def test_chunks_of_a_sharded_state_dict_become_slices(tmp_path):
     imported = import_checkpoint(tmp_path / "state", tmp_path / "run")
     assert_same(state.tensors(imported.checkpoint), tensors)
     assert imported.position.step == 3
-    assert imported.flags == {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.99}
+    assert flags_of(imported.source, imported.position) == {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.99}
 
 
 class Hostile:

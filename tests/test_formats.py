@@ -105,7 +105,7 @@ EXPECTED = {
     ),
     "prompt_completion": (
         "prompt_completion",
-        [Pair("The capital of France is", " Paris."), Chat(turns("The capital of Italy?", "Rome."))],
+        [Pair("The capital of France is", " Paris."), Chat(turns("The capital of Italy?", "Rome."), frozenset({0}))],
         [" Paris.<|im_end|>", "Rome.<|im_end|>"],
     ),
     "pairs": (
@@ -240,7 +240,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
          Chat([ASK, {"role": "assistant", "tool_calls": [CALL], "content": ""}, TOOL, SAY])),
         ({"messages": [ASK, {**SAY, "reasoning_content": "hm"}]},
          Chat([ASK, {"role": "assistant", "reasoning_content": "hm", "content": "x"}])),
-        ({"prompt": [ASK, SAY, ASK], "completion": [SAY]}, Chat([ASK, SAY, ASK, SAY], frozenset({1}))),
+        ({"prompt": [ASK, SAY, ASK], "completion": [SAY]}, Chat([ASK, SAY, ASK, SAY], frozenset({0, 1, 2}))),
         ({"instruction": "x", "output": "x", "history": [["x", "x"]], "system": "x"}, Chat([SYSTEM, ASK, SAY, ASK, SAY])),
     ],
 )  # fmt: skip

@@ -148,7 +148,7 @@ def test_defaults_of_the_trainer_are_written_out_where_the_recipe_has_others():
         ("lr_scheduler_type", "inverse_sqrt", NOT_POSSIBLE),
         ("learning_rate", -1, NOT_POSSIBLE),
         ("learning_rate", ["odd"], NOT_POSSIBLE),
-        ("assistant_only_loss", False, NOT_POSSIBLE),
+        ("assistant_only_loss", False, TRANSLATED),
         ("no_such_key", 1, UNKNOWN),
         ("no_such_key", None, DEFAULT),
     ],
@@ -157,6 +157,64 @@ def test_each_key_has_its_kind(key, value, kind):
     result = imported(HANDBOOK | {key: value})
     assert kinds_of(result)[key] == kind
     assert result.changes_training == (kind in (NOT_POSSIBLE, UNKNOWN))
+
+
+TORCHTUNE = {"model": {}, "tokenizer": {}, "checkpointer": {"checkpoint_dir": "org/model"}}
+INSTRUCT = "torchtune.datasets.instruct_dataset"
+ALPACA = "torchtune.datasets.alpaca_dataset"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config"),
+    [("llamafactory", {"model_name_or_path": "m", "stage": "sft"}), ("ms-swift", {"model": "m", "dataset": "d"})],
+)
+def test_adapters_are_trained_where_the_other_trainer_trains_them_by_default(trainer, config):
+    result = imported(config, trainer)
+    assert result.recipe == "lora_finetune"
+    assert (result.values["lora_r"], result.values["learning_rate"]) == (8, 1e-4 if trainer == "ms-swift" else 5e-5)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "learns_answers_alone"),
+    [
+        ("trl", {"model_name_or_path": "m", "dataset_name": "d"}, False),
+        ("trl", {"model_name_or_path": "m", "dataset_name": "d", "assistant_only_loss": True}, True),
+        ("alignment-handbook", {"dataset_mixture": {"datasets": [{"id": "d", "columns": ["messages"]}]}}, False),
+        ("llamafactory", {"model_name_or_path": "m"}, True),
+        ("llamafactory", {"model_name_or_path": "m", "train_on_prompt": True}, False),
+        ("ms-swift", {"model": "m", "dataset": "d"}, True),
+        ("ms-swift", {"model": "m", "dataset": "d", "loss_scale": "all"}, False),
+        ("torchtune", TORCHTUNE | {"dataset": {"_component_": ALPACA}}, False),
+        ("torchtune", TORCHTUNE | {"dataset": {"_component_": ALPACA, "train_on_input": False}}, True),
+        ("torchtune", TORCHTUNE | {"dataset": {"_component_": INSTRUCT, "source": "d"}}, True),
+        ("torchtune", TORCHTUNE | {"dataset": {"_component_": INSTRUCT, "source": "d", "train_on_input": True}}, False),
+    ],
+)
+def test_the_tokens_of_a_chat_that_are_learnt_are_those_that_the_other_trainer_learns(trainer, config, learns_answers_alone):
+    result = imported(config, trainer)
+    assert RECIPES[result.recipe](**result.values).assistant_only_loss == learns_answers_alone
+    assert not result.changes_training
+
+
+def test_answers_to_prompts_are_refused_where_prompts_are_learnt_too():
+    config = RECIPES["lora_finetune"](model_name_or_path="m", dataset_name="d", assistant_only_loss=False, eval_samples=3)
+    assert any(problem.startswith("eval_samples: ") for problem in config.problems())
+
+
+def test_a_list_of_data_sets_that_disagree_about_the_learnt_tokens_is_not_possible():
+    parts = [{"_component_": ALPACA}, {"_component_": INSTRUCT, "source": "org/rows", "split": "train"}]
+    result = imported(TORCHTUNE | {"dataset": parts}, "torchtune")
+    assert kinds_of(result)["dataset"] == NOT_POSSIBLE
+
+    parts[1]["train_on_input"] = True
+    result = imported(TORCHTUNE | {"dataset": parts}, "torchtune")
+    assert not result.changes_training
+    assert [spec["path"] for spec in result.values["datasets"]] == ["tatsu-lab/alpaca", "org/rows"]
+
+
+def test_a_key_whose_inner_keys_are_known_is_not_left_out_where_it_has_no_counterpart():
+    parts = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "split": "train"}]
+    assert kinds_of(imported({"model_name_or_path": "m", "datasets": parts}))["datasets"] == NOT_POSSIBLE
 
 
 def test_settings_of_lora_say_nothing_where_no_adapter_is_trained():

@@ -18,7 +18,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import zerobook.data.files as files
-from recipes.lora_finetune import LoraConfig
+from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.alone import train
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.constants import IGNORE
@@ -41,8 +41,8 @@ def tokenizer(tiny):
 @pytest.fixture
 def shelf(tmp_path, tokenizer):
     def make(length=64, workers=1, **keys):
-        config = LoraConfig(**({"cache_dir": str(tmp_path / "cache")} | keys))
-        library = Library(config, tokenizer, CausalEncoder(tokenizer, length=length), NextToken())
+        config = LoraConfig(**({"cache_dir": str(tmp_path / "cache"), "max_seq_length": length} | keys))
+        library = Library(config, tokenizer, LoraFinetune(config).encoder(tokenizer), NextToken())
         return library.open(library.tokenize(workers))
 
     return make
@@ -70,6 +70,15 @@ def test_splits_limits_and_views(tmp_path, shelf):
     assert packed.train.loss_weights.sum() == data.train.loss_weights.sum()
     assert {data.train.fingerprint} != {packed.train.fingerprint}
     assert shelf(train_file=file, validation_file=chats(tmp_path / "v.jsonl", 3)).held_out["validation"].sizes == [3]
+
+
+def test_all_tokens_of_chats_are_counted_by_the_loss_where_the_config_says_so(tmp_path, shelf):
+    """The two are other prepared data of the same file."""
+    file = chats(tmp_path / "a.jsonl", 4)
+    shelf(train_file=file, validation_split_percentage=0)
+    view = shelf(train_file=file, validation_split_percentage=0, assistant_only_loss=False).train.views[0]
+    # Nothing predicts the first token of a row.
+    assert view.loss_weights.tolist() == (view.lengths - 1).tolist()
 
 
 def test_text_becomes_whole_blocks_and_the_end_is_held_out(tmp_path, shelf, tokenizer):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from tests.tiny import CHAT_TEMPLATE as CHATML
 from zerobook.constants import IGNORE
 from zerobook.data import embedded
-from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens
+from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens, parse
 from zerobook.data.rendering import ChatTemplate
 from zerobook.data.templates import CausalEncoder, Encoded, Seq2SeqEncoder
 from zerobook.errors import ConfigError
@@ -111,6 +111,24 @@ def said(tokenizer, encoded) -> list[str]:
     assert (encoded.labels[kept] == encoded.input_ids[kept]).all()
     edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]])))
     return [tokenizer.decode(encoded.labels[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("template", [None, MARKED, NEVER_THE_SAME])
+def test_without_assistant_only_loss_all_of_a_chat_is_supervised(tokenizer, trimming, template):
+    """Also the line end behind the last turn, which the offsets of one of the tokenizers leave out."""
+    for made in (tokenizer, trimming):
+        encoder = CausalEncoder(made, length=None, chat_template=template, assistant_only_loss=False)
+        (encoded,) = encoder.encode([TALK])
+        whole = made.apply_chat_template(TALK.messages, tokenize=False, chat_template=template)
+        assert said(made, encoded) == [whole]
+        assert encoded.others == ()
+
+
+def test_marks_of_turns_and_completions_say_what_is_supervised_also_without_assistant_only_loss(tokenizer):
+    encoder = CausalEncoder(tokenizer, length=None, assistant_only_loss=False)
+    marked = Chat(TALK.messages, frozenset({1}))
+    completion = parse("prompt_completion", {"prompt": TALK.messages[:3], "completion": TALK.messages[3:]})
+    assert [said(tokenizer, encoded) for encoded in encoder.encode([marked, completion])] == [["A book.<|im_end|>"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ BASE = {
     "bf16": False,
 }
 """Arguments of transformers' Trainer."""
+PACK = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_length": 1024}
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj"]}
 
 
@@ -149,8 +150,19 @@ def test_an_imported_config_trains_as_transformers_trainer_does(trains_adapters,
 
 @pytest.mark.full
 @pytest.mark.parametrize("trains_adapters", [False, True], ids=["all_weights", "lora"])
-@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packed"])
-def test_an_imported_config_trains_as_trl_does(trains_adapters, packing, tiny, tmp_path):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"assistant_only_loss": True},
+        # All tokens of a chat are learnt by default.
+        {},
+        # All rows are in one pack, which is a step.
+        {"assistant_only_loss": True, "packing": True, **PACK},
+        {"packing": True, **PACK},
+    ],
+    ids=["rows", "all_tokens", "packed", "packed_all_tokens"],
+)
+def test_an_imported_config_trains_as_trl_does(trains_adapters, keys, tiny, tmp_path):
     """``make trl`` installs TRL into a folder of its own, ``.cache/trl``, or ZEROBOOK_TRL names one."""
     folder = os.environ.get("ZEROBOOK_TRL", str(Path(__file__).resolve().parents[2] / ".cache" / "trl"))
     if not (Path(folder) / "trl").is_dir():
@@ -166,15 +178,13 @@ def test_an_imported_config_trains_as_trl_does(trains_adapters, packing, tiny, t
     finally:
         sys.path.remove(folder)
     tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
-    # The same template with marks, by which TRL finds the turns to learn.
-    start = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ m['content'] }}<|im_end|>\n", start + "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
-    )
-    keys = {"assistant_only_loss": True, "max_length": 256, "packing": packing, "gradient_checkpointing": False}
-    if packing:
-        # All rows are in one pack, which is a step.
-        keys |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_length": 1024}
+    if "assistant_only_loss" in keys:
+        # The same template with marks, by which TRL finds the turns to learn.
+        start = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "{{ m['content'] }}<|im_end|>\n", start + "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}"
+        )
+    keys = {"max_length": 256, "gradient_checkpointing": False} | keys
     arguments = SFTConfig(output_dir=str(tmp_path / "theirs"), disable_tqdm=True, **BASE | keys)
     peft_config = None
     if trains_adapters:

@@ -78,13 +78,13 @@ def checkpoint(arguments: list[str]) -> int:
 
 
 def _import(path: Path, output: Path | None) -> None:
-    from zerobook.interop.checkpoints.importer import import_checkpoint
+    from zerobook.interop.checkpoints.importer import flags_of, import_checkpoint
 
     if output is None:
         raise CheckpointError("import: give --output, the folder of the run that is made.")
     imported = import_checkpoint(path, output)
     source = imported.source
-    flags = " ".join(f"--{name} {value}" for name, value in imported.flags.items())
+    flags = " ".join(f"--{name} {value}" for name, value in flags_of(source, imported.position).items())
     say(
         f"{imported.checkpoint}: step {imported.position.step} of {source.trainer}, {len(source.shapes)} weights\n"
         f"continue it under any strategy, with your model and data and\n"

@@ -263,8 +263,8 @@ def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair
     if isinstance(prompt, list) and isinstance(completion, list):
         prompt_turns, _ = read_turns(prompt, "prompt")
         completion_turns, masked_turns = read_turns(completion, "completion")
-        # The assistant's turns in the prompt are context.
-        unsupervised = {index for index, turn in enumerate(prompt_turns) if turn["role"] == "assistant"}
+        # The turns of the prompt are context.
+        unsupervised = set(range(len(prompt_turns)))
         unsupervised |= {len(prompt_turns) + index for index in masked_turns}
         return checked_chat([*prompt_turns, *completion_turns], unsupervised, read_tools(row.get("tools")))
     if isinstance(prompt, list) != isinstance(completion, list):

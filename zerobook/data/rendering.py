@@ -117,10 +117,11 @@ class ChatTemplate:
         ordinary_tokens = {token.content for token in added_tokens if not token.special}
         self._turn_token = any_of(self._written_around_turns(ordinary_tokens))
 
-    def render(self, chat: Chat) -> list[Rendered]:
+    def render(self, chat: Chat, *, is_supervised_whole: bool = False) -> list[Rendered]:
         """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
 
-        Turns in ``chat.unsupervised`` are rendered and not supervised.
+        Turns in ``chat.unsupervised`` are rendered and not supervised. If ``is_supervised_whole``, there is one row, the
+        whole chat as the template renders it, and all of it is supervised.
 
         Most templates need one row, the whole chat. Where a template rewrites a turn when more turns follow, a further
         row holds the chat up to that turn, as it is rendered when the model generates the turn.
@@ -132,6 +133,8 @@ class ChatTemplate:
         """
         self._check(chat)
         messages = self._convert_arguments(chat)
+        if is_supervised_whole:
+            return [Rendered(self._render_text(messages, tools=chat.tools), None, 0, 0)]
         assistant_turns = find_assistant_turns(messages)
         is_supervised = [index not in chat.unsupervised for index in assistant_turns]
 

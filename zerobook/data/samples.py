@@ -29,7 +29,8 @@ class Chat:
     thoughts under one of `zerobook.data.chats.THOUGHTS`.
 
     Attributes:
-        unsupervised: indices of assistant turns that are context only.
+        unsupervised: indices of turns that are context only, by marks or as a prompt. The assistant's turns are supervised
+            otherwise.
         tools: JSON schemas of the tools that the assistant may call.
     """
 

@@ -1,7 +1,7 @@
 """Encoding of canonical samples as token ids, with labels on the tokens that the model must generate.
 
 The loss of a chat is on the assistant's turns: on the text that the model would generate there, and on the one token
-that ends the turn. `zerobook.data.rendering` finds them.
+that ends the turn. `zerobook.data.rendering` finds them. Without ``assistant_only_loss``, it is on all tokens.
 Labels are made by position, never by comparing ids. So it is no problem if the pad token is also the token that ends a turn.
 """
 
@@ -98,15 +98,27 @@ class CausalEncoder:
         length: maximum number of tokens of a chat, a pair or ready tokens; None never cuts. A longer sample loses its
             end; a pair first loses the beginning of its source.
         chat_template: Jinja text in place of the tokenizer's own.
+        assistant_only_loss: the loss of a chat is on the assistant's turns; False: on all of its tokens, unless the data says
+            which turns are supervised, by marks or as a completion.
 
     Raises:
         ConfigError: a chat template that is not valid Jinja.
     """
 
-    # Set on an instance only where it is taken: the attributes of an instance are in the fingerprint of prepared data.
+    # Set on an instance only where they differ: the attributes of an instance are in the fingerprint of prepared data.
     _default_template: ChatTemplate | None = None
+    assistant_only_loss: bool = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, length: int | None, chat_template: str | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        length: int | None,
+        chat_template: str | None = None,
+        assistant_only_loss: bool = True,
+    ):
+        if not assistant_only_loss:
+            self.assistant_only_loss = False
         self.tokenizer = tokenizer
         self.length = length
         self.chat_template = chat_template
@@ -191,8 +203,9 @@ class CausalEncoder:
         with template_memory():
             for sample in samples:
                 template = self.template if sample.tools is None else self.tool_template
+                is_whole = not (self.assistant_only_loss or sample.unsupervised)
                 try:
-                    rendered.append(template.render(sample))
+                    rendered.append(template.render(sample, is_supervised_whole=is_whole))
                 except BadSample as error:
                     rendered.append(error)
 

@@ -19,19 +19,19 @@ Span = tuple[int, int]
 
 
 class Rendered(NamedTuple):
-    """A chat as text. ``turns``: the characters of each supervised turn, up to its end-of-turn token.
+    """A chat as text. ``turns``: the characters of each supervised turn, up to its end-of-turn token; None: all are supervised.
 
     ``added_eos``: turns that were given an end-of-text token. ``shortened``: turns of which the template leaves out a part.
     """
 
     text: str
-    turns: list[Span]
+    turns: list[Span] | None
     added_eos: int
     shortened: int
 
 
 class Tokenized(NamedTuple):
-    """A tokenized chat. ``ids``: int32 [tokens]; ``turns``: (first token, end) of each of the assistant's turns."""
+    """A tokenized chat. ``ids``: int32 [tokens]; ``turns``: (first token, end) of each supervised segment."""
 
     ids: np.ndarray
     turns: list[Span]
@@ -52,7 +52,10 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
     results = []
     for chat, encoding in zip(chats, encodings, strict=True):
         turns = []
-        for start, stop in chat.turns:
+        # Not by characters: the offsets of many tokenizers leave out white space at the end.
+        if chat.turns is None:
+            turns.append((0, len(encoding.ids)))
+        for start, stop in chat.turns or ():
             last_token = cast("int", encoding.char_to_token(stop - 1))
             turns.append((_token_at(encoding, start), last_token + 1))
         results.append(Tokenized(np.array(encoding.ids, np.int32), turns))

@@ -83,9 +83,10 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     keep_mask = objective.needs_attention_mask(strategy.model)
     collate = settled(strategy, collate, keep_mask=keep_mask, flag=config.rows_shared_by)
     scorers = [*recipe.scorers(tokenizer, adapted, data, collate)]
-    # Running text has no prompts. An encoder-decoder has a scorer that generates.
+    # Running text has no prompts, nor has a chat of which all is learnt. An encoder-decoder has a scorer that generates.
     formats = {name for name, _ in data.formats.values()}
-    if not recipe.encoder_decoder and formats != {"text"}:
+    has_prompts = formats != {"text"} and getattr(config, "assistant_only_loss", True)
+    if has_prompts and not recipe.encoder_decoder:
         scorers.append(AnswerSampler(file_rows, tokenizer, count=ANSWERS, ends=end_tokens(tokenizer)))
 
     def summed_loss(batch: dict[str, Any]) -> torch.Tensor:

@@ -45,11 +45,6 @@ class Imported:
     position: Position
 
     @property
-    def flags(self) -> dict[str, Any]:
-        """settings of the other run that decide its next steps, as flags here"""
-        return flags_of(self.source, self.position)
-
-    @property
     def decays_vectors(self) -> bool:
         """whether weight decay was for norm gains and biases too, which do not decay here"""
         source = self.source

@@ -35,7 +35,7 @@ def account_text(imported: Imported) -> str:
         parts.append(f"defaults of {imported.trainer} that are written out ({len(imported.default_lines)})")
         parts += _by_sentence(imported.default_lines)
     parts.append("in any case")
-    for note in imported.notes:
+    for note in imported.foreign.table.notes:
         parts.append(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     return "\n".join(parts) + "\n"
 

@@ -11,10 +11,6 @@ from zerobook.utils.written_values import as_list
 from zerobook.utils.yaml_text import load_bounded
 
 Flags = dict[str, Any]
-ALL_TOKENS = (
-    "Of a chat, the assistant's turns alone are learnt here. To learn all tokens, write their ids into the data (format "
-    "tokenized)."
-)
 
 TORCHTUNE_SOURCES = {
     "alpaca_dataset": "tatsu-lab/alpaca",
@@ -26,6 +22,8 @@ TORCHTUNE_SOURCES = {
     "wikitext_dataset": "EleutherAI/wikitext_document_level",
 }
 """Component of torchtune -> the data set that it loads."""
+LEARN_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
+"""Components of torchtune that learn all tokens by default."""
 LOADERS = ("json", "csv", "parquet", "text")
 """Data sets of `datasets` that read files."""
 _SPLIT = r"(\w+)(?:\[:(\d+)\])?"
@@ -98,7 +96,9 @@ def whole_split(foreign: Foreign, value: Any) -> Flags:
 def assistant_alone(foreign: Foreign, value: Any) -> Flags:
     """Return no flag where the assistant's turns are learnt, and no others."""
     if set(value) - {"assistant", "gpt"}:
-        raise NoCounterpart(ALL_TOKENS)
+        raise NoCounterpart(
+            "assistant_only_loss is true or false here: the assistant's turns are learnt, or all tokens of a chat."
+        )
     return {}
 
 
@@ -138,15 +138,6 @@ def swift_datasets(foreign: Foreign, value: Any) -> Flags:
     return mixture(entries)
 
 
-def torchtune_component(foreign: Foreign, value: Any) -> Flags:
-    """Return no flag for a component that learns the answers alone."""
-    if "alpaca" in value and (foreign.get("dataset") or {}).get("train_on_input", True):
-        raise NoCounterpart(f"It learns the questions, too, unless train_on_input is false. {ALL_TOKENS}")
-    if "multimodal" in value:
-        raise NoCounterpart("The recipes train on text.")
-    return {}
-
-
 def trl_mixture(foreign: Foreign, value: Any) -> Flags:
     """Return the data sets of TRL's ``datasets`` or the handbook's ``dataset_mixture``."""
     if isinstance(value, dict):
@@ -161,15 +152,20 @@ def axolotl_datasets(foreign: Foreign, value: Any) -> Flags:
 
 
 def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
-    """Return the data set that a component of torchtune loads."""
-    component = str(value.get("_component_")).rpartition(".")[2]
-    return mixture([_entry(foreign, value, value.get("source") or TORCHTUNE_SOURCES.get(component))])
+    """Return the data sets that components of torchtune load, and whether all tokens of their chats are learnt."""
+    entries = []
+    learns_all = set()
+    for part in as_list(value):
+        component = part["_component_"].rpartition(".")[2]
+        entries.append(_entry(foreign, part, part.get("source") or TORCHTUNE_SOURCES.get(component)))
+        learns_all.add(part.get("train_on_input", component in LEARN_ALL))
+    if len(learns_all) > 1:
+        raise NoCounterpart("train_on_input is the same for all data sets of a run here: set it in each, or train twice.")
+    return mixture(entries) | {"assistant_only_loss": not learns_all.pop()}
 
 
 def columns(foreign: Foreign, value: Any) -> Flags:
     """Return no flag for columns that a format has."""
-    if "messages" in value and not foreign.get("assistant_only_loss"):
-        raise NoCounterpart(ALL_TOKENS)
     if "messages" not in value and "text" not in value:
         raise NoCounterpart("The format is recognised by the columns. Name it with format, or rename the columns in the data.")
     return {}

@@ -19,6 +19,7 @@ from zerobook.interop.configs.table import (
     NO_EFFECT,
     NOT_POSSIBLE,
     TRAINERS,
+    TRANSLATED,
     UNKNOWN,
     Entry,
     load_table,
@@ -76,12 +77,6 @@ class Imported:
     strategy: strategies.Strategy
 
     @property
-    def notes(self) -> list[str]:
-        """Sentences about every config of this trainer."""
-        table = self.foreign.table
-        return [note["say"] for note in table.notes if not self.foreign.get(note.get("unless", ""))]
-
-    @property
     def changes_training(self) -> bool:
         """Whether a key that may change the training has no counterpart."""
         return any(line.kind in (NOT_POSSIBLE, UNKNOWN) for line in self.lines)
@@ -130,7 +125,8 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
         if entry is not None and value is not None and foreign.config.get(key) is None:
             default_lines.append(_translate(foreign, key, value, entry)._replace(kind=DEFAULT))
     if not recipe:
-        keys = {key for line in lines for key, value in line.flags.items() if value is not None}
+        # Some trainers train adapters by default.
+        keys = {key for line in lines + default_lines for key, value in line.flags.items() if value is not None}
         recipe = "causal_lm"
         if keys & set(ADAPTER_KEYS):
             recipe = "lora_finetune"
@@ -170,7 +166,9 @@ def _refuse(foreign: Foreign) -> None:
 
 def _lines(foreign: Foreign, path: str, value: Any, around: Line | None) -> Iterator[Line]:
     """Yield the lines of a key and of all keys in it. ``around`` is the line of the key that it is in, if a table has that."""
-    entry = foreign.table.entries.get(re.sub(r"\[\d+\]", "[]", path))
+    pattern = re.sub(r"\[\d+\]", "[]", path)
+    # A mapping may also be a list of such mappings.
+    entry = foreign.table.entries.get(pattern) or foreign.table.entries.get(pattern.replace("[].", "."))
     line = Line(path, value, UNKNOWN, {}, "")
     if value is None:
         line = line._replace(kind=DEFAULT, say="It is not set.")
@@ -183,8 +181,9 @@ def _lines(foreign: Foreign, path: str, value: Any, around: Line | None) -> Iter
         children = {f"{path}.{key}": child for key, child in value.items()}
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         children = {f"{path}[{index}]": child for index, child in enumerate(value)}
-    # The keys inside say the rest.
-    if not children or line.flags:
+    # The keys inside say the rest, unless all of them together have no counterpart.
+    is_refused = line.kind == NOT_POSSIBLE and entry is not None and entry.kind == TRANSLATED
+    if not children or line.flags or is_refused:
         yield line
     for child_path, child in children.items():
         yield from _lines(foreign, child_path, child, line if entry is not None else around)

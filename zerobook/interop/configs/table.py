@@ -6,7 +6,7 @@ A table has the sections of `KINDS`, which say what becomes of a key, and:
 ``extends``         the table whose keys and defaults this trainer takes over
 ``recognised by``   sets of keys; a config that has all of one set is this trainer's
 ``refused``         key -> what a config with that key trains; such a config is not imported. ``KEY=VALUE`` refuses one value
-``notes``           sentences about every config, each with the key (``unless``) that makes it needless if it is true
+``notes``           sentences about every config
 ``defaults``        key -> the trainer's default, if it is none of null, false, 0 and empty
 
 An entry of ``same`` is the name of the flag here. An entry of ``translated`` is a mapping, with ``say``, a sentence about the
@@ -73,7 +73,7 @@ class Table:
     defaults: dict[str, Any]
     refused: dict[str, str]
     recognised_by: list[list[str]]
-    notes: list[dict[str, str]]
+    notes: list[str]
 
 
 @cache
@@ -83,7 +83,7 @@ def load_table(name: str) -> Table:
     entries: dict[str, Entry] = {}
     defaults: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    notes: list[dict[str, str]] = []
+    notes: list[str] = []
     if "extends" in content:
         base = load_table(content["extends"])
         entries |= base.entries

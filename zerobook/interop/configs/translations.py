@@ -102,18 +102,13 @@ def axolotl_targets(foreign: Foreign, value: Any) -> Flags:
     return {"lora_target_modules": value}
 
 
-def twice_the_rank(foreign: Foreign, value: Any) -> Flags:
-    """Return LLaMA-Factory's alpha, which follows from the rank where it is not set."""
-    if value == "default":
+def unless_set(foreign: Foreign, value: Any) -> Flags:
+    """Return a value that follows from another key where it is not set: LLaMA-Factory's alpha, and ms-swift's rate."""
+    if value == "default" and foreign.entry.to == "lora_alpha":
         value = 2 * foreign.get("lora_rank")
-    return {"lora_alpha": value}
-
-
-def swift_rate(foreign: Foreign, value: Any) -> Flags:
-    """Return ms-swift's rate, which follows from what is trained where it is not set."""
-    if value == "default":
+    elif value == "default":
         value = {"full": 1e-5}.get(foreign.get("tuner_type"), 1e-4)
-    return {"learning_rate": value}
+    return {foreign.entry.to: value}
 
 
 def torchtune_model(foreign: Foreign, value: Any) -> Flags:
