@@ -28,6 +28,7 @@ from zerobook.interop.configs.account import HEADINGS
 from zerobook.interop.configs.command_lines import Command, find_program, read_command
 from zerobook.interop.configs.importer import Imported, Refused, import_config, recognise
 from zerobook.interop.configs.table import NOT_POSSIBLE, UNKNOWN
+from zerobook.launch.by_name import written_out
 from zerobook.launch.resolve import Hardware
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
@@ -154,7 +155,8 @@ def doctor(imported: Imported, hardware: Hardware) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(StringIO()):
             write(imported, Path(folder))
-        plan, problems, _, _ = inspect_launch(launch_words(imported, Path(folder)), hardware)
+        _, strategy, *words = launch_words(imported, Path(folder))
+        plan, problems, _, _ = inspect_launch(written_out(words, strategy), hardware)
     return problems + (plan.problems if plan else [])
 
 

@@ -18,6 +18,7 @@ from zerobook.cli.main import main
 from zerobook.config import read
 from zerobook.interop.configs import command_lines, data, importer, strategies, table, translations
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
+from zerobook.launch.by_name import written_out
 from zerobook.training.recipe_file import recipe_class
 from zerobook.training.schedule import learning_rate_schedule
 from zerobook.utils.shipped import shipped
@@ -558,8 +559,22 @@ def test_the_written_recipe_is_read_without_problems(tmp_path, capsys, monkeypat
     assert parsed.problems == []
     assert parsed.config.chat_template_text == template
     output = capsys.readouterr().out
-    assert "accelerate launch --config_file ours/strategy.yaml" in output
+    assert "zerobook launch --strategy ours/strategy.yaml --num_processes 1 lora_finetune --config ours/recipe.yaml" in output
     assert Path("ours/account.txt").read_text() in output
+
+
+def test_the_printed_launch_names_what_is_shipped_and_starts_as_it_is_typed(tmp_path, capsys, monkeypatch):
+    """Paths into the installed package would be long, and another one on the next machine."""
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"messages": []}\n')
+    config = HANDBOOK | {"dataset_name": "chats.jsonl", "deepspeed": zero(3)}
+    assert main(["import", "config", write(tmp_path, config), "--output", "ours"]) == 0
+    (line,) = re.findall(r"zerobook launch (.*)", capsys.readouterr().out)
+    assert line == "--strategy zero3 --num_processes 1 lora_finetune --config ours/recipe.yaml"
+    _, strategy, *words = line.split()
+    launched = written_out(words, strategy)
+    assert launched[:2] == ["--config_file", str(shipped("accelerate_configs/zero3.yaml"))]
+    assert str(shipped("recipes/lora_finetune.py")) in launched
 
 
 def test_files_are_written_and_the_exit_code_is_1_where_a_key_has_no_counterpart(tmp_path, capsys):

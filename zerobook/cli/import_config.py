@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ import yaml
 
 from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
-from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
@@ -63,7 +61,7 @@ def import_foreign(argv: list[str]) -> int:
     write(imported, folder)
     words = shlex.join(launch_words(imported, folder))
     say("\nCheck it, then train; --num_processes is the number of GPUs:")
-    say(f"  zerobook doctor {words}\n  accelerate launch {words}")
+    say(f"  zerobook doctor {words}\n  zerobook launch {words}")
     if not imported.changes_training:
         return 0
     say("\nA key that may change the training has no counterpart: see NOT POSSIBLE and UNKNOWN. The files are without it.")
@@ -95,17 +93,9 @@ def write(imported: Imported, folder: Path) -> None:
 
 
 def launch_words(imported: Imported, folder: Path) -> list[str]:
-    """Return the arguments of ``accelerate launch`` for the files that `write` wrote."""
-    strategy = Path(imported.strategy.name)
-    if not strategy.suffix:
-        strategy = shipped(f"accelerate_configs/{strategy}.yaml")
+    """Return the arguments of ``zerobook launch`` for the files that `write` wrote."""
+    strategy = imported.strategy.name
     if imported.strategy.content is not None:
-        strategy = folder / f"{imported.strategy.name}.yaml"
-    words = ["--config_file", _from_here(strategy), "--num_processes", str(imported.foreign.processes)]
-    return [*words, _from_here(shipped(f"recipes/{imported.recipe}.py")), "--config", str(folder / "recipe.yaml")]
-
-
-def _from_here(file: Path) -> str:
-    """Return a path from the working folder where that is shorter."""
-    path = os.path.relpath(file)
-    return str(file) if path.startswith("..") else path
+        strategy = str(folder / f"{strategy}.yaml")
+    words = ["--strategy", strategy, "--num_processes", str(imported.foreign.processes)]
+    return [*words, imported.recipe, "--config", str(folder / "recipe.yaml")]
