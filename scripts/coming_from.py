@@ -60,7 +60,7 @@ EXAMPLES = {
     "trl": """
 - {model_name_or_path: org/model}
 - {dataset_name: org/chats}
-- {dataset_name: org/chats, dataset_train_split: train_sft}
+- {dataset_name: org/chats, dataset_train_split: "train_sft[:10%]"}
 - {dataset_config: en}
 - {datasets: [{path: json, data_files: chats.jsonl}]}
 - {test_split_size: 0.05}

@@ -277,7 +277,7 @@ def test_an_axolotl_config_becomes_the_values_of_a_recipe():
     expected = {
         "model_name_or_path": "org/model",
         "datasets": [
-            {"path": "org/rows", "name": "rows", "split": "train", "format": "instruction", "limit": 100},
+            {"path": "org/rows", "name": "rows", "split": "train[:100]", "format": "instruction"},
             {"path": "org/chats", "name": "chats"},
         ],
         "adapter": "lora",
@@ -304,12 +304,34 @@ def test_an_axolotl_config_becomes_the_values_of_a_recipe():
         ("train_on_inputs", True),
         ("unfrozen_parameters", ["lm_head"]),
         ("datasets", [{"path": "org/rows", "type": "jeopardy"}]),
-        ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train[:20%]"}]),
+        ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train+test"}]),
         ("optimizer", "muon"),
     ],
 )
 def test_what_axolotl_does_and_nothing_here_is_not_possible(key, value):
     assert imported(AXOLOTL | {key: value}, "axolotl").changes_training
+
+
+SLICE = "train[5%:20%]"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config"),
+    [
+        ("trl", {"dataset_name": "org/rows", "dataset_train_split": SLICE}),
+        ("trl", {"datasets": [{"path": "org/rows", "split": SLICE}]}),
+        ("alignment-handbook", {"dataset_mixture": {"datasets": [{"id": "org/rows", "split": SLICE}]}}),
+        ("axolotl", {"datasets": [{"path": "org/rows", "type": "alpaca", "split": SLICE}]}),
+        ("torchtune", {"dataset": {"_component_": ALPACA, "source": "org/rows", "split": SLICE}}),
+    ],
+)
+def test_some_rows_of_a_split_are_an_entry_of_datasets(trainer, config):
+    result = imported(config, trainer)
+    assert result.values["datasets"][0]["split"] == SLICE
+    assert not result.changes_training
+
+    # Several splits at once have no counterpart.
+    assert imported(json.loads(json.dumps(config).replace(SLICE, "train+test")), trainer).changes_training
 
 
 LLAMAFACTORY = {

@@ -44,6 +44,44 @@ def parquet(path):
 
 
 @pytest.mark.parametrize(
+    "rows", [":2", "1:3", "-2:", ":-1", "3:99", ":", ":50%", "20%:60%", "-50%:", "30%:", "90%:10%", ":30%", ":100%", "1:50%"]
+)
+def test_the_rows_of_a_split_are_those_that_datasets_takes(tmp_path, rows):
+    import datasets
+
+    (tmp_path / "files").mkdir()
+    file = write(tmp_path / "files" / "train.jsonl", LINES)
+    saved = str(tmp_path / "saved")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(saved)
+    # datasets takes two bounds of one unit.
+    if rows != "1:50%":
+        expected = datasets.load_dataset("json", data_files=file, split=f"train[{rows}]", cache_dir=str(tmp_path / "cache"))[
+            "text"
+        ]
+    else:
+        expected = ["line 1"]
+
+    for path in (file, str(tmp_path / "files"), saved):
+        splits = open_source(path, split=f"train[{rows}]")
+        assert texts(splits.train) == list(expected)
+        assert f"[{rows}]" in splits.describe(uses_held_out=True)
+
+
+def test_other_rows_are_other_data(tmp_path):
+    """Prepared data is found by the digest of its source."""
+    file = write(tmp_path / "a.jsonl", LINES)
+    sources = [open_source(file, split=split).train for split in (None, "train", "train[:2]", "train[2:]")]
+    digests = [source.digest() for source in sources]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
+@pytest.mark.parametrize("split", ["train[", "train[5]", "train[a:b]", "train[:10%](closest)", "train[1:2:3]"])
+def test_what_is_no_range_of_rows_is_an_error(tmp_path, split):
+    with pytest.raises(DataError, match="split"):
+        open_source(write(tmp_path / "a.jsonl", LINES), split=split)
+
+
+@pytest.mark.parametrize(
     "name, content",
     [
         ("a.jsonl", LINES),

@@ -288,6 +288,8 @@ def test_streaming_says_what_it_needs(tiny, tmp_path):
     with pytest.raises(ConfigError) as caught:
         parse(RecipeConfig, ["--streaming", "--train_file", chats, "--max_train_samples", "4"])
     assert "Give --max_train_steps" in str(caught.value) and "Drop them, or streaming" in str(caught.value)
+    some_rows = RecipeConfig(streaming=True, max_train_steps=2, datasets=[{"path": chats, "split": "train[:10%]"}])
+    assert any("Drop them, or streaming" in problem for problem in some_rows.problems())
     file = tmp_path / "mix.yaml"
     file.write_text(f"streaming: true\nmax_train_steps: 2\ndatasets:\n- path: {chats}\n- path: {chats}\n  name: b\n")
     with pytest.raises(ConfigError, match="Give each entry of datasets a weight"):

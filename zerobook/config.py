@@ -109,7 +109,9 @@ class DatasetSpec(_Keys):
     name: str = Field("", description="name in the logs; unset: the last part of the path")
     config_name: str | None = Field(None, description="configuration of a dataset from the hub")
     revision: str | None = Field(None, description="branch, tag or commit of the dataset on the hub")
-    split: str | None = Field(None, description="use this split only; held-out samples are taken from it")
+    split: str | None = Field(
+        None, description="use this split only, or some of its rows (train[:10%]); held-out samples are taken from it"
+    )
     format: Format | None = Field(None, description="see the recipe's format")
     weight: float | None = Field(None, gt=0, description="share of the rows; if unset for all datasets, all rows count equally")
     limit: int | None = Field(None, ge=1, description="read only so many samples")
@@ -562,9 +564,10 @@ class RecipeConfig(_Keys):
         specs = self.datasets or []
         if self.max_train_steps is None:
             problems.append("streaming: the number of samples is unknown, so an epoch has no length. Give --max_train_steps.")
-        if self.max_train_samples is not None or any(spec.limit for spec in specs):
+        if self.max_train_samples is not None or any(spec.limit or "[" in (spec.split or "") for spec in specs):
             problems.append(
-                "streaming: max_train_samples and limit need the number of samples, which is unknown. Drop them, or streaming."
+                "streaming: max_train_samples, limit and a range of rows in split need the number of samples, which is "
+                "unknown. Drop them, or streaming."
             )
         if len(specs) > 1 and not all(spec.weight for spec in specs):
             problems.append("streaming: a mixture of streams needs weights. Give each entry of datasets a weight.")

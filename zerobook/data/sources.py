@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,22 @@ def open_source(
         path: a local file or folder, ``embedded:NAME``, or a hub name.
         config_name: the configuration of a hub dataset, or of a folder that was downloaded from there.
         revision: branch, tag or commit on the hub.
-        split: take only this split, for training; else the split ``train``, and one to hold out.
+        split: take only this split, or some of its rows as ``train[:10%]``, for training; else the split ``train``, and one to
+            hold out.
         streaming: do not download a hub dataset, but read its shards from there.
 
     Raises:
         DataError: nothing of that name, an unknown file type, a split that is not there.
     """
+    split_name, has_rows, rows = (split or "").partition("[")
+    splits = _open(path, config_name, revision, split_name or None, streaming=streaming)
+    if has_rows:
+        train_name = f"[{rows} of {splits.train_name or path}"
+        splits = replace(splits, train=_first_to_last(splits.train, rows.removesuffix("]")), train_name=train_name)
+    return splits
+
+
+def _open(path: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
     if path.startswith(embedded.PREFIX):
         name = path.removeprefix(embedded.PREFIX)
         rows = embedded.rows(name)
@@ -61,6 +72,27 @@ def open_source(
     if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
         raise DataError(f"{path}: there is no such file or folder.")
     return _hub(path, config_name, revision, split, streaming=streaming)
+
+
+def _first_to_last(source: Source, rows: str) -> Source:
+    """Return the rows of a source from one to another, by numbers or percentages, as `datasets` writes them: ``10%:20%``."""
+    bounds = re.fullmatch(r"(-?\d+%?)?:(-?\d+%?)?", rows)
+    if bounds is None:
+        raise DataError(f"{source.name}: [{rows}] of split is no range of rows. Write it as train[:1000] or train[10%:20%].")
+    count = source.total if source.unit == " samples" else sum(1 for _ in source.read())
+    numbers: list[Any] = []
+    for bound in bounds.groups():
+        # A percentage is rounded as datasets does, so that the rows are the same.
+        factor = count if bound and bound.endswith("%") else 100
+        numbers.append(bound and round(int(bound.removesuffix("%")) * factor / 100))
+    start, stop, _ = slice(*numbers).indices(count)
+    return replace(
+        source,
+        read=lambda: islice(source.read(), start, stop),
+        digest=lambda: digest_of(source.digest().encode(), rows.encode()),
+        sketch=None,
+        cut=None,
+    )
 
 
 def open_held_out(path: str) -> Source:

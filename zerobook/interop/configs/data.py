@@ -26,24 +26,14 @@ LEARN_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """Components of torchtune that learn all tokens by default."""
 LOADERS = ("json", "csv", "parquet", "text")
 """Data sets of `datasets` that read files."""
-_SPLIT = r"(\w+)(?:\[:(\d+)\])?"
-"""A split, or its first rows."""
+_SPLIT = r"[^+\[(]+(\[-?\d*%?:-?\d*%?\])?"
+"""A split, or some of its rows."""
 
 
 def path_of(foreign: Foreign, name: Any) -> str:
     """Return a data set's name on the hub, or the absolute path of one that is here."""
     path = foreign.locate(str(name))
-    if path is None:
-        return str(name)
-    return str(path.absolute())
-
-
-def _rows_of(split: str | None) -> dict[str, Any]:
-    """Return a split and its first rows, as keys of an entry of ``datasets``. Other slices have been refused for their key."""
-    match = re.match(_SPLIT, split or "")
-    if match is None:
-        return {}
-    return {"split": match[1], "limit": match[2] and int(match[2])}
+    return str(name) if path is None else str(path.absolute())
 
 
 def mixture(entries: list[dict[str, Any]]) -> Flags:
@@ -71,8 +61,13 @@ def _entry(foreign: Foreign, part: dict[str, Any], path: Any) -> dict[str, Any]:
         path = files
     elif files or path is None:
         raise NoCounterpart("A data set is one file, a folder or a name here. Put its files into a folder, and name that.")
+    split = part.get("split")
+    if split and not re.fullmatch(_SPLIT, split):
+        raise NoCounterpart(
+            "A split, or some of its rows, is an entry of datasets each. Write several splits as several entries."
+        )
     entry = {"path": path_of(foreign, path), "config_name": part.get("name") or part.get("config")}
-    return entry | {"revision": part.get("revision")} | _rows_of(part.get("split"))
+    return entry | {"revision": part.get("revision"), "split": split}
 
 
 def trl_dataset(foreign: Foreign, value: Any) -> Flags:
@@ -83,14 +78,7 @@ def trl_dataset(foreign: Foreign, value: Any) -> Flags:
     split = foreign.get("dataset_train_split", "train")
     if split == "train":
         return {"dataset_name": path_of(foreign, name)}
-    return mixture([{"path": path_of(foreign, name), "config_name": foreign.get("dataset_config"), "split": split}])
-
-
-def whole_split(foreign: Foreign, value: Any) -> Flags:
-    """Return no flag for a split that is used as a whole."""
-    if not re.fullmatch(_SPLIT, value):
-        raise NoCounterpart("A split is used as a whole here. Write a number of rows as limit into the entry of datasets.")
-    return {}
+    return mixture([_entry(foreign, {"name": foreign.get("dataset_config"), "split": split}, name)])
 
 
 def assistant_alone(foreign: Foreign, value: Any) -> Flags:
