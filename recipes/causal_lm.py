@@ -32,7 +32,7 @@ class CausalLMConfig(RecipeConfig):
     length_key: ClassVar[str] = "block_size"
 
     config_name: str | None = Field(None, description="architecture to train from scratch: hub name or local folder")
-    block_size: int = Field(1024, ge=2, description="tokens per block of text, or the most a chat may have")
+    block_size: int = Field(1024, ge=2, description="tokens per block of text; for chats, the maximum number of tokens")
     assistant_only_loss: bool = Field(
         True, description="of a chat, learn the assistant's turns; false: all tokens, except in completions and marked chats"
     )

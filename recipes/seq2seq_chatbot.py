@@ -42,7 +42,9 @@ class Seq2SeqConfig(AdapterConfig):
     source_prefix: str = Field("", description="text before every source; kept with the saved model")
     max_source_length: int = Field(1024, ge=2, description="tokens that a source may have; longer ones are cut")
     max_target_length: int = Field(128, ge=2, description="tokens that a target may have; longer ones are cut")
-    pad_to_max_length: bool = Field(False, description="pad to these lengths always, not to the batch's longest")
+    pad_to_max_length: bool = Field(
+        False, description="always pad to the maximum lengths, not to the longest sample of the batch"
+    )
     num_beams: int = Field(1, ge=1, description="beams of the search; 1 is greedy")
     no_repeat_ngram_size: int | None = Field(
         None, ge=0, description="n: no sequence of n tokens is generated twice in a text; 0 allows it; unset: the model's own"
@@ -56,8 +58,10 @@ class Seq2SeqConfig(AdapterConfig):
     length_penalty: float | None = Field(
         None, description="beams are ranked by score / length^penalty: above 0 favours long texts; unset: the model's own"
     )
-    val_max_target_length: int | None = Field(None, ge=1, description="tokens generated at most; unset: max_target_length")
-    val_min_target_length: int = Field(0, ge=0, description="tokens generated before the end at least")
+    val_max_target_length: int | None = Field(
+        None, ge=1, description="maximum number of generated tokens; unset: max_target_length"
+    )
+    val_min_target_length: int = Field(0, ge=0, description="minimum number of generated tokens before the end token")
     n_val_batch_generations: int | None = Field(
         None, ge=1, description="evaluation batches per process for which texts are generated; unset: all"
     )

@@ -40,11 +40,11 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Final held-out loss, actions in their order, and steps that were given up."""
+    """Final held-out loss, actions in their order, and number of abandoned steps."""
 
     loss: float
     actions: tuple[str, ...]
-    given_up: int
+    abandoned_steps: int
 
 
 def train(case: Case, seed: int, on_spike: str, folder: Path) -> Outcome:
@@ -82,10 +82,10 @@ def outcome_of(run: Run) -> Outcome:
     evaluations = [event["loss"] for event in run.events if event["type"] == "eval"]
     actions = [event["action"] for event in run.events if event["type"] == "decision" and event["action"] != "none"]
     rollbacks = [event for event in run.events if event["type"] == "rollback" and event["phase"] == "intent"]
-    given_up = sum(event["from_step"] - event["to_step"] for event in rollbacks)
+    abandoned_steps = sum(event["from_step"] - event["to_step"] for event in rollbacks)
     # A run that stopped for a person has no final evaluation.
     loss = evaluations[-1] if evaluations and run.returncode == 0 else float("nan")
-    return Outcome(loss, tuple(actions), given_up)
+    return Outcome(loss, tuple(actions), abandoned_steps)
 
 
 def row(case: Case, outcomes: list[tuple[Outcome, Outcome]], clean: list[float]) -> str:
@@ -100,9 +100,9 @@ def row(case: Case, outcomes: list[tuple[Outcome, Outcome]], clean: list[float])
         losses = [pair[which].loss / loss for pair, loss in zip(outcomes, clean, strict=True)]
         ratios.append(f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})")
     actions = "; ".join(", ".join(pair[1].actions) or "none" for pair in outcomes)
-    given_up = ", ".join(str(pair[1].given_up) for pair in outcomes)
+    abandoned_steps = ", ".join(str(pair[1].abandoned_steps) for pair in outcomes)
     fault = "none" if case.fault is None else f"{FAULTS[case.fault]}, {case.place}"
-    return f"| {case.steps} | {fault} | {ratios[0]} | {ratios[1]} | {actions} | {given_up} |"
+    return f"| {case.steps} | {fault} | {ratios[0]} | {ratios[1]} | {actions} | {abandoned_steps} |"
 
 
 def main() -> int:
@@ -117,7 +117,7 @@ def main() -> int:
         for fault in FAULTS:
             cases += [Case(steps, fault, place) for place in PLACES]
     lines = [
-        "| steps | fault | held-out loss without the monitor | with it | actions of each seed | steps given up |",
+        "| steps | fault | held-out loss without the monitor | with it | actions of each seed | abandoned steps |",
         "|---|---|---|---|---|---|",
     ]
     clean: list[float] = []

@@ -55,9 +55,9 @@ def flags() -> str:
     parts.append(
         "Every flag is also a key of the YAML file that `--config FILE.yaml` names. A flag overrides the file. `--dry-run`\n"
         "prints each value with its source. *Steps* are optimizer steps. A flag without a default is unset.\n\n"
-        "A value in the YAML is read as the same text behind the flag. The type of the key decides what it means: `no` is a\n"
-        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset a key that may be unset, and are\n"
-        "the empty list for a list. A list may also be one value, or names between commas.\n"
+        "A YAML value is parsed like the same text on the command line. The type of the key decides what it means: `no` is a\n"
+        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key. For a list, they\n"
+        "mean the empty list. A list may also be written as a single value, or as names that are separated by commas.\n"
     )
     parts.append("## Every recipe\n")
     for group, names in groups(RecipeConfig).items():

@@ -251,7 +251,7 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
 
     history = History.read(run.output)
     assert [s["step"] for s in history.steps(current=True)] == list(range(1, STEPS + 1))
-    assert sum(time_spent(history).steps_given_up.values()) == given_up
+    assert sum(time_spent(history).abandoned_steps.values()) == given_up
     assert [record["step"] for record in read_log(run.output).records] == list(range(1, STEPS + 1))
 
 

@@ -456,7 +456,7 @@ def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
         (2, 30, 40, 40),
     ]
     spent = time_spent(history)
-    assert spent.steps_given_up == {"rollback": 10, "stop before a save": 4}
+    assert spent.abandoned_steps == {"rollback": 10, "stop before a save": 4}
     assert spent.saving == pytest.approx(0.2) and spent.evaluating == pytest.approx(0.2) and spent.going_back == 0.5
     assert [history.ending(a) for a in history.attempts()] == ["killed", "finished"]
     _, text = told(capsys, "show", run, "steps")

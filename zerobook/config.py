@@ -171,7 +171,9 @@ class RecipeConfig(_Keys):
     torch_compile: bool = Field(
         False, description="compile the model's layers with torch.compile: fewer, fused operations, after a minute at the start"
     )
-    fast: bool = Field(False, description="turn on what is faster on this hardware and computes the same; notes say what")
+    fast: bool = Field(
+        False, description="enable the optimisations for this hardware that compute the same; the run prints which ones"
+    )
     activation_checkpointing: str = Field(
         "none",
         description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
@@ -226,7 +228,7 @@ class RecipeConfig(_Keys):
         "linear", description="shape of the learning rate over the steps"
     )
     num_warmup_steps: int = Field(
-        0, ge=0, description="steps in which the rate rises to its peak: of N, the k-th has k/N of it"
+        0, ge=0, description="steps in which the rate rises to its peak; the k-th of N steps has k/N of the peak rate"
     )
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="num_warmup_steps as a share of all steps")
     warmup_from_zero: bool = Field(
@@ -261,7 +263,7 @@ class RecipeConfig(_Keys):
         [], description="task files (.jsonl) and tasks of lm-evaluation-harness (names or .yaml), measured at every evaluation"
     )
     early_stopping_patience: int | None = Field(
-        None, ge=1, description="end the run after so many evaluations without a lower held-out loss"
+        None, ge=1, description="end the run after this many evaluations in a row without a lower held-out loss"
     )
     final_model: Literal["last", "best"] = Field(
         "last", description="the model that is written: of the last step, or of the checkpoint with the lowest held-out loss"
@@ -287,13 +289,13 @@ class RecipeConfig(_Keys):
     on_spike: OnSpike = Field(
         "rollback",
         description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
-        "measure each time; lower_rate: return and lower the learning rate; stop: end the run",
+        "recovery action each time; lower_rate: return and lower the learning rate; stop: end the run",
     )
     policy: list[PolicyAction] | None = Field(
         None,
         min_length=1,
-        description="order of the actions of on_spike rollback, out of replay, skip, lower_rate, further_back and stop; unset: "
-        "replay, skip, lower_rate and stop, without a replay that would abandon more than a tenth of the run",
+        description="recovery actions of on_spike rollback, in this order: some of replay, skip, lower_rate, further_back and "
+        "stop; unset: replay, skip, lower_rate, stop; the replay is left out if it would abandon more than a tenth of the run",
     )
     max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
     rollback_lr_factor: float = Field(

@@ -66,7 +66,7 @@ class AdapterConfig(RecipeConfig):
     )
 
     modules_to_save: list[str] = Field(
-        [], description="modules that are trained whole beside the adapters, such as embed_tokens lm_head"
+        [], description="modules that are trained in full, in addition to the adapters, such as embed_tokens lm_head"
     )
 
     @property
@@ -196,7 +196,7 @@ def add_adapter(
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
             output head. Modules that text input does not use, and routers of experts, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
-        modules_to_save: names of modules that are trained whole.
+        modules_to_save: names of modules that are trained in full.
         vocabulary: also train the input and output embeddings whole.
 
     Raises:
@@ -215,7 +215,7 @@ def add_adapter(
     if vocabulary:
         modules_to_save = [*modules_to_save, *embeddings]
     modules = _resolve_modules(model, modules_to_save)
-    # peft trains a copy of a module that is trained whole. Tied embeddings have to share one copy.
+    # peft trains a copy of a module that is trained in full. Tied embeddings have to share one copy.
     trains_tied = are_tied(model) and embeddings[0] in modules
     if trains_tied and model.config.is_encoder_decoder:
         setting = "new_tokens" if vocabulary else "modules_to_save"

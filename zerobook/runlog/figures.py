@@ -142,7 +142,7 @@ def steps_chart(
 
 
 def _series(records: Iterable[dict[str, Any]], last_current_step: dict[int, float]) -> tuple[Columns, dict[int, Columns]]:
-    """Return (the steps that are part of the run, the given-up steps by branch)."""
+    """Return (the steps that are part of the run, the abandoned steps by branch)."""
     current: Columns = {name: [] for name in SERIES}
     abandoned: dict[int, Columns] = {}
     for record in records:

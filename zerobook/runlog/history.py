@@ -237,19 +237,19 @@ class TimeSpent:
     total: float = 0.0
     training: float = 0.0
     """steps that are part of the run as it is now, without saving and evaluating"""
-    given_up: dict[str, float] = field(default_factory=dict)
+    abandoned: dict[str, float] = field(default_factory=dict)
     """steps that were done and are not part of the run any more, by cause"""
     evaluating: float = 0.0
     saving: float = 0.0
     going_back: float = 0.0
     stopped: float = 0.0
     """between the end of one attempt and the start of the next"""
-    steps_given_up: dict[str, int] = field(default_factory=dict)
+    abandoned_steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def other(self) -> float:
         """Seconds of all other uses, mostly startup."""
-        steps = self.training + sum(self.given_up.values())
+        steps = self.training + sum(self.abandoned.values())
         measured = steps + self.evaluating + self.saving + self.going_back + self.stopped
         return max(0.0, self.total - measured)
 
@@ -314,15 +314,15 @@ def _add_block(
     steps_abandoned = steps - current_steps
     if steps_abandoned:
         cause = _cause_of_abandoning(starts, log_point["branch"], last)
-        spent.given_up[cause] = spent.given_up.get(cause, 0.0) + seconds * steps_abandoned / steps
-        spent.steps_given_up[cause] = spent.steps_given_up.get(cause, 0) + steps_abandoned
+        spent.abandoned[cause] = spent.abandoned.get(cause, 0.0) + seconds * steps_abandoned / steps
+        spent.abandoned_steps[cause] = spent.abandoned_steps.get(cause, 0) + steps_abandoned
 
 
 def _cause_of_abandoning(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
     """Return why a step of a branch is not part of the run any more."""
     for later in sorted(starts):
         start, event = starts[later]
-        # The first later branch that starts before the step has given it up.
+        # The first later branch that starts before the step has abandoned it.
         if later > branch and start < step:
             return "rollback" if event["type"] == "rollback" else "stop before a save"
     return "unknown"

@@ -101,7 +101,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     cards.append((str(len(rollbacks)), "rollbacks"))
     cards.append((str(samples_left_out), "samples left out"))
     cards.append((str(len(starts)), "attempts"))
-    cards.append((f"{sum(spent.steps_given_up.values()):,}", "steps abandoned"))
+    cards.append((f"{sum(spent.abandoned_steps.values()):,}", "steps abandoned"))
     return cards
 
 

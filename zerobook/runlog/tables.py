@@ -25,8 +25,8 @@ class Table(NamedTuple):
 def time_table(history: History) -> Table:
     spent = time_spent(history)
     uses = [("training", spent.training, "")]
-    for cause, seconds in spent.given_up.items():
-        uses.append((f"training abandoned: {cause}", seconds, str(spent.steps_given_up[cause])))
+    for cause, seconds in spent.abandoned.items():
+        uses.append((f"training abandoned: {cause}", seconds, str(spent.abandoned_steps[cause])))
     uses += [
         ("rolling back", spent.going_back, ""),
         ("evaluating", spent.evaluating, ""),
@@ -120,7 +120,7 @@ def branch_table(history: History) -> Table:
         cause = sentence(branch.cause) if branch.cause else "the run began"
         numbers = [str(branch.number), str(branch.attempt), str(branch.start), str(branch.end)]
         rows.append([*numbers, _current_steps(branch), cause])
-    return Table("Branches", ["branch", "attempt", "from", "to", "last_steps to", "why it began"], rows)
+    return Table("Branches", ["branch", "attempt", "from", "to", "current up to", "why it began"], rows)
 
 
 def _current_steps(branch: Branch) -> str:
@@ -202,7 +202,14 @@ class View:
 
 def _time_as_json(history: History) -> dict[str, Any]:
     spent = time_spent(history)
-    return {**asdict(spent), "other": spent.other, "ratio": spent.ratio}
+    return {
+        **asdict(spent),
+        "other": spent.other,
+        "ratio": spent.ratio,
+        # Earlier names of ``abandoned`` and ``abandoned_steps``, which programs may still read.
+        "given_up": spent.abandoned,
+        "steps_given_up": spent.abandoned_steps,
+    }
 
 
 # JSON is of events as docs/reference/runlog.md describes them, of seconds, or of branches.
