@@ -74,6 +74,33 @@ class Storages(Hook):
 """
 
 
+BUFFERS = """
+import json, os
+from pathlib import Path
+from zerobook.training.hooks import Hook
+
+class Buffers(Hook):
+    def on_end(self, trainer):
+        names = [file.name for file in Path("/dev/shm").glob(f"*_{os.environ['MASTER_PORT']}_*")]
+        maps = Path("/proc/self/maps").read_text()
+        mapped = sum("deepspeed_allreduce_buffer" in line for line in maps.splitlines())
+        Path(trainer.config.output_dir, f"buffers-{os.environ['RANK']}.json").write_text(json.dumps([names, mapped]))
+"""
+
+
+@pytest.mark.launch
+def test_deepspeeds_shared_memory_ends_with_its_processes(tiny, tmp_path):
+    (tmp_path / "buffers.py").write_text(BUFFERS)
+    run = launch(
+        "zero2", 2, "causal_lm", tmp_path / "run", model_name_or_path=tiny / "llama", train_file=tiny / "text.txt",
+        block_size=64, max_train_steps=2, hooks=f"{tmp_path / 'buffers.py'}:Buffers",
+    )  # fmt: skip
+    for rank in range(2):
+        names, mapped = json.loads((run.output / f"buffers-{rank}.json").read_text())
+        assert mapped == 2, "the buffers of both ranks are in use"
+        assert names == []
+
+
 @pytest.mark.launch
 def test_ddp_keeps_no_gradient_beside_its_buckets(tiny, tmp_path):
     (tmp_path / "storages.py").write_text(STORAGES)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
@@ -160,7 +160,24 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
         ops.compile_needed(plan)
     # A copy: accelerate writes into the config that it gets, and the plan is recorded.
     options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
-    return ZeroStrategy(Accelerator(**options), plan)
+    strategy = ZeroStrategy(Accelerator(**options), plan)
+    if plan.device == "cpu":
+        # Every rank has opened the buffers of the others.
+        strategy.barrier()
+        remove_buffer_name(os.environ)
+    return strategy
+
+
+def remove_buffer_name(environ: Mapping[str, str]) -> None:
+    """Remove the name of this rank's buffer in shared memory, through which DeepSpeed reduces on a CPU.
+
+    DeepSpeed never does. So each rank would leave 66 MiB in /dev/shm after its end, and a later launch at the same port could open
+    the buffer of an earlier one. Without a name, the memory is freed when the last process that uses it ends.
+    """
+    meeting = f"{environ.get('MASTER_ADDR')}_{environ.get('MASTER_PORT')}"
+    # As in DeepSpeed's csrc/cpu/comm/shm.cpp.
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{meeting}_{environ.get('RANK')}"
+    Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
