@@ -501,6 +501,29 @@ def test_a_torchtune_config_becomes_the_values_of_a_recipe():
     assert kinds_of(result)["checkpointer.output_dir"] == NO_EFFECT
 
 
+def test_a_yaml_of_trl_may_have_the_keys_of_its_launcher():
+    result = imported({"model_name_or_path": "m", "dataset_name": "d", "accelerate_config": "zero3", "num_processes": 4})
+    assert (result.strategy.name, result.foreign.processes) == ("zero3", 4)
+    assert not result.changes_training
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "changes_training"),
+    [
+        ("--num_processes 4 --mixed_precision fp16", {"mixed_precision": "fp16"}, False),
+        ("--num_processes 4 --mixed_precision no", {"mixed_precision": "no"}, False),
+        ("--num_machines 2 --num_processes 16", {"mixed_precision": "no"}, True),
+        ("--num_machines 1 --num_processes 8", {"mixed_precision": "no"}, False),
+    ],
+)
+def test_what_the_launcher_says_about_the_training_is_not_left_out(flags, expected, changes_training):
+    words = f"accelerate launch {flags} run_clm.py --model_name_or_path m --train_file a.txt".split()
+    command = command_lines.read_command(words)
+    result = importer.import_config(*command[:3], recipe=command.recipe)
+    assert expected.items() <= result.values.items()
+    assert result.changes_training == changes_training
+
+
 def test_trls_own_strategy_names_are_known():
     command = command_lines.read_command(["trl", "sft", "--model_name_or_path", "m", "--accelerate_config", "zero3"])
     assert importer.import_config(*command[:3]).strategy.name == "zero3"

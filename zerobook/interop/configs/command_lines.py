@@ -25,8 +25,6 @@ PROGRAMS = {
     "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
 }
 """Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known)."""
-OF_LAUNCHER = ("num_processes", "num_machines", "accelerate_config", "launcher")
-"""Flags of TRL's own command that it hands to accelerate."""
 
 
 class Command(NamedTuple):
@@ -70,7 +68,6 @@ def read_command(words: list[str]) -> Command:
     config |= flags
     launcher = dict(_flags(words[:position]))
     launcher.pop("", None)
-    launcher |= {key: config.pop(key) for key in OF_LAUNCHER if key in config}
     if launcher:
         config["launcher"] = launcher
     return Command(config, file, trainer or recognise(config, program), recipe)

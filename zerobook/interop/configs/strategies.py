@@ -113,7 +113,9 @@ def torchtune_offload(foreign: Foreign, value: Any) -> dict[str, Any]:
 
 
 def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over the flags of torchrun, accelerate or TRL's own launcher."""
+    """Take over the flags of torchrun or accelerate, or the keys of TRL and Axolotl, which have the launcher's among others."""
+    if not isinstance(value, dict):
+        value = foreign.config
     foreign.processes = int(value.get("num_processes") or value.get("nproc_per_node") or value.get("num_gpus") or 1)
     name = str(value.get("accelerate_config") or value.get("config_file") or "")
     known = {"single_gpu": "single", "multi_gpu": DDP, "fsdp1": "fsdp", "fsdp2": "fsdp"}
