@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -19,6 +21,7 @@ from zerobook.checkpoint.state import tensors
 from zerobook.config import parse
 from zerobook.errors import ConfigError
 from zerobook.health import position
+from zerobook.monitor import preemption
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.check import problems
 from zerobook.runlog.jsonl import read
@@ -154,6 +157,24 @@ def test_every_point_is_called_in_its_order(tiny, tmp_path):
         ("on_end", 5),
         ("close", 5, True),
     ]
+
+
+class SavesAtTheWarning(Hook):
+    """Asks for a save at the log point, which a warning to the process brings forward."""
+
+    def after_step(self, trainer, record):
+        if record.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def on_log(self, trainer, records):
+        return RecoveryAction(kind="save", rule="a test", reason="a test", options=(), onset=3, noticed=3)
+
+
+def test_a_hook_that_asks_for_a_save_does_not_take_the_place_of_the_save_at_a_warning(tiny, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", **flags(tiny, "SavesAtTheWarning", logging_steps=100, max_train_steps=6))
+    assert ended.value.code == preemption.EXIT_CODE
+    assert [folder.name for folder in store.list_complete(tmp_path / "run" / "checkpoints")] == ["step-000003"]
 
 
 class Sends(Hook):

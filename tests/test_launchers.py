@@ -6,20 +6,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import yaml
 
+from zerobook.constants import STOPPED
 from zerobook.errors import ConfigError
 from zerobook.health import watch
-from zerobook.launch import process
-from zerobook.monitor import policy, preemption
+from zerobook.monitor import preemption
 
 ROOT = Path(__file__).resolve().parents[1]
 SLURM, SSH = ROOT / "scripts" / "slurm" / "train.sbatch", ROOT / "scripts" / "launch.sh"
@@ -371,7 +371,7 @@ def test_a_pod_of_the_jobset_that_starts_again_finds_its_model_and_its_data():
         (preemption.EXIT_CODE, "RestartJobSetAndIgnoreMaxRestarts"),
         (128 + signal.SIGTERM, "RestartJobSetAndIgnoreMaxRestarts"),
         (ConfigError.exit_code, "FailJobSet"),
-        (policy.EXIT_CODE, "FailJobSet"),
+        (STOPPED, "FailJobSet"),
         (1, "RestartJobSet"),
         (watch.EXIT_CODE, "RestartJobSet"),
     ],
@@ -432,25 +432,68 @@ def test_the_skypilot_task_sets_a_machine_up_again_and_leaves_its_own_python_alo
     assert "requirements.txt" in (tmp_path / "installed").read_text()
 
 
-@pytest.mark.parametrize("is_old, seconds", [(True, 110), (False, 30)])
-def test_an_older_torch_leaves_ranks_the_seconds_of_the_variable_too(monkeypatch, is_old, seconds):
-    """torch 2.12 and newer read the variable themselves, and pass its seconds on."""
-    from torch.distributed.elastic.multiprocessing.api import PContext
-    from torch.distributed.launcher.api import LaunchConfig
+ZEROBOOK = [sys.executable, "-m", "zerobook.cli.main"]
+DDP = ["--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml")]
 
-    class Ranks(MagicMock):
-        def _close(self, death_sig, timeout):
-            self.seconds = timeout
 
-    monkeypatch.setattr(PContext.close, "__defaults__", (None, 30))
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "110")
-    if is_old:
-        monkeypatch.delattr(LaunchConfig, "shutdown_timeout", raising=False)
-    else:
-        monkeypatch.setattr(LaunchConfig, "shutdown_timeout", None, raising=False)
-    ranks = Ranks()
-    process.quietly(lambda: PContext.close(ranks, signal.SIGTERM))
-    assert ranks.seconds == seconds
+@pytest.mark.parametrize("code, starts", [(1, 3), (2, 1), (STOPPED, 1)])
+def test_ranks_are_started_again_but_where_another_start_would_end_alike(code, starts, tmp_path):
+    # Rank 1 lives until the launcher ends it.
+    text = f"""
+import os, time
+if os.environ["RANK"] == "1":
+    time.sleep(60)
+print("started", flush=True)
+raise SystemExit({code})
+"""
+    (tmp_path / "failing.py").write_text(text)
+    flags = [*DDP, "--num_processes", "2", "--main_process_port", "0", "--max_restarts", "2", "--monitor_interval", "0.1"]
+    done = subprocess.run(
+        [*ZEROBOOK, "launch", *flags, str(tmp_path / "failing.py")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.count("started") == starts, done.stderr
+    assert done.returncode == code
+
+
+SLOW_SAVE = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(5)
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print(os.environ["WORLD_SIZE"], flush=True)
+time.sleep(int(os.environ["WORLD_SIZE"]) == 1 and 60)
+"""
+
+
+@pytest.mark.parametrize("seconds, saves", [("60", True), ("1", False)])
+def test_ranks_have_the_seconds_of_the_variable_if_a_machine_joins(seconds, saves, tmp_path):
+    (tmp_path / "saving.py").write_text(SLOW_SAVE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    line = [*ZEROBOOK, "launch", "--min_machines", "1", *DDP, "--num_machines", "2", "--num_processes", "2"]
+    line += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--machine_rank"]
+    environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": seconds}
+    launchers = []
+    try:
+        for rank in ("0", "1"):
+            launchers.append(
+                subprocess.Popen(
+                    [*line, rank, str(tmp_path / "saving.py")], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+            if rank == "0":
+                assert launchers[0].stdout.readline() == "1\n"
+        said = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+    assert ("saved" in said[0]) == saves
+    assert all("2\n" in text for text in said), "both go on together"
 
 
 SAVING = """

@@ -1,4 +1,4 @@
-"""Special numbers, shared by data, loss and evaluation. This module imports nothing."""
+"""Special numbers that several folders share. This module imports nothing."""
 
 IGNORE = -100
 """Label of a token that the loss does not count, as in ``torch.nn.functional.cross_entropy`` and transformers."""
@@ -6,3 +6,5 @@ POLYNOMIAL_END = 1e-7
 """The learning rate at which ``polynomial`` ends: transformers' default. transformers refuses a peak that is not above it."""
 FILLER = -1
 """Row number of a row that fills up the last batch. Its tokens are real, and none of them is supervised, so its loss is 0."""
+STOPPED = 76
+"""Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""

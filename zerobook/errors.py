@@ -30,6 +30,13 @@ class ConfigError(ZerobookError):
         super().__init__(message)
 
 
+class LaunchError(ZerobookError):
+    """A launch whose processes do not all come."""
+
+    exit_code = 1
+    """That of any failure, and not of a wrong command line: another start may have all of them."""
+
+
 class DataError(ZerobookError):
     """Data that cannot be read, or that leaves nothing to train on."""
 

@@ -142,15 +142,15 @@ def _prepare_process(plan: LaunchPlan) -> None:
         torch.set_num_threads(plan.host_threads)
         # An op may bring an OpenMP of its own, which reads this.
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)
+    if plan.kind == "deepspeed":
+        _compile_ops(plan)
+    meet.wait_for_hosts()
     meet.form_process_group(plan.device == "cpu", COLLECTIVE_TIMEOUT)
 
 
-def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
-    """Compile the ops that DeepSpeed needs, and create the Accelerator with its plugin."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-
+def _compile_ops(plan: LaunchPlan) -> None:
+    """Compile the ops that DeepSpeed needs, in the first process of each host."""
     from zerobook.launch import ops
-    from zerobook.strategy.zero import ZeroStrategy
 
     ops.own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -158,6 +158,14 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     # The other ranks wait for its lock when they load the ops.
     if is_first_of_host:
         ops.compile_needed(plan)
+
+
+def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
+    """Create the Accelerator with DeepSpeed's plugin."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from zerobook.strategy.zero import ZeroStrategy
+
     # A copy: accelerate writes into the config that it gets, and the plan is recorded.
     options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
     strategy = ZeroStrategy(Accelerator(**options), plan)
@@ -171,8 +179,8 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
 def remove_buffer_name(environ: Mapping[str, str]) -> None:
     """Remove the name of this rank's buffer in shared memory, through which DeepSpeed reduces on a CPU.
 
-    DeepSpeed never does. So each rank would leave 66 MiB in /dev/shm after its end, and a later launch at the same port could open
-    the buffer of an earlier one. Without a name, the memory is freed when the last process that uses it ends.
+    DeepSpeed never does. So each rank would leave 66 MiB in /dev/shm after its end, and a later launch at the same port could
+    open the buffer of an earlier one. Without a name, the memory is freed when the last process that uses it ends.
     """
     meeting = f"{environ.get('MASTER_ADDR')}_{environ.get('MASTER_PORT')}"
     # As in DeepSpeed's csrc/cpu/comm/shm.cpp.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from typing import Any
 
 from zerobook.config import ConfigDraft, RecipeConfig
 from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils.compilers import missing_compiler
 
 SHORT = 500
 """Steps under which compiling takes longer than it saves on a CPU: half a minute, against 5 % of each step."""
@@ -49,8 +48,9 @@ def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig) -> str | None
     obstacle = not_compiled(plan, config)
     if obstacle is not None:
         return obstacle
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        return "a machine without a C++ compiler"
+    missing = missing_compiler()
+    if missing is not None:
+        return f"a machine that lacks {missing}"
     steps = config.max_train_steps
     if plan.device == "cpu" and steps is not None and steps < SHORT:
         return f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"

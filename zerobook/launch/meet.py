@@ -1,5 +1,9 @@
-"""The meeting of all ranks of an attempt, where torchrun restarts ranks.
+"""The meeting of all ranks of an attempt, before they form a process group.
 
+Over several hosts, torch's own rendezvous would wait for the time limit of collectives and name nobody. Here, a rank that
+cannot start says so to the others, and the ranks that are missing are named.
+
+Where torchrun restarts ranks, the meeting also gives the attempt a name:
 torchrun keeps its store from attempt to attempt, with the addresses of processes that are gone, and torch looks for its peers
 there (pytorch issue 135712). The agents of several hosts count their restarts separately, so the count is no name for an
 attempt. Here, rank 0 makes a name, and each rank answers with a name of its own, which rank 0 confirms: a name that an earlier
@@ -8,23 +12,100 @@ rank 0 left in the store is never confirmed to a new process.
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from typing_extensions import TypedDict
+
+from zerobook.errors import LaunchError
+from zerobook.utils import messages
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 PATIENCE_S = 600.0
-"""Seconds that ranks wait for each other, as torch's own rendezvous does."""
+"""Seconds that ranks wait for each other where torchrun restarts them, as torch's own rendezvous does."""
+HOSTS_PATIENCE_S = 1800.0
+"""Seconds that ranks of several hosts wait for each other at the only start. One host may compile ops first."""
+CONNECT_S = 30.0
+"""Seconds to connect to the launcher's store, which is there before the ranks are started."""
+TELL_S = 3.0
+"""Seconds that the host with the store stays after it refused to start, so that waiting ranks read the reason."""
+_PREFIX = "zerobook/meet"
+_REFUSAL = "refusal"
+
+
+class Refusal(TypedDict):
+    """Why a process of the launch has ended before all ranks had come."""
+
+    host: str
+    reason: str
+    exit_code: int
 
 
 def restarts_ranks(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun may restart the ranks, and keeps its store from attempt to attempt."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def spans_hosts(environ: Mapping[str, str]) -> bool:
+    """Return whether the launch has ranks on several hosts, whose launchers share a store."""
+    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_store and int(environ.get("LOCAL_WORLD_SIZE", 1)) < int(environ.get("WORLD_SIZE", 1))
+
+
+def wait_for_hosts() -> None:
+    """Wait until all ranks of a launch over several hosts have come. Do nothing in other launches, and if ranks are restarted.
+
+    Raises:
+        LaunchError: names the ranks that are missing after `HOSTS_PATIENCE_S`, or the host that cannot start.
+    """
+    environ = os.environ
+    if restarts_ranks(environ) or not spans_hosts(environ):
+        return
+    import torch.distributed as dist
+
+    try:
+        meet(_store(CONNECT_S), int(environ["RANK"]), int(environ["WORLD_SIZE"]), HOSTS_PATIENCE_S)
+    except dist.DistNetworkError:
+        raise LaunchError(
+            f"the launcher on {environ['MASTER_ADDR']} ended before all ranks had come. It has printed the reason there."
+        ) from None
+
+
+def tell_refusal(reason: str, exit_code: int) -> None:
+    """Tell the ranks that wait in `wait_for_hosts` why this process ends, and with which exit code."""
+    environ = os.environ
+    # Where ranks are restarted, the store would keep the reason for later attempts.
+    if restarts_ranks(environ) or not spans_hosts(environ):
+        return
+    import torch.distributed as dist
+
+    # All ranks have come.
+    if dist.is_initialized():
+        return
+    refusal = Refusal(host=socket.gethostname(), reason=reason[:4000], exit_code=exit_code)
+    with suppress(RuntimeError):
+        _store(CONNECT_S).set(_REFUSAL, json.dumps(refusal))
+    if environ.get("GROUP_RANK") == "0":
+        time.sleep(TELL_S)
+
+
+def _store(seconds: float) -> Store:
+    """Connect to the launcher's store, within ``seconds``; return the part of it where ranks meet."""
+    import torch.distributed as dist
+
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=seconds)
+    return dist.PrefixStore(_PREFIX, dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))
 
 
 def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
@@ -40,7 +121,7 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=timeout
     )
     # Keys of this attempt alone: those of an earlier one hold addresses of processes that are gone.
-    attempt = meet(dist.PrefixStore("zerobook/meet", store), rank, world_size)
+    attempt = meet(dist.PrefixStore(_PREFIX, store), rank, world_size)
     dist.init_process_group(
         "gloo" if on_cpu else "cuda:nccl,cpu:gloo",
         store=dist.PrefixStore(f"zerobook/{attempt}", store),
@@ -58,22 +139,25 @@ def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S)
         patience: seconds to wait for the other ranks.
 
     Raises:
-        TimeoutError: some rank did not come.
+        LaunchError: some rank did not come, or refuses to start.
     """
     name = uuid.uuid4().hex
+    deadline = time.monotonic() + patience
     if rank == 0:
         # Rank 0's name is that of the attempt.
         store.set("attempt", name)
         answers = {other: f"here/{name}/{other}" for other in range(1, world_size)}
-        if not _wait(store, list(answers.values()), patience):
-            missing = [str(other) for other, key in answers.items() if not store.check([key])]
-            raise TimeoutError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s")
+        while not _wait(store, list(answers.values()), 1.0):
+            _raise_refusal(store)
+            if time.monotonic() > deadline:
+                missing = [str(other) for other, key in answers.items() if not store.check([key])]
+                raise LaunchError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s.")
         for other, key in answers.items():
             store.set(f"confirmed/{name}/{other}", _text(store.get(key)))
         return name
     # The name in the store may be of an earlier attempt, so it is read anew until rank 0 confirms an answer.
-    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
+        _raise_refusal(store)
         if not _wait(store, ["attempt"], 1.0):
             continue
         attempt = _text(store.get("attempt"))
@@ -84,7 +168,17 @@ def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S)
                 return attempt
             # It was confirmed to a process that is gone.
             time.sleep(0.1)
-    raise TimeoutError(f"rank 0 did not come within {patience:.0f} s")
+    raise LaunchError(f"rank 0 did not come, or another rank did not, within {patience:.0f} s.")
+
+
+def _raise_refusal(store: Store) -> None:
+    """Raise the `LaunchError` of a host that refuses to start, with the exit code of its process."""
+    if not store.check([_REFUSAL]):
+        return
+    refusal = messages.read(store.get(_REFUSAL), Refusal)
+    error = LaunchError(f"{refusal['host']} cannot start, so that this host ends too. {refusal['reason']}")
+    error.exit_code = refusal["exit_code"]
+    raise error
 
 
 def _text(name: bytes) -> str:

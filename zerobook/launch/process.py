@@ -16,7 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerobook.errors import ConfigError, ZerobookError
+from zerobook.errors import ConfigError, LaunchError, ZerobookError
+from zerobook.launch import meet
 from zerobook.launch.accelerate_cli import is_of_zerobook, launcher_flags, parent_command
 from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
-SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Variable with the seconds after which torchrun kills processes that do not end at SIGTERM. torch 2.12 and newer read it."""
 
 
 @contextmanager
@@ -59,6 +58,9 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
             time.sleep(5)
         where = f" (rank {rank})" if rank else ""
         say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
+        # What another host has told is known there.
+        if not isinstance(error, LaunchError):
+            meet.tell_refusal(f"{type(error).__name__}: {error}", error.exit_code)
         launcher = _accelerate_launcher()
         if launcher is not None:
             if ends_launcher and rank == 0:
@@ -73,8 +75,9 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
             time.sleep(2)
         # A normal exit would run destructors, which wait for other ranks.
         os._exit(error.exit_code)
-    except Exception:
+    except Exception as error:
         _tell_launcher(traceback.format_exc())
+        meet.tell_refusal(f"{type(error).__name__}: {error}", exit_code=1)
         raise
 
 
@@ -128,9 +131,10 @@ def quietly(launcher: Callable[[], None]) -> int:
     """
     import subprocess
 
-    from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig
+
+    from zerobook.launch import agent
 
     hush()
     # The import sets the levels of these loggers.
@@ -138,10 +142,7 @@ def quietly(launcher: Callable[[], None]) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    seconds = os.environ.get(SHUTDOWN_TIMEOUT)
-    # An older torch would kill ranks that save after 30 s, whatever the variable says.
-    if seconds and not hasattr(LaunchConfig, "shutdown_timeout"):
-        PContext.close.__defaults__ = (None, int(seconds))
+    agent.install()
     try:
         launcher()
     except ChildFailedError as error:

@@ -23,6 +23,7 @@ from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
+from zerobook.utils.compilers import missing_compiler
 from zerobook.utils.environment import is_true
 from zerobook.utils.units import counted
 
@@ -567,6 +568,9 @@ def _check_model_choices(launch: LaunchDraft) -> None:
     obstacle = fast.not_compiled(plan, config)
     if config.torch_compile and obstacle:
         plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")
+    missing = missing_compiler()
+    if config.torch_compile and missing:
+        plan.problems.append(f"torch_compile: this machine lacks {missing}, or drop torch_compile.")
     if config.base_format is not None:
         flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
         refusal = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)

@@ -32,8 +32,6 @@ MOST_TIMES = {"lower_rate": 2}
 MOST_REPLAYED = 0.1
 """Share of the run's steps that a replay may abandon. If the data is the cause, the next action abandons them once more. Where
 hardware is the cause, leaving their samples out costs less than that: the samples of a few steps that were good."""
-EXIT_CODE = 76
-"""Exit code of a run that stopped for a person to decide. The same launch again would meet the same spike."""
 LEAD = 2
 """A high loss at step k is caused by earlier updates: the batch of step k - 1 and a checkpoint of step k - 1 are suspect."""
 NEAR = 16

@@ -11,7 +11,8 @@ from typing import Any
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
-from zerobook.monitor.policy import EXIT_CODE, LEAD, RecoveryAction
+from zerobook.constants import STOPPED
+from zerobook.monitor.policy import LEAD, RecoveryAction
 from zerobook.runlog.formatting import next_step_after_stop
 from zerobook.runlog.lifecycle import write_page
 from zerobook.runlog.writer import RunLog
@@ -190,7 +191,7 @@ class Recovery:
     def hand_over(self, action: RecoveryAction) -> None:
         """Set aside what was saved since the spike began, and write a report of the spike and of what was tried.
 
-        ``auto`` then resumes from before the spike. The caller ends the process with `EXIT_CODE`.
+        ``auto`` then resumes from before the spike. The caller ends the process with `STOPPED`.
         """
         log = self.log
         manager = self.manager
@@ -213,7 +214,7 @@ class Recovery:
             step=step,
             rule=action.rule,
             why=action.reason,
-            exit_code=EXIT_CODE,
+            exit_code=STOPPED,
             go_on_from=checkpoint_path,
             set_aside=[str(path) for path in new_paths],
             by=action.by,

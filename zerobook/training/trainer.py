@@ -11,6 +11,7 @@ import torch
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.constants import STOPPED
 from zerobook.data.batch_loader import BatchLayout, StepPlan
 from zerobook.data.collate import to_device
 from zerobook.data.prepare import PreparedData
@@ -18,7 +19,7 @@ from zerobook.errors import CheckpointError, ConfigError, DivergenceError
 from zerobook.health.position import during, enter
 from zerobook.health.watch import Watch
 from zerobook.launch.process import leave
-from zerobook.monitor import policy, preemption
+from zerobook.monitor import preemption
 from zerobook.monitor.events import EPOCH_WINDOW
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.objective import Metrics, Objective
@@ -522,7 +523,7 @@ class Trainer:
             self._save_before_stop(action)
             self.console.close_bar()
             self.recovery.hand_over(action)
-            self._leave(policy.EXIT_CODE)
+            self._leave(STOPPED)
         with during("roll back"):
             self.recovery.act(action)
         if action.goes_back:
@@ -595,7 +596,8 @@ class Trainer:
         step = self.progress.step
         reason = self.preemption.received
         # The log point sees a spike in the steps since the last one.
-        if self._log_point() is None and self._saved != step:
+        action = self._log_point()
+        if (action is None or action.kind == "save") and self._saved != step:
             self.save()
         self.manager.finish(self.log)
         self.console.close_bar()

@@ -1,0 +1,21 @@
+"""What torch needs on the machine to compile kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+
+def missing_compiler() -> str | None:
+    """Return what this machine lacks to compile models and flex attention; None if it has everything.
+
+    torch writes C++ that includes Python's headers, and so does Triton, which looks for gcc or clang.
+    """
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "a C++ compiler: install g++"
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not headers.is_file():
+        return f"Python's headers, {headers}: install python3-dev"
+    return None
