@@ -41,7 +41,15 @@ RECIPES = {
     "lora_finetune": {},
     "dora": {"recipe": "lora_finetune", "adapter": "dora"},
     "pissa": {"recipe": "lora_finetune", "adapter": "pissa", "learning_rate": 3e-3},
-    "ia3": {"recipe": "lora_finetune", "adapter": "ia3", "learning_rate": 0.3, "lora_r": None, "lora_alpha": None},
+    # Some of its 384 gradients are near the rounding of their sums. With a smaller epsilon, Adam makes whole steps of them.
+    "ia3": {
+        "recipe": "lora_finetune",
+        "adapter": "ia3",
+        "learning_rate": 0.3,
+        "adam_epsilon": 1e-3,
+        "lora_r": None,
+        "lora_alpha": None,
+    },
     "qlora": {"recipe": "lora_finetune", "load_in_4bit": True},
     "int8": {"recipe": "lora_finetune", "load_in_8bit": True},
     "moe": {"recipe": "causal_lm", "model": "mixtral"},
