@@ -19,7 +19,7 @@ from tests.test_host_waits import MODELS, SIDES, WORDS, made
 from zerobook import head
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, supervised_positions
-from zerobook.models.isolation import settled
+from zerobook.models.isolation import choose_isolating_collator
 from zerobook.objective import NextToken, shifted
 from zerobook.training.trainer import Trainer
 
@@ -214,8 +214,8 @@ def test_collators_of_others_get_no_positions():
     from tests.test_host_waits import strategy
 
     model = strategy(made("Llama"))
-    assert settled(model, CausalCollator(0), supervised=True).supervised
-    assert not settled(model, PadsAgain(0), supervised=True).supervised
+    assert choose_isolating_collator(model, CausalCollator(0), supervised=True).supervised
+    assert not choose_isolating_collator(model, PadsAgain(0), supervised=True).supervised
 
 
 def test_no_tensor_of_all_logits_is_made():

@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from tests.versions import needs_transformers
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, Seq2SeqCollator, to_device
-from zerobook.models.isolation import isolating, settled
+from zerobook.models.isolation import choose_isolating_collator, isolating
 from zerobook.objective import causal_lm_loss
 
 WORDS = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -142,7 +142,7 @@ def same(found, expected):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS_NEWER.get(name, ())) for name in MODELS])
 def test_padding_needs_no_mask_behind_causal_attention(name, attention):
     model, texts = made(name, attention), rows(20, 13, 5)
-    collate = settled(strategy(model), CausalCollator(0, 8))
+    collate = choose_isolating_collator(strategy(model), CausalCollator(0, 8))
     assert model.training, "it is left as it was"
     batch = collate(texts)
     assert "attention_mask" not in batch
@@ -153,33 +153,33 @@ def test_a_model_that_sees_the_padding_keeps_its_mask():
     config = transformers.BertConfig(**SIZES, intermediate_size=48, max_position_embeddings=128)
     model = transformers.AutoModelForCausalLM.from_config(config)  # not made a decoder: it looks both ways
     collate = CausalCollator(0, 8)
-    assert settled(strategy(model), collate) == collate
+    assert choose_isolating_collator(strategy(model), collate) == collate
 
 
 def test_a_model_that_takes_no_cache_needs_no_mask_either():
     model = made("Llama", "sdpa")
     forward = model.forward
     model.forward = lambda input_ids, attention_mask=None: forward(input_ids=input_ids, attention_mask=attention_mask)
-    batch = settled(strategy(model), CausalCollator(0, 8))(rows(20, 5))
+    batch = choose_isolating_collator(strategy(model), CausalCollator(0, 8))(rows(20, 5))
     assert set(batch) == {"input_ids", "labels"}
 
 
 def test_a_model_that_cannot_be_asked_keeps_its_mask():
     """One of a recipe's own may be no model of transformers, and take its arguments by other names."""
     collate = CausalCollator(0, 8)
-    assert settled(strategy(torch.nn.Linear(2, 2)), collate) == collate
+    assert choose_isolating_collator(strategy(torch.nn.Linear(2, 2)), collate) == collate
 
 
 def test_other_collators_stay_as_they_are():
     for collate in (Seq2SeqCollator(0, lambda labels: labels), list):
-        assert settled(strategy(made("Llama")), collate) == collate
+        assert choose_isolating_collator(strategy(made("Llama")), collate) == collate
 
 
 def test_recomputed_activations_bring_no_warning(caplog):
     model, texts = made("Llama", "sdpa"), rows(20, 13, 5)
     expected = masked(model, texts)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = settled(strategy(model), CausalCollator(0, 8))(texts)
+    batch = choose_isolating_collator(strategy(model), CausalCollator(0, 8))(texts)
     assert "attention_mask" not in batch
     labels = batch.pop("labels")
     model.zero_grad()
@@ -286,7 +286,7 @@ def test_padded_rows_bring_their_lengths_to_flash_attention(name, lengths, flash
     model, texts = made(name, "sdpa"), rows(*lengths)
     expected = masked(model, texts)
     model.config._attn_implementation = "flash_attention_2"
-    collate = settled(strategy(model), CausalCollator(0, 8))
+    collate = choose_isolating_collator(strategy(model), CausalCollator(0, 8))
     flash.clear()
     same(run(model, collate(texts)), expected)
     assert [call[0].tolist() for call in flash] == [[24 * n for n in range(len(texts) + 1)]] * 2
@@ -321,7 +321,7 @@ def test_a_forward_pass_never_waits_for_a_gpu(attention, pack):
     device = torch.device("cuda")
     measured = strategy(model.to(device).train())
     measured.device = device
-    collate = settled(measured, PackedCollator(0, 8, flatten=True) if pack else CausalCollator(0, 8))
+    collate = choose_isolating_collator(measured, PackedCollator(0, 8, flatten=True) if pack else CausalCollator(0, 8))
     batch = to_device(collate([packed(9, 13, 4)] if pack else rows(20, 13, 5)), device)
     labels = batch.pop("labels")
     causal_lm_loss(model(**batch).logits, labels).backward()  # what the first pass alone sets up may wait

@@ -13,7 +13,7 @@ import torch
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
-from zerobook.models.isolation import isolating, settled
+from zerobook.models.isolation import choose_isolating_collator, isolating
 from zerobook.objective import causal_lm_loss
 
 A, B = list(range(10, 19)), list(range(30, 43))
@@ -194,7 +194,7 @@ def test_joined_rows_are_refused_where_attention_depends_on_the_place(tiny, key)
 
 def test_joined_rows_of_experts_have_no_padding(tiny):
     collate = PackedCollator(0, 8, flatten=True)
-    assert settled(strategy(load(tiny, "llama", "sdpa")), collate, keep_mask=True).pad_to_multiple_of == 1
+    assert choose_isolating_collator(strategy(load(tiny, "llama", "sdpa")), collate, keep_mask=True).pad_to_multiple_of == 1
 
 
 def test_positions_that_run_on_are_refused(tiny):
@@ -242,7 +242,7 @@ def test_a_model_that_fails_with_text_alone_is_refused(tiny):
 
     model.forward = without_an_image
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*pixel_values"):
-        settled(strategy(model), CausalCollator(0))
+        choose_isolating_collator(strategy(model), CausalCollator(0))
 
 
 def test_an_error_that_is_not_of_the_mask_is_not_taken_for_one(tiny):

@@ -264,8 +264,7 @@ class AdamW8bit(PagedAdamW):
 
         values, scale = self._values_and_scale(optimizer, parameter, key)
         # Paged state may lie in host memory.
-        codes = state.to(scale.device)
-        return dequantize_blockwise(codes, absmax=scale, code=values, blocksize=BLOCK)
+        return dequantize_blockwise(state.to(scale.device), absmax=scale, code=values, blocksize=BLOCK)
 
     def set_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         import torch

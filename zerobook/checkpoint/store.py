@@ -34,7 +34,7 @@ from zerobook.utils.terminal import plain, say
 from zerobook.utils.writing import refuse_link, write_whole
 
 FORMAT_VERSION = 5
-"""Format of a checkpoint with slices, or with the state of another optimizer than AdamW. Others have format 4, which earlier
+"""Format of checkpoints with slices, or of another optimizer than AdamW. All others are written in format 4, which earlier
 versions can read."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -197,18 +197,19 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
 
 
 def sweep(checkpoints: Path) -> None:
-    """Delete folders that a killed writer left half written or half deleted, and pins without a checkpoint.
+    """Remove what a killed writer left behind.
 
-    A folder that cannot be deleted stays, with a warning, until the next sweep.
+    A replaced checkpoint gets its name back if the new one was not completed. All other partial folders are deleted, and so are
+    pins without a checkpoint. A folder that cannot be deleted stays, with a warning, until the next sweep.
     """
     for folder in sorted(checkpoints.iterdir()):
-        # Other files in the folder are a person's.
+        # Only folders with a name that a writer gives are touched. Other files may be the user's.
         leftover = _LEFTOVER.match(folder.name)
         if leftover is None:
             continue
         final = checkpoints / leftover.group(1)
         if leftover.group(2) == "replaced" and not os.path.lexists(final):
-            # The writer was killed before the new checkpoint had its name.
+            # The new checkpoint was not completed, so the old one gets its name back.
             with _warning_on_error(folder):
                 folder.rename(final)
         else:

@@ -17,10 +17,10 @@ from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, counted, size
 
 WIDTH = 80
-"""Columns of the table where the output is no terminal."""
+"""Columns of the table if the output is not a terminal."""
 LABEL_COLUMNS = 22
 RUN_COLUMNS = 11
-"""Fewest columns of a run; more runs than fit are in further tables."""
+"""Minimum width of a run's column. Runs that do not fit go into further tables."""
 IGNORED_SETTINGS = {"output_dir", "resume_from_checkpoint"}
 """Settings that differ between any two runs, and change nothing in what they compute."""
 SAME_SETTINGS = "The settings, the launch and the versions are the same."
@@ -45,8 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def compare_runs(flags: argparse.Namespace) -> None:
-    """Print several runs in one table, with what differs in their settings. Of two runs, and of two attempts of one, also say
-    from which step on the losses differ."""
+    """Print several runs in one table, with what differs in their settings. For two runs, or two attempts of one run, also
+    print from which step on the losses differ."""
     histories = [History.read(run) for run in flags.runs]
     if flags.attempts is not None and len(histories) > 1:
         raise RunLogError(f"zerobook runlog compare --attempts: they are of one run, and {len(histories)} are given.")
@@ -83,7 +83,7 @@ class Compared:
 
 
 def _run(run: str, history: History) -> Compared:
-    # Of several attempts, the settings of the newest count.
+    # The settings of the newest attempt count.
     starts = history.of("run_start")
     with naming_the_log(history.folder):
         return Compared(
@@ -109,14 +109,15 @@ def _attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compar
 
 
 def _print_json(compared: Sequence[Compared], settings: Mapping[str, list[Any]]) -> None:
+    """Print a list with an entry for each run. ``settings``: key -> its value in each run."""
     values = []
     for index, entry in enumerate(compared):
         value: dict[str, Any] = {"run": entry.run}
         if entry.attempt is not None:
             value["attempt"] = entry.attempt
         value |= entry.results
-        value["settings"] = {key: of_all[index] for key, of_all in settings.items()}
-        # The first step whose loss is not that of the first run; null for the first run itself, and where none differs.
+        value["settings"] = {key: values_by_run[index] for key, values_by_run in settings.items()}
+        # The first step whose loss differs from that of the first run; null if none differs, as for the first run itself.
         value["first_differing_step"] = compare.first_differing_step(compared[0].losses, entry.losses)
         values.append(value)
     print(json.dumps(values, indent=2, default=str))
@@ -156,22 +157,23 @@ def _losses(steps: Iterable[Mapping[str, Any]]) -> dict[int, float | None]:
 def _say_where_losses_differ(first: Mapping[int, float | None], second: Mapping[int, float | None]) -> None:
     shared = sorted(set(first) & set(second))
     if not shared:
-        say("They have no step in common.")
+        say("The two have no step in common.")
         return
     step = compare.first_differing_step(first, second)
     if step is None:
         say(f"The losses of the {counted(len(shared), 'step')} that both have are the same, bit for bit.")
         return
-    # A loss that is not finite is recorded as null.
-    largest = max(shared, key=lambda number: abs((first[number] or 0) - (second[number] or 0)))
+    # A loss that is not finite is recorded as null, and counts as 0 here.
+    differences = {number: abs((first[number] or 0) - (second[number] or 0)) for number in shared}
+    worst_step = max(differences, key=differences.__getitem__)
     say(
-        f"The losses differ from step {step} on ({first[step]} and {second[step]}), most at step {largest} "
-        f"({first[largest]} and {second[largest]})."
+        f"The losses differ from step {step} on ({first[step]} and {second[step]}), most at step {worst_step} "
+        f"({first[worst_step]} and {second[worst_step]})."
     )
 
 
 def _names(compared: Sequence[Compared]) -> list[str]:
-    """Return short names: the number of the attempt, or the last part of the path where no two runs have the same."""
+    """Return short names: the number of the attempt, or the last part of the path if no other run has the same."""
     names = []
     last_parts = [Path(entry.run).resolve().name for entry in compared]
     for entry, last_part in zip(compared, last_parts, strict=True):
@@ -188,7 +190,7 @@ def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results:
     """Print one row for each figure and setting, and one column for each run.
 
     Args:
-        results: of each run; empty where the columns are attempts, which have no results of their own.
+        results: of each run; empty if the columns are attempts, which have no results of their own.
     """
     from rich import box
     from rich.table import Table
@@ -217,7 +219,7 @@ def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results:
 
 
 def _cell(values: Sequence[Any], index: int) -> str:
-    """Return a setting as text, a long path by its last part where that tells the runs apart."""
+    """Return a setting as text, a long path by its last part if that distinguishes the runs."""
     texts = [_text(value, str) for value in values]
     short = [short_name(text, RUN_COLUMNS) for text in texts]
     # Different paths may have the same last part.
@@ -228,7 +230,7 @@ def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
     measured = [(run, result) for run, result in zip(runs, results, strict=True) if result["best_loss"] is not None]
     if not measured:
         return
-    # Losses are comparable only where they were measured on the same samples, cut in the same way.
+    # Losses are comparable only if they were measured on the same samples, cut in the same way.
     if len({result["held_out_fingerprint"] for _, result in measured}) > 1:
         say("the held-out losses are of different data (other samples, tokens or lengths), so none is called the lowest")
         return
@@ -237,5 +239,5 @@ def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
 
 
 def _text(value: Any, format_value: Callable[[Any], str]) -> str:
-    """Return a value as text; a dash where there is none."""
+    """Return a value as text; a dash if there is none."""
     return "-" if value is None else format_value(value)

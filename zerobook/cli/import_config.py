@@ -34,7 +34,7 @@ examples:
 
 
 def import_foreign(argv: list[str]) -> int:
-    """Entry of the command. Return 0, or 1 where a key that may change the training has no counterpart."""
+    """Run the command. Return 0, or 1 if a key that may change the training has no counterpart."""
     from zerobook.interop.configs.command_lines import Command, read_command
     from zerobook.interop.configs.importer import import_config, recognise
     from zerobook.interop.configs.table import TRAINERS
@@ -44,20 +44,20 @@ def import_foreign(argv: list[str]) -> int:
     parser.add_argument("file", nargs="?", metavar="FILE", help="another trainer's config")
     parser.add_argument("--from", dest="trainer", choices=list(TRAINERS), help="the trainer (default: recognised by the keys)")
     parser.add_argument("--output", help="folder to write (default: FILE's name, in the working folder)")
-    # The words of a command have flags of their own.
-    end = [*argv, "--"].index("--")
-    flags = parser.parse_args(argv[:end])
+    # Everything after ``--`` is the command line of the other trainer. This parser must not read its flags.
+    separator = argv.index("--") if "--" in argv else len(argv)
+    flags = parser.parse_args(argv[:separator])
     if flags.what == "command":
-        command = read_command(argv[end + 1 :])
+        command = read_command(argv[separator + 1 :])
     elif flags.file is None:
         raise ConfigError("config: name a FILE.")
     else:
         config = read_mapping(flags.file, "config", load_bounded)
         trainer = flags.trainer or recognise(config, flags.file)
-        command = Command(config, Path(flags.file).expanduser(), trainer, "")
+        command = Command(config=config, file=Path(flags.file).expanduser(), trainer=trainer, recipe="")
     folder = Path(flags.output or f"{command.file.stem}_imported").expanduser()
     _check_folder(folder)
-    imported = import_config(*command[:3], recipe=command.recipe)
+    imported = import_config(command.config, command.file, command.trainer, recipe=command.recipe)
     write(imported, folder)
     words = shlex.join(launch_words(imported, folder))
     say("\nCheck it, then train; --num_processes is the number of GPUs:")
@@ -69,7 +69,7 @@ def import_foreign(argv: list[str]) -> int:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise `ConfigError` where a file would be overwritten."""
+    """Raise `ConfigError` if a file would be overwritten."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--output: {folder} exists and is not empty. Nothing was written. Name another folder.")
 

@@ -34,7 +34,7 @@ LOCATIONS_OF_REASON = 5
 
 
 def inspect(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code: 2 where samples cannot be used, as a run with the file would."""
+    """Run the command. Return the exit code: 2 if samples cannot be used, since a run with this file would be refused."""
     flags = _parser().parse_args(arguments)
     encoder = _encoder(flags.model, flags.chat_template)
     splits = open_source(flags.file, config_name=flags.dataset_config_name)
@@ -52,15 +52,17 @@ def inspect(arguments: list[str]) -> int:
     if train.has_chats and encoder.has_default_template:
         say(describe_default_template(encoder.tokenizer), file=sys.stderr)
 
-    held_out_count, both = _held_out_samples(splits, train, held_out, flags)
+    held_out_count, shared_samples = _held_out_samples(splits, train, held_out, flags)
     splits_choice = splits.describe(uses_held_out=not flags.validation_file)
     if flags.json:
         findings: dict[str, Any] = {"max_seq_length": flags.max_seq_length, "train": train.summary()}
         if held_out:
             findings["held_out"] = held_out.summary()
-        findings["held_out_samples"] = held_out_count
-        findings["in_both"] = {"count": both.count, "first": both.first}
-        findings["splits"] = splits_choice
+        findings |= {
+            "held_out_samples": held_out_count,
+            "in_both": {"count": shared_samples.count, "first": shared_samples.first},
+            "splits": splits_choice,
+        }
         print(json.dumps(findings, indent=2, ensure_ascii=False))
     else:
         if splits_choice:
@@ -71,7 +73,7 @@ def inspect(arguments: list[str]) -> int:
         elif held_out_count:
             chosen_by = f"--validation_split_percentage {flags.validation_split_percentage}, --seed {flags.seed}"
             say(f"{held_out_count:,} of the samples are held out ({chosen_by})")
-        _list("held-out samples that are training samples too", both)
+        _list("held-out samples that are training samples too", shared_samples)
         rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
         show_rows(rows, encoder.tokenizer)
 
@@ -88,10 +90,10 @@ def inspect(arguments: list[str]) -> int:
 def _held_out_samples(
     splits: Splits, train: Examined, held_out: Examined | None, flags: argparse.Namespace
 ) -> tuple[int, Locations]:
-    """Return the number of samples that a run would hold out, and those of them that it would train on too."""
+    """Return the number of samples that a run would hold out, and the samples among them that it would also train on."""
     if held_out is not None:
         return int(held_out.is_kept.sum()), in_both(train, held_out)
-    # Of running text, the end is held out, and no samples.
+    # The end of running text is held out, and it has no samples.
     if splits.train.lone_text:
         return 0, Locations()
     return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)
@@ -102,7 +104,7 @@ def _warn_if_nothing_is_held_out(splits: Splits, train: Examined, held_out_count
     if not share or not len(train.lengths):
         return
     held_out_rows = held_out_count
-    # Of one running text, a run holds out the end, in whole rows: a small share may be less than one row.
+    # A run holds out the end of a running text in whole rows, and a small share may be less than one row.
     if splits.train.lone_text:
         held_out_rows = round(int(train.lengths.sum()) * share / 100) // flags.max_seq_length
     if not held_out_rows:
@@ -128,7 +130,7 @@ def _parser() -> Parser:
 
 
 def _held_out_problem(held_out: Examined | None, length: int) -> str | None:
-    """Return why no loss can be measured on data that is all held out; None where one can be."""
+    """Return why no loss can be measured on data that is all held out; None if a loss can be measured."""
     if held_out is None or held_out.bad.count:
         return None
     tokens = int(held_out.lengths.sum())

@@ -21,13 +21,13 @@ from zerobook.utils.terminal import say
 from zerobook.utils.units import count, counted
 
 if TYPE_CHECKING:
-    from zerobook.plan.advise import Candidate, Request
+    from zerobook.plan.advise import Advice, Candidate, Request
     from zerobook.plan.hardware import Cluster
 
 USAGE = """zerobook recipe MODEL [hardware] [--method full|lora|qlora] [data] [--output FILE.yaml]
 
 MODEL is a hub name, a folder, or a config.json; weights are not needed. The planner chooses the method, the strategy file,
-the micro-batch and activation checkpointing. The file and the launch line are to be read, and changed.
+the micro-batch and activation checkpointing. Read the file and the launch line before you run them, and change what you need.
 
 examples:
   zerobook recipe meta-llama/Llama-2-7b-hf --gpus 8 --gpu a100-80gb --train_file chats.jsonl
@@ -38,7 +38,7 @@ _DATA = ("train_file", "dataset_name")
 _METHOD_VALUES: dict[str | None, dict[str, Any]] = {"qlora": {"load_in_4bit": True}, "lora": {"adapter": "lora"}}
 """Value of ``--method`` -> what it sets."""
 _LARGE_MODEL = 20e9
-"""Parameters from which QLoRA's paper halves the rate, and the dropout of adapters."""
+"""Number of parameters above which the QLoRA paper halves the learning rate and the dropout of adapters."""
 _PUBLISHED: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
     ("full", False): (
         "rate, schedule and weight decay of Llama 2's paper, section 3.1 (https://arxiv.org/abs/2307.09288), batches of 64",
@@ -57,23 +57,14 @@ _PUBLISHED: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
         {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
     ),
 }
-"""(method, whether the model is an encoder-decoder) -> source, and the training settings that it publishes."""
+"""(method, is_encoder_decoder) -> (publication, the training settings that it reports)."""
 
 
 def recipe(argv: list[str]) -> int:
     """Write the config. Return 0, or 1 if nothing fits."""
-    from zerobook.plan.advise import METHODS, advise
+    from zerobook.plan.advise import advise
 
-    parser = Parser("zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("model", help="a hub name, a folder, or a config.json")
-    add_hardware(parser)
-    parser.add_argument("--method", choices=tuple(METHODS), help="what is trained (default: the first of them that fits)")
-    parser.add_argument("--train_file", help="your data: a file")
-    parser.add_argument("--dataset_name", help="data from the hub")
-    parser.add_argument("--global_batch", type=positive, default=64, help="samples or packed rows of a step (default 64)")
-    parser.add_argument("--length", type=positive, help="tokens of a row (default 2048; of a source text 512)")
-    parser.add_argument("--output", help="the file to write (default NAME_METHOD_HARDWARE.yaml in this folder)")
-    flags = parser.parse_args(argv)
+    flags = _parser().parse_args(argv)
     cluster = described(flags)
     if flags.train_file and flags.dataset_name:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
@@ -86,10 +77,8 @@ def recipe(argv: list[str]) -> int:
     values = _fixed_values(flags, cluster)
     request = _request(values, flags, cluster)
     advice = advise(request, cluster)
-    # Where no method was asked for, another method is better than offload.
-    if flags.method is None and advice.best is not None and advice.best.row.offloads and advice.alternative is not None:
-        run = request.whole_run(advice.alternative, cluster)
-        advice = replace(advice, best=advice.alternative, second=None, alternative=advice.best, run=run)
+    if flags.method is None:
+        advice = _prefer_method_without_offload(advice, request, cluster)
     best = advice.best
     if best is None:
         say(f"nothing fits {cluster.name}:")
@@ -98,30 +87,59 @@ def recipe(argv: list[str]) -> int:
     source, settings = _published(best.method, request.recipe.encoder_decoder)
     if best.traced.model.parameters >= _LARGE_MODEL and "lora_r" in settings:
         settings |= {"lora_dropout": 0.05, "learning_rate": 1e-4}
-    # A value of the first recipe may have another name in the recipe of the method.
+    # The chosen method may have another recipe. Leave out keys that this recipe does not have.
     known_keys = type(best.config).model_fields
     values = {key: value for key, value in (values | best.flags | settings).items() if key in known_keys}
     file = Path(flags.output or _default_name(flags.model, best.method, cluster))
     _check_output(file)
-    header = _header(best, request, source, cluster, flags, file)
+    launch_line = _launch_line(best, request, cluster, file)
+    limits = _limits(best.samples, cluster, flags)
+    header = _header(best, source, cluster, flags, launch_line, limits)
     has_data = bool(flags.train_file or flags.dataset_name)
     file.write_text(_config_text(values, header, file, best, has_data=has_data), encoding="utf-8")
     say(f"{best.traced.job.name}: {count(best.traced.model.parameters)} parameters, on {cluster.name}\n")
-    notes = [("note", limit) for limit in header["Limits"].split("; ")]
+    notes = [("note", limit) for limit in limits]
     table.show_lines([*advice.describe(cluster), ("settings", source), *notes])
     say(f"\nwrote {file}")
     if not has_data:
         say("Name your data in it, train_file or dataset_name.")
-    launch_arguments = header["Launch"].removeprefix("accelerate launch ")
-    say(f"\nCheck it, then train:\n  zerobook doctor {launch_arguments}\n  accelerate launch {launch_arguments}")
+    say(f"\nCheck it, then train:\n  zerobook doctor {launch_line}\n  accelerate launch {launch_line}")
     return 0
+
+
+def _parser() -> Parser:
+    from zerobook.plan.advise import METHODS
+
+    parser = Parser("zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("model", help="a hub name, a folder, or a config.json")
+    add_hardware(parser)
+    parser.add_argument("--method", choices=tuple(METHODS), help="what is trained (default: the first of them that fits)")
+    parser.add_argument("--train_file", help="your data: a file")
+    parser.add_argument("--dataset_name", help="data from the hub")
+    parser.add_argument("--global_batch", type=positive, default=64, help="samples or packed rows of a step (default 64)")
+    parser.add_argument("--length", type=positive, help="tokens of a row (default 2048; of a source text 512)")
+    parser.add_argument("--output", help="the file to write (default NAME_METHOD_HARDWARE.yaml in this folder)")
+    return parser
+
+
+def _prefer_method_without_offload(advice: Advice, request: Request, cluster: Cluster) -> Advice:
+    """Return the advice with another method as the best, if the best of this method needs offload."""
+    if advice.best is None or not advice.best.row.offloads or advice.alternative is None:
+        return advice
+    return replace(
+        advice,
+        best=advice.alternative,
+        second=None,
+        alternative=advice.best,
+        run=request.whole_run(advice.alternative, cluster),
+    )
 
 
 def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     """Return the values that the planner does not choose."""
     from zerobook.plan.job import read_config
 
-    # Without data, the config has a placeholder, which `_config_text` writes as a comment.
+    # If no data is named, the config has a placeholder, which `_config_text` writes as a comment.
     data = {key: getattr(flags, key) for key in _DATA if getattr(flags, key)}
     values: dict[str, Any] = {"model_name_or_path": flags.model, **(data or {"dataset_name": "NAME"})}
     model_config = read_config(flags.model)
@@ -134,14 +152,16 @@ def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]
         values |= {key: flags.length or min(2048, positions or 2048), "packing": True}
     # Round to the nearest.
     samples_per_rank = max(1, (flags.global_batch + cluster.ranks // 2) // cluster.ranks)
-    values["mixed_precision"] = cluster.half_precision
-    values["gradient_accumulation_steps"] = samples_per_rank
-    values["per_device_train_batch_size"] = 1
+    values |= {
+        "mixed_precision": cluster.half_precision,
+        "gradient_accumulation_steps": samples_per_rank,
+        "per_device_train_batch_size": 1,
+    }
     return values | _METHOD_VALUES.get(flags.method, {})
 
 
 def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster) -> Request:
-    """Return the request for the method that was asked for; for all weights where none was."""
+    """Return the request for the method that ``--method`` names; without it, for all weights."""
     from zerobook.config import parse
     from zerobook.plan.advise import Request
     from zerobook.plan.sample_lengths import read_lengths
@@ -184,7 +204,7 @@ def _check_output(file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--output: {file}: there is no folder {file.absolute().parent}.")
     if file.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--output: {file} is no .yaml file.")
+        raise ConfigError(f"--output: {file} is not a .yaml file.")
 
 
 def _default_name(model: str, method: str, cluster: Cluster) -> str:
@@ -201,35 +221,39 @@ def _shipped_path(name: str) -> str:
     return os.path.relpath(file, folder) if file.is_relative_to(folder) else str(file)
 
 
-def _header(
-    best: Candidate, request: Request, source: str, cluster: Cluster, flags: argparse.Namespace, file: Path
-) -> dict[str, str]:
-    from zerobook.plan.advise import METHODS
+def _launch_line(best: Candidate, request: Request, cluster: Cluster, file: Path) -> str:
+    """Return the arguments of ``accelerate launch`` as a line of a shell."""
     from zerobook.plan.rows import launch_flags
 
-    row = best.row
-    assert row.memory is not None and row.time is not None
+    strategy = _shipped_path(f"accelerate_configs/{best.row.file}.yaml")
+    # The line is for the first machine; address and port are examples, which a person replaces.
+    words = launch_flags(strategy, cluster, machine_rank="0", address="10.0.0.1")
+    if cluster.nodes > 1:
+        words += ["--main_process_port", "29500"]
+    words += [_shipped_path(f"recipes/{best.recipe or request.file.stem}.py"), "--config", str(file)]
+    return shlex.join(words)
+
+
+def _header(
+    best: Candidate, source: str, cluster: Cluster, flags: argparse.Namespace, launch_line: str, limits: list[str]
+) -> dict[str, str]:
+    from zerobook.plan.advise import METHODS
+
     hardware = f"{counted(cluster.nodes, 'node')} of {cluster.gpus} x {cluster.device.name}"
     if flags.host_memory:
         hardware += f", {flags.host_memory} of host RAM a node"
     if cluster.nodes > 1:
         hardware += f", {flags.interconnect} between nodes"
-    strategy = _shipped_path(f"accelerate_configs/{row.file}.yaml")
-    # The line is for the first machine; address and port are examples, which a person replaces.
-    launch_words = launch_flags(strategy, cluster, machine_rank="0", address="10.0.0.1")
-    if cluster.nodes > 1:
-        launch_words += ["--main_process_port", "29500"]
-    launch_words += [_shipped_path(f"recipes/{best.recipe or request.file.stem}.py"), "--config", str(file)]
     return {
         "Purpose": f"{flags.model}, {METHODS[best.method]}, on {cluster.name}",
         "Source": source,
         "Hardware": hardware,
         "Status": "planned by zerobook recipe, not run",
-        "Launch": f"accelerate launch {shlex.join(launch_words)}",
+        "Launch": f"accelerate launch {launch_line}",
         "Batch": best.describe_batch(),
         "Plan": f"{best.describe_memory(cluster)}; {best.describe_time()}",
         "Override": f"--gradient_accumulation_steps {2 * best.config.gradient_accumulation_steps}: another global batch",
-        "Limits": "; ".join(_limits(best.samples, cluster, flags)),
+        "Limits": "; ".join(limits),
     }
 
 
@@ -249,14 +273,16 @@ def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[s
 
 
 def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: Path, best: Candidate, *, has_data: bool) -> str:
-    """Return the YAML with its header. Where no data is named, its key is a comment."""
+    """Return the YAML with its header. If no data is named, the key of the data is a comment."""
     lines = [f"# {key + ':':<10} {value}" for key, value in header.items()]
     # These have no part in the plan.
-    values = dict(planned_values)
-    values["num_train_epochs"] = 3
-    values["save_steps"] = 100
-    values["save_total_limit"] = 2
-    values["output_dir"] = f"outputs/{file.stem}"
+    values = {
+        **planned_values,
+        "num_train_epochs": 3,
+        "save_steps": 100,
+        "save_total_limit": 2,
+        "output_dir": f"outputs/{file.stem}",
+    }
     for key, value in values.items():
         if key == "dataset_name" and not has_data:
             lines.append("# train_file: chats.jsonl  # your data, or dataset_name: a name on the hub")
@@ -266,5 +292,5 @@ def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: P
         else:
             lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()
     if not best.traced.job.recipe.encoder_decoder:
-        lines.append("# chat_template: FILE.jinja  # where the model's tokenizer has none")
+        lines.append("# chat_template: FILE.jinja  # if the model's tokenizer has none")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Rows to padded tensors."""
+"""Collators: turn rows into padded tensors."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class CausalCollator:
     Args:
         pad_token_id: id that fills ``input_ids``. It is masked from the loss, and no token before it sees it, so any id works.
         pad_to_multiple_of: round the length up to this (8 suits tensor cores); 1 pads to the longest row.
-        mask: add an attention mask. A model with causal attention needs none: see `zerobook.models.isolation.settled`.
+        mask: add an attention mask. A model with causal attention needs none: see
+            `zerobook.models.isolation.choose_isolating_collator`.
         lengths: add the `sequence_lengths`, for flash attention.
         no_cache: add a `NoCache`.
         supervised: add `zerobook.head.SUPERVISED`, the positions that have a target.
@@ -225,23 +226,23 @@ class PackedCollator:
     supervised: bool = field(default=False, kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        fills = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
+        padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
         rows = list(map(_with_positions, rows))
         if self.flatten:
             joined = {}
-            for key in fills:
+            for key in padding_values:
                 joined[key] = np.concatenate([row[key] for row in rows])
-            # No token of its sample comes before the first one.
+            # The first token of a sample has no preceding token that could predict it.
             joined["labels"][joined["position_ids"] == 0] = IGNORE
             rows = [joined]
         batch: dict[str, Any] = {}
-        for key, fill in fills.items():
+        for key, padding_value in padding_values.items():
             arrays = [row[key] for row in rows]
-            batch[key] = padded(arrays, fill, multiple=self.pad_to_multiple_of, at_least=self.at_least)
+            batch[key] = padded(arrays, padding_value, multiple=self.pad_to_multiple_of, at_least=self.at_least)
         # Padding is a sample of its own, whose positions begin at 0.
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
-        # The number of a token's sample is the number of positions 0 up to it.
+        # Positions start at 0 in every sample, so the count of zeros up to a token is the number of its sample.
         if self.mask is not None:
             samples = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
             batch["attention_mask"] = SampleMask(samples, self.mask)

@@ -28,17 +28,17 @@ def short_text_problem(name: str, tokens: int, length: int, length_key: str) -> 
     )
 
 
-def describe_empty_share(path: str, percentage: float, *, others: bool = False) -> str:
+def describe_empty_share(path: str, percentage: float, *, has_other_held_out_data: bool = False) -> str:
     """Return a warning that the held-out share of small training data is not even one row.
 
     Args:
         percentage: ``validation_split_percentage``.
-        others: other datasets of the run have held-out rows.
+        has_other_held_out_data: other datasets of the run have held-out rows.
     """
-    # A mixture still measures a loss on its other datasets.
     empty = f"WARNING: {path}: {percentage:g} % of it is less than one row, so nothing is held out"
     advice = "Give --validation_file, or a higher --validation_split_percentage."
-    if others:
+    # A mixture still measures a loss on its other datasets.
+    if has_other_held_out_data:
         return f"{empty}, and the held-out loss says nothing about it. {advice}"
     return (
         f"{empty}. No held-out loss is measured, so --eval_steps, --early_stopping_patience and the choice of the best "

@@ -155,7 +155,7 @@ def describe_missing_held_out(config: RecipeConfig, data: PreparedData) -> list[
         return []
     percentage = config.validation_split_percentage
     paths = [spec.path for spec in config.dataset_specs() if spec.name not in data.held_out]
-    return [describe_empty_share(path, percentage, others=bool(data.held_out)) for path in paths]
+    return [describe_empty_share(path, percentage, has_other_held_out_data=bool(data.held_out)) for path in paths]
 
 
 def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:

@@ -160,9 +160,8 @@ class Judge:
         kind: Kind = "stuck"
         if 1 < len(behind) == len(self.last_heard):
             kind = "together"
-        # All of them have been there for so long.
-        seconds = min(beat.seconds for beat in behind.values())
-        return self._verdict(kind, list(behind), seconds)
+        # The shortest time, so that it is true of all of these ranks.
+        return self._verdict(kind, list(behind), min(beat.seconds for beat in behind.values()))
 
     def _confirm_suspects(self, behind: Mapping[int, Beat]) -> bool:
         """Return whether a later heartbeat of each rank shows it in the same phase as the one that first showed it behind.

@@ -24,7 +24,7 @@ ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
 EXAMPLES = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
-"""Parameters of a schedule for which accelerate fills in ``auto`` -> a value to check the others with."""
+"""Schedule parameter that accelerate fills in for ``auto`` -> a placeholder, with which the other parameters are checked."""
 REFUSED_SETTINGS = {
     ("bf16", "bf16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
     ("fp16", "fp16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
@@ -40,7 +40,7 @@ REPLACED = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_use_pin_memory": "pin_memory",
 }
-"""Key of earlier versions of DeepSpeed -> the key or section that replaced it. They are read."""
+"""Deprecated key of DeepSpeed, which is still accepted -> the key or section that replaced it."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
 NEVER = 1e30
 """A clipping norm that is never reached: DeepSpeed computes the gradient norm only where it clips."""
@@ -270,18 +270,18 @@ def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_json(path: str, strategy_file: str | Path | None) -> str:
-    """Return where the JSON is that a strategy file names.
+    """Return the path of the DeepSpeed JSON that a strategy file names.
 
-    A relative path starts at the working folder, as accelerate reads it. Where there is no such file, it starts at the strategy
-    file's folder, or at one of the two above, of which one holds both ``accelerate_configs`` and ``ds_configs``; so shipped
-    files work from anywhere.
+    A relative path is resolved against the working folder, as accelerate does. If there is no such file, it is resolved against
+    the folder of the strategy file and the two folders above. So the shipped strategy files, which name ``ds_configs/...``,
+    work from every folder.
     """
     if strategy_file is None or Path(path).is_file():
         return path
-    folders = list(Path(strategy_file).expanduser().absolute().parents)[:3]
-    for folder in folders:
+    for folder in list(Path(strategy_file).expanduser().absolute().parents)[:3]:
         if (folder / path).is_file():
             return str(folder / path)
+    # The caller reports the missing file.
     return path
 
 
@@ -323,9 +323,11 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
             f"{config.gradient_accumulation_steps} accumulation x {plan.data_parallel_size} processes = {product}. "
             'Write "auto" in the JSON, or make them equal.'
         )
-    ds["train_batch_size"] = product
-    ds["train_micro_batch_size_per_gpu"] = config.per_device_train_batch_size
-    ds["gradient_accumulation_steps"] = config.gradient_accumulation_steps
+    ds.update(
+        train_batch_size=product,
+        train_micro_batch_size_per_gpu=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+    )
     for key in ("offload_optimizer", "offload_param"):
         section = ds["zero_optimization"].get(key) or {}
         if section.get("device") == "nvme" and section.get("nvme_path", "auto") in ("auto", None):

@@ -39,7 +39,7 @@ ADAPTER_SETTINGS = (
     "modules_to_save",
     "new_tokens",
 )
-"""Keys of a new adapter, which one that is trained further has settings of its own for."""
+"""Settings of a new adapter. An adapter that is trained further brings its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Hardware:
     Attributes:
         gpus: number of GPUs that torch sees.
         flash_attention: True if flash attention 2 runs on all of them; if not, ``no_flash_attention`` says why.
-        unused: why torch does not see the GPUs that this process may use; None where it sees them, where there are none, and
-            where the environment hides them.
+        unused: why torch does not see the GPUs that this process may use; None if it sees them, if there are none, or if the
+            environment hides them.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
     """
 
@@ -158,12 +158,13 @@ def resolve(
         sources: where each config value came from. They are not changed.
         explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
             cannot tell ``--mixed_precision no`` from no flag.
-        starts: a run follows. Otherwise code that only the YAML names is not run.
+        starts: whether a run is started afterwards. If not, code that only the YAML names is not executed.
 
     Returns:
-        The plan, whose ``problems`` hold every disagreement; nothing is raised here. The config with the values that no person
-        set and that the YAML or JSON fixes (accumulation, clipping, rate, decay), and with the dtype of a frozen base. The
-        sources of that config's values.
+        - The plan. Its ``problems`` hold every disagreement; nothing is raised here.
+        - The config, in which keys that the user left unset have the values that the YAML or JSON prescribes (accumulation,
+          clipping, rate, decay). It also has the dtype of a frozen base.
+        - The sources of the values of that config.
     """
     launch = LaunchDraft(
         environ=environ,
@@ -184,7 +185,7 @@ def resolve(
     plan = launch.plan
     draft = launch.draft
     # Later stages read what earlier ones decided, and problems are told in this order.
-    # The model: a run may stand for its result.
+    # The model first: its name may be the folder of a run, which is replaced by the run's result.
     _name_model(launch)
     _take_tokenizer(launch)
     # The strategy, and the devices of its processes.
@@ -197,7 +198,7 @@ def resolve(
     _set_global_batch(launch)
     deepspeed_json.check_micro_batch(plan, draft)
     _check_optimizer(launch)
-    _keep_global_batch(launch)
+    _preserve_global_batch_on_resume(launch)
     # Precision, and then DeepSpeed's config, which has the batch and the precision in it.
     _choose_precision(launch)
     _choose_frozen_dtype(launch)
@@ -444,7 +445,7 @@ def _check_optimizer(launch: LaunchDraft) -> None:
     plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.given(key)])
 
 
-def _keep_global_batch(launch: LaunchDraft) -> None:
+def _preserve_global_batch_on_resume(launch: LaunchDraft) -> None:
     """Cut the batch of a resumed run anew if the number of processes changed."""
     plan = launch.plan
     # What a person asked for, and no cut of it: the next resume compares with this.

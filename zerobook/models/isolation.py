@@ -1,4 +1,4 @@
-"""Tests, on the model itself, whether tokens influence the logits of other tokens that must not depend on them."""
+"""Measure whether samples that share a row, or padding, change each other's logits in the model itself."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 _LENGTH = 12
 _NOISE = 4.0
-"""A difference above this multiple of the model's own noise is not noise. Models without experts have no noise. Random
+"""Largest difference that counts as rounding, in units of the model's own noise. Models without experts have no noise. Random
 models with experts, of 24 and 48 layers in bf16, with a rounding error added to every expert's output, had 0.6 to 2.1 times
-their noise where they kept samples apart, and 7 to 130 times where they did not."""
+their noise if they kept samples apart, and 7 to 130 times their noise if they did not."""
 
 
-def settled(
+def choose_isolating_collator(
     strategy: Strategy, collate: Collate, *, keep_mask: bool = False, supervised: bool = False, flag: str | None = None
 ) -> Collate:
     """Return the cheapest form of ``collate`` under which the prepared model isolates samples and padding. Collective.
@@ -106,11 +106,11 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
     attention = _attention(strategy)
     has_flash = "flash" in attention
     if collate.flatten:
-        counter = _find_row_counter(strategy.unwrapped, masked=not has_flash)
-        if counter is not None:
+        dependence = _find_row_position_dependence(strategy.unwrapped, uses_model_masks=not has_flash)
+        if dependence is not None:
             raise ConfigError(
-                f"{flag}: {type(strategy.unwrapped).__name__} has {counter}, which counts tokens from the start of the row and "
-                f"not of the sample. Pass --{flag} false."
+                f"{flag}: {type(strategy.unwrapped).__name__} has {dependence}, which counts tokens from the start of the row "
+                f"and not of the sample. Pass --{flag} false."
             )
         if not has_flash:
             # In a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined.
@@ -207,19 +207,20 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     return strategy.sum_over_ranks(is_near.float().reshape(1)).item() == strategy.world_size
 
 
-def _find_row_counter(model: nn.Module, *, masked: bool) -> str | None:
-    """Return what in the model depends on the position of a token in its row, which `influence` sees in long rows only.
+def _find_row_position_dependence(model: nn.Module, *, uses_model_masks: bool) -> str | None:
+    """Return the part of the model whose effect depends on the position of a token in its row; None if there is none.
 
-    Args:
-        masked: attention uses the model's own masks.
+    The short rows of `influence` do not show such an effect.
     """
     config = cast("PreTrainedModel", model).config.get_text_config()
+    # Llama 4: the borders of attention chunks and the temperature follow the position in the row.
     for key in ("attention_chunk_size", "attn_temperature_tuning"):
         if getattr(config, key, None):
             return f"{key} in its config"
     positions = getattr(config, "max_position_embeddings", None)
+    # GPT-Neo cuts its mask from a buffer of ``max_position_embeddings`` positions, and a joined row may be longer than that.
     for name, buffer in model.named_buffers():
-        if masked and positions and tuple(buffer.shape[-2:]) == (positions, positions):
+        if uses_model_masks and positions and tuple(buffer.shape[-2:]) == (positions, positions):
             return f"the mask {name}"
     return None
 

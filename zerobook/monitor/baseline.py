@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 Q95_OF_NORMAL = 1.645
-"""95th percentile of normal noise, in standard deviations"""
+"""95th percentile of normal noise, in standard deviations."""
 MEDIAN_OF_NORMAL = 1.4826
-"""standard deviation of normal noise, in medians of its absolute values"""
+"""Ratio of the standard deviation to the median of the absolute values, for normal noise."""
 NEWEST_POINTS = 7
-"""Points whose median is the level of a loss that falls fast"""
+"""Number of newest points whose median is the level of a loss that falls fast."""
 
 
 class RollingQuantiles:
@@ -61,7 +61,7 @@ class Baseline:
         self.level_points = level_points
         state = state or {}
         self.accepted = RollingQuantiles(level_points, state.get("near", []))
-        # Earlier versions wrote all residuals in the unit of the series, as "excess".
+        # States of earlier versions have the key "excess", with residuals in units of the series.
         self.residuals = RollingQuantiles(unit_points, state.get("residuals", state.get("excess", [])))
         self.first: float | None = state.get("first")
 
@@ -110,9 +110,11 @@ class LossBaseline(Baseline):
     def __init__(self, level_points: int, unit_points: int, state: dict[str, Any] | None = None):
         super().__init__(level_points, unit_points, state)
         state = state or {}
+        # The residuals of such an earlier state become shares of the loss.
         if "residuals" not in state and len(self.accepted) > 0:
-            size = self.size(self.accepted.quantile(0.5))
-            self.residuals = RollingQuantiles(unit_points, [residual / size for residual in self.residuals.values])
+            loss_size = self.size(self.accepted.quantile(0.5))
+            self.residuals = RollingQuantiles(unit_points, [residual / loss_size for residual in self.residuals.values])
+        # These two hold fewer points than the residuals, so they follow a change of the noise sooner.
         self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, self.residuals.values))
         self.noise = RollingQuantiles(4 * level_points, state.get("noise", []))
         self.excesses = RollingQuantiles(unit_points, state.get("excesses", []))
@@ -142,27 +144,28 @@ class LossBaseline(Baseline):
         return len(self.residuals) < 4
 
     def size(self, level: float) -> float:
-        """Return what shares of a loss of ``level`` refer to: the level, mostly."""
-        # A level near zero is no scale: a share of the way that the series has come stands for it.
+        """Return the loss that shares refer to at ``level``. It is the level itself, unless that is near zero."""
+        # Near zero, a fiftieth of the fall since the start replaces the level.
         first = level if self.first is None else self.first
         return max(abs(level), 0.02 * abs(first - level), 1e-12)
 
     def scale(self, level: float) -> float:
         """Return what a residual around ``level`` is divided by."""
-        # Noise is no share of a level that it is larger than.
+        # The noise may be larger than the level. A share of the level alone would then be too small.
         noise = self.noise.quantile(0.5) if len(self.noise) > 0 else 0.0
         return self.size(level) + 5 * noise
 
     def unit(self, smallest: float, smallest_at_start: float) -> float:
-        """Return what one standard deviation is to normal noise.
+        """Return the estimate of the noise that corresponds to one standard deviation.
 
         Args:
             smallest: smallest unit, as a share of the level.
-            smallest_at_start: the same without history; it shrinks over the first ``level_points`` residuals.
+            smallest_at_start: smallest unit without history, as a share of the level. It shrinks over the first
+                ``level_points`` residuals.
         """
         level = self.level()
         size = self.size(level)
-        # Only a loss of twice the level is high then.
+        # Before the noise is known, only a loss of twice the level is high.
         if self.has_no_noise:
             return size / 3
         missing_history = 1 - len(self.residuals) / self.level_points
@@ -174,7 +177,7 @@ class LossBaseline(Baseline):
             # From both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it.
             scale * MEDIAN_OF_NORMAL * self.residual_sizes.quantile(0.5),
         ]
-        # Of few points, the largest rise among them says more than quantiles: about 3 standard deviations of 13 points.
+        # For few points, the largest rise among them says more than quantiles. It is about 3 standard deviations for 13 points.
         if self.is_young:
             units.append(self._largest_rise() / 3)
         # Noise whose points resemble their neighbours moves the trend too, so residuals from it are too small.
@@ -193,7 +196,7 @@ class LossBaseline(Baseline):
         return rise
 
     def accept(self, value: float) -> None:
-        # A short history is no level to be above of.
+        # The median of a short history is not a level yet.
         if len(self.accepted) >= self.level_points:
             self.excesses.add(value - self.accepted.quantile(0.5))
         super().accept(value)

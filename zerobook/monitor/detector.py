@@ -6,16 +6,16 @@
     normally distributed noise, the first two terms are the standard deviation. A residual ``r`` is the distance of an accepted
     point from the median of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data
     Analysis", 1977), as a share of the loss. The level is not used for residuals, since it lags behind a falling loss. So a
-    steep descent does not make the unit large. Heavy tails, noise with two modes and periodic data do. ``e`` is the distance
-    of an accepted point above the level: it is larger than ``r`` where neighbouring points have similar noise. High points
-    change neither the level nor the unit.
+    steep descent does not inflate the unit; heavy-tailed, bimodal and periodic noise does. ``e`` is the distance of an
+    accepted point above the level: it is larger than ``r`` if neighbouring points have similar noise. High points change
+    neither the level nor the unit.
 *   Evidence: the sum over points of the excess, at most `Settings.evidence_cap`, minus `Settings.drift` (one-sided CUSUM: Page,
-    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data has.
+    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
 *   Shape: the loss is normal again at once, falls back slowly, stays at a new level, rises, or repeats the run's beginning.
 *   Slow rise: the level stays far above its lowest value, although no point was high.
 *   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
-    and its unit are kept for eight times `Settings.patience` points. Meanwhile a slow rise changes neither, and no new level is
-    accepted.
+    and its unit are kept for eight times `Settings.patience` points. During this time a slow rise changes neither of them, and
+    no new level is accepted.
 
 The defaults were chosen on public logs. docs/guides/detector.md has the results, and `scripts/detector.py` computes them.
 """
@@ -39,18 +39,22 @@ CHRONIC_POINTS = 1000
 LONG_PATIENCE = 8
 """Factor on the patience after a shock, and until a loss that stays high is taken as the new level."""
 MIN_HIGH_POINTS = 3
-"""High points that an alarm needs at least, however far apart the points are."""
+"""Minimum number of high points for an alarm, whatever the logging interval."""
 SMALL_STEP = 0.2
-"""Share of the loss by which it may step up to a new level for no known reason, such as another mixture of data."""
+"""Largest rise to a new level that is accepted without a known cause, as a share of the loss. Other data causes such rises."""
 STEP_OF_RAISED_RATE = 0.75
-"""Share of the loss by which it may step up after its learning rate was raised. A rate that is too high raises it further."""
+"""Largest rise to a new level that a raised learning rate explains, as a share of the loss. A rate that is too high causes a
+larger one."""
+STEP_OF_UNKNOWN_RATE = 0.1
+"""The same if the log has no learning rates, as a share of the fall of the loss since the start of the log."""
 SLOW_RISE = 0.25
-"""Share of its lowest level by which a loss may creep up before it is reported."""
+"""Largest slow rise of a loss that is not reported, as a share of its lowest level."""
 DEAD_LEVEL = 0.02
-"""A loss of exactly 0 after a level above this is no loss: a model that has learnt everything comes down to 0 step by step."""
+"""A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
+by step."""
 MIN_NORM_UNIT = 0.1
-"""Smallest unit of the logarithm of the gradient norm. A logarithm is a ratio already, so its level is no part of it: a tenfold
-norm must look the same in every run."""
+"""Smallest unit of the logarithm of the gradient norm. It is absolute: differences of logarithms are ratios, so they need no
+division by the level, and a tenfold norm counts the same in every run."""
 
 
 class Detector:
@@ -67,7 +71,7 @@ class Detector:
         seen: number of points so far.
         evidence: sum of the evidence for a spike.
         beginning: the first losses of the run.
-        rates: the newest learning rates. Those of the first warm-up are left out: they explain no step of the loss.
+        rates: the newest learning rates. Those of the first warm-up are left out, since they do not explain a step of the loss.
         is_warming_up: whether the first rise of the learning rate goes on.
         armed: step with a very high loss or gradient norm, after which a spike is likely; None if there is none.
         armed_at: value of ``seen`` at that step.
@@ -419,9 +423,8 @@ class Detector:
             return [self._reset(excursion, point)]
 
         # Back at the base, for one point or for two.
-        rise = excursion.peak - base
         # A high spike does not come back to the last digit.
-        tolerance = max(2 * excursion.unit, min(0.1 * rise, 0.25 * abs(base)))
+        tolerance = max(2 * excursion.unit, min(0.1 * (excursion.peak - base), 0.25 * abs(base)))
         if point.loss - base < tolerance:
             excursion.back += 1
             excursion.touched = excursion.judged is not None
@@ -495,29 +498,29 @@ class Detector:
         reason = f"from {excursion.base:.4g} back to {excursion.peak:.4g}, as at the beginning of the run"
         return self._finding_of("reset", point, excursion, reason)
 
-    def _cause_of_step(self, excursion: Excursion, late: float) -> str | None:
-        """Return what explains a step of the loss to ``late`` without damage, in words; None for nothing."""
-        # The weights may be damaged.
+    def _cause_of_step(self, excursion: Excursion, new_level: float) -> str | None:
+        """Return a harmless explanation for a rise of the loss to ``new_level``, in words; None if there is none."""
+        # A shock may have damaged the weights, so no rise after it is harmless.
         if self.shock is not None:
             return None
-        base = excursion.base
-        size = self.loss.size(base)
-        # Several small steps one after another are no small step.
-        lowest = base if self.lowest is None else min(base, self.lowest)
-        # The level of a young run lags behind a loss that falls, so the step is larger than it looks.
-        largest = SMALL_STEP / 2 if self.loss.is_young else SMALL_STEP
-        if late - lowest < largest * size:
+        previous_level = excursion.base
+        loss_size = self.loss.size(previous_level)
+        # Small steps add up: compare with the lowest level since the last accepted one.
+        lowest_level = previous_level if self.lowest is None else min(previous_level, self.lowest)
+        # The level of a young run lags behind a falling loss, so the step is larger than it looks.
+        max_share = SMALL_STEP / 2 if self.loss.is_young else SMALL_STEP
+        if new_level - lowest_level < max_share * loss_size:
             return "a small step, as of other data"
-        # A run knows its schedule, and announces the raises that are planned.
+        # In a live run, `SpikeMonitor` knows when the schedule raises the learning rate, and accepts the step itself.
         if self.settings.is_one_run:
             return None
         if excursion.rate is not None:
-            if self._rate_was_raised() and late - lowest < STEP_OF_RAISED_RATE * size:
+            if self._rate_was_raised() and new_level - lowest_level < STEP_OF_RAISED_RATE * loss_size:
                 return "the learning rate was raised"
             return None
-        # A rate that is not known may have been raised. Then little of all that was learnt is lost.
+        # The log has no learning rates. A raised rate is assumed if the rise undoes little of the fall since the start.
         assert self.loss.first is not None
-        if late - base < min(size, 0.1 * (self.loss.first - base)):
+        if new_level - previous_level < min(loss_size, STEP_OF_UNKNOWN_RATE * (self.loss.first - previous_level)):
             return "the learning rate, which is not known, may have been raised"
         return None
 

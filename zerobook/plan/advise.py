@@ -463,5 +463,4 @@ def advise(request: Request, cluster: Cluster, methods: list[str] | None = None)
     # It may be faster, where it is tight.
     second = max(ranked[best.method][1:], key=lambda run: run.row.tokens_per_second, default=None)
     alternative = next((candidate for candidate in on_gpu if candidate is not best), None)
-    run = request.whole_run(best, cluster)
-    return Advice(best, second, alternative, shortfalls, run)
+    return Advice(best, second, alternative, shortfalls, request.whole_run(best, cluster))

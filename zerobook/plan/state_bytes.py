@@ -1,8 +1,8 @@
 """Bytes of weights, gradients and optimizer state that the libraries allocate, counted from the shapes of the weights.
 
 The literature's formulas include parameters, gradients and moments. DeepSpeed also keeps fp32 master weights of an fp32
-model, pads what it partitions, and allocates buckets. FSDP2 pads rows. AdamW counts its steps in a tensor for each tensor
-that it updates. The `OptimizerSpec` of an optimizer says which state it keeps. All of this is counted here exactly, and
+model, pads what it partitions, and allocates buckets. FSDP2 pads rows. AdamW keeps one step tensor for each tensor that it
+updates. The `OptimizerSpec` of an optimizer says which state it keeps. All of this is counted here exactly, and
 ``zerobook plan --measure`` compares it with real runs. The rules follow the sources of DeepSpeed 0.19.8, torch 2.13 and
 accelerate 1.15.
 """
@@ -20,9 +20,11 @@ from zerobook.utils.units import counted
 
 FP32_BYTES = 4
 SWAP_MINIMUM_BYTES = 1 << 20
-"""DeepSpeed keeps smaller tensors in host RAM, even where the file says NVMe."""
+"""DeepSpeed keeps smaller tensors in host RAM, even if the file says NVMe."""
+ZERO_ALIGNMENT = 2
+"""Elements, of DeepSpeed's ``nccl_start_alignment_factor``: partitions of ZeRO-1 and 2 are multiples of it."""
 PLACEHOLDER_BYTES = 2
-"""Bytes of the one number in host RAM that replaces all weights while they are on NVMe."""
+"""Size of the one-element placeholder in host RAM for weights that are on NVMe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +213,17 @@ def _row_shard_elements(weight: Weight, ranks: int, rank: int) -> int:
 def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> RankStates:
     """Return what a rank holds under ZeRO-1 and 2.
 
-    Each group is flattened, padded to a multiple of two elements a rank, and divided into equal partitions.
+    Each group is flattened, padded to a multiple of ``ZERO_ALIGNMENT`` elements per rank, and divided into equal partitions.
     """
-    # Two elements are DeepSpeed's ``nccl_start_alignment_factor``.
-    partitions = [2 * ceil_div(count_elements(group), 2 * sharding.ranks) for group in model.groups]
+    group_alignment = ZERO_ALIGNMENT * sharding.ranks
+    partitions = [ZERO_ALIGNMENT * ceil_div(count_elements(group), group_alignment) for group in model.groups]
     elements = sum(partitions)
     states = StateBytes(
         parameters=elements * sharding.ranks * sharding.compute_bytes,
         # fp32 master weights are counted as optimizer state
         optimizer=FP32_BYTES * elements + _flat_state(elements, sharding) + _step_counts(len(partitions), sharding),
     )
+    # Frozen weights are replicated. The trained weights are counted with their groups above.
     for weight in model.weights:
         if not weight.trained:
             states.parameters += weight.numel * cast_bytes(weight, sharding)

@@ -1,8 +1,8 @@
 """Commands that people give to a live run: files in ``output_dir/runlog/commands``, which rank 0 takes at its log points.
 
 A command is JSON, so that it is data and never code. Whoever can write to the folder of a run may put any file there. So a
-command counts only if it is a regular file of the user who runs the run, of bounded size, and valid. On a network file system,
-a file appears complete, since it is renamed into its place, and at most a minute late, since folders are cached for so long.
+command counts only if it is a regular file of the user who runs the run, of bounded size, and valid. Files are renamed into
+their place, so none is read half written. The directory cache of a network file system can delay them by up to a minute.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FOLDER = "commands"
 """Folder in the runlog's folder."""
 MOST_BYTES = 1 << 16
 MOST_FILES = 1000
-"""Files of the folder that are looked at, so that no number of files holds up a run."""
+"""Maximum number of files that are read at one log point, so that many files do not block a run."""
 # Only files with such a name are read and removed. They sort by the time at which they were written.
 _NAME = re.compile(r"([0-9a-f]{16}-[0-9a-f]{8})\.json")
 _ARGUMENTS = {"rollback": "step", "lower_rate": "factor", "skip": "steps", "policy": "on_spike"}
-"""Action -> its argument; the others have none."""
+"""Action -> its argument. The other actions have none."""
 
 
 class Command(BaseModel):
@@ -72,7 +72,7 @@ class Command(BaseModel):
 
 
 class Received(NamedTuple):
-    """A command as rank 0 took it. ``problem`` says why it is none; ``command`` is None then."""
+    """A command as rank 0 took it. If it is malformed, ``problem`` says why, and ``command`` is None."""
 
     command_id: str
     user: str
@@ -82,7 +82,7 @@ class Received(NamedTuple):
 
 def make_folder(runlog: Path) -> None:
     """Make the folder. Nobody but this user can put a file into it."""
-    # Without it the run trains as well, and takes no commands.
+    # Without the folder, the run trains, but takes no commands.
     with suppress(OSError):
         (runlog / FOLDER).mkdir(mode=0o700, exist_ok=True)
 
@@ -95,7 +95,7 @@ def send(runlog: Path, command: Command) -> str:
 
 
 def withdraw(runlog: Path, command_id: str) -> bool:
-    """Remove a command that was not taken. Return False if the run has taken it: only one of both can remove the file."""
+    """Remove a command that was not taken. Return False if the run has taken it: only one process can remove the file."""
     try:
         _file_of(runlog, command_id).unlink()
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def is_waiting(runlog: Path) -> bool:
 
 def take_oldest(runlog: Path) -> Received | None:
     """Take the oldest command out of the folder; None if there is none."""
-    # An error of the disk ends no training: the command stays, or is lost.
+    # An error of the disk does not end the training: the command stays, or is lost.
     with _opened(runlog) as folder, suppress(OSError):
         if folder is None:
             return None
@@ -135,7 +135,7 @@ def take_oldest(runlog: Path) -> Received | None:
 
 @contextmanager
 def _opened(runlog: Path) -> Iterator[int | None]:
-    """Return a context with the open folder; None without one. A link is not followed, since files are removed there."""
+    """Return a context with the open folder, or with None if there is none. A link is not followed, since files are removed."""
     try:
         folder = os.open(runlog / FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -158,10 +158,11 @@ def _names(folder: int) -> list[str]:
 
 
 def _read(name: str, folder: int, owner: int) -> tuple[str, bytes, str | None]:
-    """Return the name of the file's owner, the content, and why it is no command.
+    """Return the name of the file's owner, the content, and the reason if the file is refused; else None.
 
     Args:
-        owner: user id that a command must have: that of the runlog. A server can map users, and then it maps both.
+        owner: user id of the runlog's owner. The file must belong to this user, or to the user of this process. The two differ
+            on a file server that maps user ids, which maps those of both files alike.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.

@@ -72,7 +72,7 @@ def run_results(history: History) -> dict[str, Any]:
         ``state``; ``step`` and ``total_steps``; ``loss`` and ``best_loss``, nats per supervised token of the held-out data, the
         last and the lowest; ``best_step``; ``tokens_per_second``, the median of the log points; ``memory``, bytes of rank 0 at
         the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``; and
-        ``held_out_fingerprint`` of the data that both losses were measured on, None where the log has none.
+        ``held_out_fingerprint`` of the data that both losses were measured on, None if the log has none.
     """
     evaluations = [event for event in history.current_evaluations() if event.get("loss") is not None]
     fingerprint = evaluations[-1].get("held_out_fingerprint") if evaluations else None
@@ -85,9 +85,7 @@ def run_results(history: History) -> dict[str, Any]:
     results["held_out_fingerprint"] = fingerprint
     if losses:
         best_step = min(losses, key=losses.__getitem__)
-        results["loss"] = losses[max(losses)]
-        results["best_step"] = best_step
-        results["best_loss"] = losses[best_step]
+        results.update(loss=losses[max(losses)], best_step=best_step, best_loss=losses[best_step])
     starts = history.of("run_start")
     if starts:
         results["total_steps"] = starts[-1]["total_steps"]

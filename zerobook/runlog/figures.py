@@ -424,5 +424,4 @@ def _step_times(history: History) -> Chart | None:
 
 def _every_nth(values: list[Any], most: int) -> list[Any]:
     """Return at most ``most`` of the values, evenly chosen."""
-    stride = max(1, math.ceil(len(values) / most))
-    return values[::stride]
+    return values[:: max(1, math.ceil(len(values) / most))]

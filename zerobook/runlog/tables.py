@@ -137,11 +137,15 @@ def attempt_table(history: History) -> Table:
     for attempt in history.attempts():
         starts = [event for event in attempt if event["type"] == "run_start"]
         start = starts[0] if starts else attempt[0]
-        lasted = duration(max(0.0, (when(attempt[-1]) - when(attempt[0])).total_seconds()))
+        # The clock may have been set back, so no time is below 0.
+        seconds = max(0.0, (when(attempt[-1]) - when(attempt[0])).total_seconds())
         # An attempt may hold the crash event of the one before it.
         endings = [event for event in attempt if event["type"] in types and not event.get("of_attempt")]
-        why = sentence(endings[-1]) if endings and endings[-1]["type"] != "run_end" else ""
-        rows.append([_seq(start), str(start["attempt"]), lasted, history.ending(attempt), why])
+        ended = endings[-1] if endings else None
+        why = ""
+        if ended is not None and ended["type"] != "run_end":
+            why = sentence(ended)
+        rows.append([_seq(start), str(start["attempt"]), duration(seconds), history.ending(attempt), why])
     return Table("Attempts", ["seq", "attempt", "lasted", "ended", "why"], rows)
 
 

@@ -1,4 +1,4 @@
-"""The training state under DeepSpeed ZeRO, which steps flat fp32 partitions of the weights."""
+"""The training state under DeepSpeed ZeRO, whose optimizer updates flat fp32 partitions of the weights."""
 
 from __future__ import annotations
 
@@ -128,9 +128,10 @@ class ZeroState(TrainingState):
     def refresh_copies(self) -> None:
         zero = self.deepspeed_optimizer
         if self.plan.zero_stage != 3:
+            # Copies the fp32 partitions into the model's weights, and gathers these.
             zero.update_lp_params()
             return
-        # As after a step of DeepSpeed.
+        # The calls of DeepSpeed's own step, without that of the optimizer, in the same order.
         zero.parameter_offload.partition_all_parameters()
         for index in range(len(zero.fp16_groups)):
             if zero.swap_optimizer:
@@ -141,6 +142,7 @@ class ZeroState(TrainingState):
         if zero.persistent_parameters:
             # Small weights stay gathered, so they are gathered again with the new numbers.
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        # The secondary partition (hpZ) still holds the old weights.
         zero.invalidate_secondary_tensor()
 
     def _written_part(

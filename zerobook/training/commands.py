@@ -54,12 +54,12 @@ class OperatorCommands:
         strategy.on_main(lambda: commands.make_folder(log.folder))
 
     def is_waiting(self) -> bool:
-        """Return whether a command waits; False on all ranks but 0, which tells the others at the log point."""
+        """Return whether a command waits. It is False on all ranks but 0, which sends the answer at the log point."""
         return self.strategy.is_main and commands.is_waiting(self.log.folder)
 
     def take(self) -> RecoveryAction | None:
-        """Take the oldest command; return the action to carry out, and None where there is none. Collective."""
-        # A save in progress may end, or prune the checkpoint to go back to.
+        """Take the oldest command. Return the action to carry out; None if there is none. Collective."""
+        # Finish a save in progress first: it may complete the checkpoint that the command names, or prune it.
         self.manager.finish(self.log)
         received = self.strategy.on_main(self._receive)
         if received is None:
@@ -91,7 +91,10 @@ class OperatorCommands:
             self._record(received._replace(problem=received.problem or reason))
 
     def _receive(self) -> list[Any] | None:
-        """Take a command on rank 0, and check what only rank 0 knows. Return it as values that can be sent to all ranks."""
+        """Take a command on rank 0, and check what only rank 0 knows.
+
+        Return [id, user, fields of the command, problem]: messages between ranks hold plain values.
+        """
         received = commands.take_oldest(self.log.folder)
         if received is None:
             return None

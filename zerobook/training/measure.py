@@ -1,4 +1,4 @@
-"""Evaluation of a finished run's model on a file, as the run's own evaluations are made."""
+"""Evaluate the model of a finished run on a file, in the same way as during the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerobook.data.views import PreparedRows
 
 ANSWERS = 8
-"""Prompts of a file that are answered."""
+"""Number of prompts of a file that are answered."""
 _NOT_OF_THE_RUN = {
     "dataset_name",
     "dataset_config_name",
@@ -45,7 +45,7 @@ _NOT_OF_THE_RUN = {
     "expect",
     "policy",
 }
-"""Keys of the run's config that are left out: the file takes the place of its data, and its result has its tokenizer."""
+"""Keys of the run's config that are not used: the data come from the file, and the tokenizer from the saved model."""
 
 
 def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:
@@ -54,25 +54,26 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     Args:
         path: the run's output_dir, or the model, the adapter or a checkpoint in it.
         file: data, of any format that a run takes.
-        rows: the most rows that are measured; None for all.
+        rows: maximum number of rows that are measured; None for all rows.
 
     Raises:
-        ConfigError: the folder is in no run, its recipe is not here, or the file cannot be read.
+        ConfigError: the folder is not in a run, its recipe is not here, or the file cannot be read.
     """
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import end_tokens
-    from zerobook.models.isolation import settled
+    from zerobook.models.isolation import choose_isolating_collator
     from zerobook.models.load import load_tokenizer
     from zerobook.models.vocabulary import fit_embeddings
 
     recipe, sources = _recipe_of(path, file, rows, trust_remote_code)
-    # The run's own precision and quantisation, in one process.
+    # The precision and quantisation are those of the run, and there is one process. No optimizer is needed.
     plan, config, _ = resolve_this_process(recipe.config, sources, trains=False)
     recipe = type(recipe)(config)
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     objective = recipe.objective()
     data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
+    # `_recipe_of` names the file as the training data. Its rows are the held-out data of this evaluation.
     file_rows = cast("PreparedRows", data.train)
     data = replace(data, held_out={Path(file).name: file_rows})
     model = recipe.model(tokenizer, strategy)
@@ -81,9 +82,10 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     collate = recipe.collator(tokenizer, adapted)
     strategy.model = strategy.prepare_frozen(adapted)
     keep_mask = objective.needs_attention_mask(strategy.model)
-    collate = settled(strategy, collate, keep_mask=keep_mask, flag=config.rows_shared_by)
+    collate = choose_isolating_collator(strategy, collate, keep_mask=keep_mask, flag=config.rows_shared_by)
     scorers = [*recipe.scorers(tokenizer, adapted, data, collate)]
-    # Running text has no prompts, nor has a chat of which all is learnt. An encoder-decoder has a scorer that generates.
+    # Running text has no prompts, and neither has a chat whose tokens are all trained on. The scorer of an encoder-decoder
+    # generates answers already.
     formats = {name for name, _ in data.formats.values()}
     has_prompts = formats != {"text"} and getattr(config, "assistant_only_loss", True)
     if has_prompts and not recipe.encoder_decoder:
@@ -118,7 +120,7 @@ def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) 
     if kind.reference_model is not Recipe.reference_model:
         raise ConfigError(f"{path}: its recipe compares the model with another one, which --file cannot do.")
     fields = kind.config_class.model_fields
-    # A default counts as not given: settings of adapters are refused where there are none.
+    # Defaults are left out: settings of adapters are refused if the model has no adapter.
     values = {}
     for key, value in start["config"].items():
         if key in fields.keys() - _NOT_OF_THE_RUN and value != fields[key].default:
@@ -137,7 +139,7 @@ def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) 
     problems = config.problems()
     if problems:
         raise ConfigError(problems)
-    # Settings of adapters count as not given: they are in the adapter's folder.
+    # No setting counts as set by the user, since those of an adapter come from its folder.
     sources = ConfigSources(dict.fromkeys(fields, "default"))
     sources["mixed_precision"] = "the run"
     return kind(config), sources

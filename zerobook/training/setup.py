@@ -20,7 +20,7 @@ from zerobook.health.judge import describe
 from zerobook.health.watch import Watch
 from zerobook.launch.fast import FAST
 from zerobook.models.compiled import compile_layers
-from zerobook.models.isolation import settled
+from zerobook.models.isolation import choose_isolating_collator
 from zerobook.models.load import pin_rotary
 from zerobook.models.save import bytes_of_result
 from zerobook.models.whole_rows import check_split
@@ -112,7 +112,7 @@ def prepare_models(
         pin_rotary(reference_model, longest_sample)
     strategy.model.train()
     check_split(strategy, objective)
-    collate = settled(
+    collate = choose_isolating_collator(
         strategy,
         state.collate,
         keep_mask=objective.needs_attention_mask(strategy.model),

@@ -56,7 +56,8 @@ class Trainer:
 
     Args:
         collate: list of rows -> the model's arguments by name (mostly tensors), including ``labels``. The collator of a
-            causal recipe is replaced by its cheapest form for the prepared model: see `zerobook.models.isolation.settled`.
+            causal recipe is replaced by its cheapest form for the prepared model: see
+            `zerobook.models.isolation.choose_isolating_collator`.
         objective: the loss, and the weights that it is divided by.
         scorers: measure more than the loss at every evaluation.
         hooks: hooks besides those in ``config.hooks``.

@@ -222,6 +222,5 @@ class SignedStore:
         return value if hmac.compare_digest(signature, self._signature(key, value)) else b""
 
     def _signature(self, key: str, value: bytes) -> bytes:
-        # The key is signed too: a heartbeat of one rank is none of another.
-        text = key.encode() + b"\0" + value
-        return hmac.new(self._secret, text, hashlib.sha256).hexdigest().encode()
+        # The key is signed too, so that the heartbeat of one rank cannot be used as that of another.
+        return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest().encode()
