@@ -64,29 +64,29 @@ def page() -> str:
         if action is not None:
             break
     table = "\n".join(rows)
-    return f"""# Published spikes, and what Zerobook does on them
+    return f"""# Published spikes, and what Zerobook does about them
 
 ## BLOOM-176B, iteration 31,216
 
 **Reconstructed from [the chronicles of the training]({CHRONICLES})
 (entry of 2022-04-12), not the original curve.** The chronicles list loss and gradient norm of {len(BLOOM)} iterations,
-{min(BLOOM):,} to {max(BLOOM):,}, and these are used as they are. The points before and after them are noise around 2.21, and
-those between 31,222 and 31,250 fall exponentially: both are made up. The norm rose from 0.2 to 960 within five iterations, and
-the loss from 2.2 to 5.1. The run saved every 100 iterations.
+{min(BLOOM):,} to {max(BLOOM):,}, and these are used as they are. All other points are made up: noise around 2.21
+before and after, and an exponential fall from 31,222 to 31,250. The norm rose from 0.2 to 960 within five iterations, and the
+loss from 2.2 to 5.1. The run saved every 100 iterations.
 
 What the team did: nothing. The loss came back within about 30 iterations.
 
 {table}
 
-A rollback at this place repeats about as many iterations as the spike lasted. So it costs what it saves, but it does not depend
-on the loss coming back.
+A rollback at this place repeats about as many iterations as the spike lasted. So the rollback gains no time here, but it does
+not rely on the loss recovering by itself.
 
 ## The rule of PaLM
 
 [PaLM](https://arxiv.org/abs/2204.02311) (section 5.1) had about 20 such spikes. Each time, the team restarted from a checkpoint
-about 100 steps before the spike and skipped about 200 to 500 batches. The loss did not spike again. The same batches did not
-cause a spike from an earlier checkpoint. Zerobook first repeats the steps with nothing changed. Only if the spike comes again,
-it leaves out samples: those of the steps from the one before the spike to the one where it was noticed.
+about 100 steps before the spike and skipped about 200 to 500 batches. The loss did not spike again. Training on the same
+batches from an earlier checkpoint did not cause a spike. Zerobook first repeats the steps without a change. If the spike
+returns, Zerobook leaves out the samples from the step before the spike to the step at which it was noticed.
 
 ## OPT-175B
 
@@ -94,7 +94,7 @@ it leaves out samples: those of the steps from the one before the spike to the o
 (16 December 2021) tell of two cases. On run 12.43, the norms of gradients and activations began to rise, and the team lowered
 the learning rate by 10 %. On run 12.45.2, the perplexity began to diverge after a few large gradient norms, and the team
 lowered the rate to two thirds of that of GPT-3. The text has no numbers of these curves, so there is no reconstruction.
-`--on_spike lower_rate` goes back and [lowers the rate by itself](runlog.md#what-is-done).
+`--on_spike lower_rate` goes back and [lowers the rate automatically](runlog.md#what-is-done).
 
 This page is made by `python scripts/replays.py`.
 """

@@ -192,7 +192,7 @@ def test_the_data_may_be_named_later(tmp_path, monkeypatch, capsys):
     [
         (["--train_file", "a.jsonl", "--dataset_name", "b"], "Leave one out"),
         (["--output", "none/mine.yaml"], "there is no folder"),
-        (["--output", "mine.txt"], "no .yaml file"),
+        (["--output", "mine.txt"], "not a .yaml file"),
         (["--method", "qlora"], "encoder-decoder recipe has no quantised base"),
         (["--nodes", "2"], "--interconnect"),
     ],

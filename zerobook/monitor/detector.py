@@ -404,8 +404,8 @@ class Detector:
         recent_spikes = [spike for spike in self.spikes if self.seen - spike < CHRONIC_POINTS]
         self.spikes = [*recent_spikes, self.seen]
         reason = (
-            f"loss {excursion.base:.4g} -> {excursion.peak:.4g}: {excursion.high} high points since step {excursion.onset}, "
-            f"the last {excess:.0f} times the usual excess of {excursion.unit:.2g}"
+            f"loss {excursion.base:.4g} -> {excursion.peak:.4g}: {excursion.high} high points since step {excursion.onset}; "
+            f"the last one exceeds the level by {excess:.0f} times the noise ({excursion.unit:.2g})"
         )
         findings = [self._finding_of("spike", point, excursion, reason)]
         if len(self.spikes) >= self.settings.chronic_spikes and not self.chronic:
@@ -479,7 +479,7 @@ class Detector:
         # It is coming down, but too slowly.
         if regained >= 0.2:
             excursion.judge("damage")
-            reason = f"{count} points after step {excursion.onset} it is {late:.4g}; it was {base:.4g}"
+            reason = f"{count} points after step {excursion.onset} the loss is {late:.4g}; before, it was {base:.4g}"
             return [self._finding_of("damage", point, excursion, reason)]
         excursion.judge("divergence")
         reason = f"from {base:.4g} to {late:.4g} in {count} points, and not coming down"

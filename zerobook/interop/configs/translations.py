@@ -103,7 +103,7 @@ def axolotl_targets(foreign: Foreign, value: Any) -> Flags:
 
 
 def unless_set(foreign: Foreign, value: Any) -> Flags:
-    """Return a value that follows from another key where it is not set: LLaMA-Factory's alpha, and ms-swift's rate."""
+    """Return a value that follows from another key if it is not set: LLaMA-Factory's alpha, and ms-swift's rate."""
     if value == "default" and foreign.entry.to == "lora_alpha":
         value = 2 * foreign.get("lora_rank")
     elif value == "default":
@@ -151,7 +151,7 @@ def plugins(foreign: Foreign, value: Any) -> Flags:
     """Return no flag for Axolotl's plugins of speed and of trackers."""
     for name in value:
         if not any(word in name for word in ("cut_cross_entropy", "liger", "KernelsPlugin", "swanlab")):
-            raise NoCounterpart(f"{name} may change the training. Remove it, or write a hook of yours.")
+            raise NoCounterpart(f"{name} may change the training. Remove it, or write your own hook.")
     return {}
 
 
@@ -177,7 +177,7 @@ def chat_template(foreign: Foreign, value: Any) -> Flags:
     if text in NAMES:
         return {"chat_template": text}
     foreign.sentence = (
-        "The model's own template is used, which is meant to be the same. Compare with zerobook data inspect, and write "
-        "another one into a file for chat_template."
+        "The model's own template is used, which should be the same. Compare the rows that zerobook data inspect shows, and "
+        "write another template into a file for chat_template if they differ."
     )
     return {}
