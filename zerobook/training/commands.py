@@ -22,8 +22,8 @@ _KINDS: dict[str, ActionKind] = {
     "save": "save",
     "stop": "stop",
 }
-"""Action of a command -> kind of the recovery action. The monitor's own ``skip`` and ``lower_rate`` go back first, and those of a
-command do not. So they have kinds of their own."""
+"""Action of a command -> kind of the recovery action. The monitor's own ``skip`` and ``lower_rate`` go back first. Those of a
+command do not, so they have kinds of their own."""
 
 
 class OperatorCommands:
