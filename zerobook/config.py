@@ -84,7 +84,7 @@ class _Keys(BaseModel):
 
 
 def _number(value: Any) -> float | None:
-    """Return ``value``, which may be a flag's text, as a number; None where it is none."""
+    """Return ``value``, which may be a flag's text, as a number; None if it is not a number."""
     if isinstance(value, bool):
         return None
     try:
@@ -114,7 +114,7 @@ class DatasetSpec(_Keys):
     )
     format: Format | None = Field(None, description="see the recipe's format")
     weight: float | None = Field(None, gt=0, description="share of the rows; if unset for all datasets, all rows count equally")
-    limit: int | None = Field(None, ge=1, description="read only so many samples")
+    limit: int | None = Field(None, ge=1, description="maximum number of samples to read")
     text_column: str | None = Field(None, description="see the recipe's text_column")
     summary_column: str | None = Field(None, description="see the recipe's summary_column")
 
@@ -176,9 +176,9 @@ class RecipeConfig(_Keys):
     )
     activation_checkpointing: str = Field(
         "none",
-        description="activations that the backward pass computes again: all of a layer (full, or true), those of each "
-        "N-th layer (every:N), or all but the results of matrix products and attention (selective); offload is full, with "
-        "the layers' inputs in host memory",
+        description="activations that are recomputed in the backward pass: none, full (all of each layer; also true), every:N "
+        "(all of every N-th layer), selective (all except the results of matrix products and attention), or offload (full, "
+        "with the layers' inputs in host memory)",
         json_schema_extra={"choices": [*CHECKPOINTING], "bare": "full"},
     )
 
@@ -256,7 +256,7 @@ class RecipeConfig(_Keys):
     eval_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
         description="evaluate every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the run's steps; "
-        "0: at the end only; auto: at checkpoints, in at most 5 % of the time",
+        "0: at the end only; auto: at checkpoints, using at most 5 % of the run's time",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     eval_tasks: list[str] = Field(
@@ -272,7 +272,8 @@ class RecipeConfig(_Keys):
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
         description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the "
-        "run's steps; 0: at the end only; auto: early, then ten a run, at most 30 minutes apart, in at most 5 % of the time",
+        "run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, at most 30 minutes apart, using "
+        "at most 5 % of the run's time",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     save_total_limit: int | None = Field(

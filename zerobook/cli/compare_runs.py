@@ -12,7 +12,7 @@ from typing import Any
 from zerobook.errors import RunLogError
 from zerobook.runlog import compare
 from zerobook.runlog.facts import code_version, run_results, short_name
-from zerobook.runlog.history import History, naming_the_log
+from zerobook.runlog.history import History, add_log_name_to_errors
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, counted, size
 
@@ -85,7 +85,7 @@ class Compared:
 def _run(run: str, history: History) -> Compared:
     # The settings of the newest attempt count.
     starts = history.of("run_start")
-    with naming_the_log(history.folder):
+    with add_log_name_to_errors(history.folder):
         return Compared(
             run=run,
             attempt=None,
@@ -102,7 +102,7 @@ def _attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compar
         if number not in starts:
             raise RunLogError(f"{run}: it has no attempt {number}, only {', '.join(map(str, starts))}.")
         steps = [step for step in history.steps() if step["attempt"] == number]
-        with naming_the_log(history.folder):
+        with add_log_name_to_errors(history.folder):
             settings = _settings(starts[number])
         attempts.append(Compared(run=run, attempt=number, settings=settings, losses=_losses(steps), results={}))
     return attempts

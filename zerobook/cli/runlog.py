@@ -1,12 +1,12 @@
 """``zerobook runlog``: what happened to a run, why, and what it cost.
 
 zerobook runlog status outputs/run           the state of the run, in a sentence or two
-zerobook runlog show outputs/run [VIEW]      tables of spikes, decisions, time, checkpoints, skipped samples and branches, or
-                                             one of them; all events; or the steps that are part of the run, as CSV
+zerobook runlog show outputs/run [VIEW]      one view, or all but the last two: spikes, decisions, time, checkpoints, skipped,
+                                             branches, events, steps (those that are part of the run, as CSV)
 zerobook runlog compare A B C ...            runs in one table: what differs, held-out loss, speed, memory
 zerobook runlog compare RUN --attempts 1 2   two attempts of one run
 zerobook runlog report outputs/run           the runlog as one HTML page and as Markdown
-zerobook runlog verify outputs/run           read every line; exit code 1 where something is wrong
+zerobook runlog verify outputs/run           read every line; exit code 1 if something is wrong
 zerobook runlog act outputs/run COMMAND      give a command to a live run: rollback --to STEP, lower-rate FACTOR,
                                              skip FIRST-LAST, save, stop, policy VALUE
 
@@ -24,7 +24,7 @@ from typing import Any
 from zerobook.cli import act, compare_runs
 from zerobook.cli.arguments import Parser
 from zerobook.runlog.events import ending_types
-from zerobook.runlog.history import History, folder_of, last_of, naming_the_log
+from zerobook.runlog.history import History, add_log_name_to_errors, folder_of, last_of
 from zerobook.runlog.report import write
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import VIEWS, Table
@@ -71,7 +71,7 @@ def _print_json(value: Any) -> None:
 def status(flags: argparse.Namespace) -> None:
     """Print the state of the run, in a sentence or two."""
     folder = folder_of(flags.run)
-    with naming_the_log(folder):
+    with add_log_name_to_errors(folder):
         text = summary(folder)
     if flags.json:
         newest = last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", *ending_types()))
@@ -83,7 +83,7 @@ def status(flags: argparse.Namespace) -> None:
 def show(flags: argparse.Namespace) -> None:
     """Print tables of what happened to the run."""
     history = History.read(flags.run)
-    with naming_the_log(history.folder):
+    with add_log_name_to_errors(history.folder):
         if flags.view == STEPS_VIEW:
             _print_steps(history, as_json=flags.json)
         elif flags.json and flags.view:

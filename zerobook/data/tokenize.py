@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000
 TEXT_PIECE = 1 << 20
-"""Characters. Longer texts are tokenized in pieces, cut at line ends, since a tokenizer needs some 100 bytes a token."""
+"""Characters. Longer texts are tokenized in pieces, cut at line ends, since a tokenizer uses about 100 bytes of memory per
+token."""
 SAMPLE_LIMIT = 16 << 20
 """Bytes of a JSON line that is not running text."""
 
 CUT = "cut to the maximum length"
-"""Count of the samples that lose tokens, and keep supervised ones."""
+"""Name of the count of samples that are truncated but keep supervised tokens."""
 BY_DEFAULT_TEMPLATE = "rendered by the default chat template"
 DROPPED = "dropped, nothing supervised within the maximum length"
 

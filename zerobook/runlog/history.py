@@ -29,7 +29,7 @@ def folder_of(run: str | Path) -> Path:
 
 
 @contextmanager
-def naming_the_log(folder: Path) -> Iterator[None]:
+def add_log_name_to_errors(folder: Path) -> Iterator[None]:
     """Turn the error of an event that lacks a field, or has another kind of value, into a `RunLogError` with the file's name.
 
     A log with sound lines can still be of another program, or have been changed by hand.

@@ -12,7 +12,7 @@ from zerobook.runlog import figures
 from zerobook.runlog.events import Event, sentence, style
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import duration, figure
-from zerobook.runlog.history import History, TimeSpent, folder_of, naming_the_log, time_spent, when
+from zerobook.runlog.history import History, TimeSpent, add_log_name_to_errors, folder_of, time_spent, when
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import (
     Table,
@@ -36,7 +36,7 @@ def write(run: str | Path) -> tuple[Path, Path]:
     """Write the page and the Markdown file beside the log. Return their paths."""
     folder = folder_of(run)
     # Both texts are made before one is written, so an error leaves the files of the last report.
-    with naming_the_log(folder):
+    with add_log_name_to_errors(folder):
         history = History.read(folder)
         html_text = render(history)
         markdown_text = as_markdown(history)

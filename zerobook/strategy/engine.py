@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
 
     class FlaggedOptimizer(torch.optim.Optimizer):
-        """An optimizer with the attributes that torch's loss scaler sets; the flag is on the device."""
+        """An optimizer with the attributes that torch's loss scaler sets. ``found_inf`` is a tensor on the device."""
 
         found_inf: torch.Tensor
         _step_supports_amp_scaling: bool
