@@ -49,7 +49,7 @@ from typing import Any
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tables are no part of the installed package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tables are not part of the installed package
 
 import zerobook
 from benchmarks import gpu_parts
@@ -162,7 +162,7 @@ class Runner:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Start and record nothing more: what runs is being killed, which is no result."""
+        """Start and record nothing more: what runs is being killed, which is not a result."""
         self._is_stopped = True
 
     def run(self, part: str, cases: dict[str, Case], *, at_once: bool = False) -> None:

@@ -80,7 +80,7 @@ class Setting:
     """A folder with models and data, and launches in it."""
 
     def __init__(self, folder: Path):
-        sys.path.insert(0, str(ROOT))  # benchmarks are no part of the installed package
+        sys.path.insert(0, str(ROOT))  # benchmarks are not part of the installed package
         from benchmarks.published.materials import Materials
 
         self.folder, self.made = folder, Materials(folder)

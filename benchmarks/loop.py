@@ -206,7 +206,7 @@ def launched(folder: Path, file: str, processes: int, hook: str, steps: int) -> 
     """Run the recipe under a strategy file with a hook of this file. Return what the hook wrote."""
     from transformers import LlamaConfig
 
-    sys.path.insert(0, str(ROOT))  # benchmarks are no part of the installed package
+    sys.path.insert(0, str(ROOT))  # benchmarks are not part of the installed package
     from benchmarks.published.materials import Materials
     from zerobook.utils import subprocess_launch
 

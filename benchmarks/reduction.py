@@ -34,7 +34,7 @@ def main() -> None:
     asked = parser.parse_args()
     from transformers import LlamaConfig
 
-    sys.path.insert(0, str(ROOT))  # benchmarks are no part of the installed package
+    sys.path.insert(0, str(ROOT))  # benchmarks are not part of the installed package
     from benchmarks.published.materials import Materials
     from zerobook.utils import subprocess_launch
     from zerobook.utils.versions import versions

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # scripts/ is no part of the installed package
+sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
 
 from scripts.reference import sentence, table  # noqa: E402
 from zerobook.interop.configs.importer import Line, import_config  # noqa: E402

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # scripts/ is no part of the installed package
+sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
 
 from zerobook.plan.failures import RATES, RESTART_SECONDS, best_interval, goodput, young_interval  # noqa: E402
 from zerobook.training.intervals import LONGEST_S  # noqa: E402

@@ -79,7 +79,7 @@ class Measurement:
         self.counts["statements"] += 1
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Tuple):
             self.counts["packed"] += isinstance(statement.targets[0], ast.Tuple)
-        # The defaults and decorators of a definition are no steps.
+        # The defaults and decorators of a definition are not steps.
         if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             return
         compact = sum(isinstance(expression, COMPACT) for expression in _expressions(statement))

@@ -21,7 +21,7 @@ from zerobook.plan.hardware import Cluster, cluster
 from zerobook.training.recipe_file import recipe_class
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # scripts/ is no part of the installed package
+sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
 PAGE = ROOT / "docs" / "reference" / "recipes.md"
 PRICES = {"a100-80gb": 1.79, "a10g": 1.39, "a6000": 1.99}
 """GPU -> assumed US dollars an hour. `TEXT` names the sources."""

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the tables are no part of the installed package
+sys.path.insert(0, str(ROOT))  # the tables are not part of the installed package
 
 
 def main() -> int:
@@ -46,7 +46,7 @@ def main() -> int:
         if wanted != set("ABCDEFG") and asked.out is None:
             raise ConfigError(f"--tables {asked.tables}: docs/measured/ holds all of one run. Give --out FOLDER for a part.")
         if asked.processes is not None and asked.processes < 1:
-            raise ConfigError(f"--processes: {asked.processes} is no number of processes; give 1 or more.")
+            raise ConfigError(f"--processes: {asked.processes} is not a number of processes; give 1 or more.")
         where = here(None if asked.processes is None else str(asked.processes))
         if where.cpu and asked.scale == "full":
             raise ConfigError("--scale full: the published sizes want a GPU, and there is none here. Take --scale tiny.")

@@ -443,7 +443,7 @@ class RecipeConfig(_Keys):
         # The other name of the key, gradient_checkpointing, is a switch in the transformers examples.
         with suppress(ValidationError):
             return "full" if TypeAdapter(bool).validate_python(value) else "none"
-        # In the list of choices, every:N stands for any number, so the word itself is no value.
+        # In the list of choices, every:N stands for any number, so the word itself is not a value.
         is_choice = value in CHECKPOINTING and value != "every:N"
         if not is_choice and not re.fullmatch(r"every:([2-9]|[1-9]\d+)", str(value)):
             raise PydanticCustomError("choice", "Input should be none, full, every:N with N from 2, selective or offload")
@@ -478,7 +478,7 @@ class RecipeConfig(_Keys):
         return {}
 
     def model_post_init(self, context: Any) -> None:
-        # They are no fields that the user set, so they are not in `model_fields_set`; the config is frozen for all others.
+        # They are not fields that the user set, so they are not in `model_fields_set`; the config is frozen for all others.
         for key, value in self.dependent_defaults().items():
             if key not in self.model_fields_set:
                 vars(self)[key] = value
@@ -710,7 +710,7 @@ class RecipeConfig(_Keys):
 
 
 def _missing_path(key: str, value: str) -> list[str]:
-    """Return that ``value`` is no file or folder; an empty list where it is one."""
+    """Return a problem if ``value`` is not a file or folder, else an empty list."""
     path = Path(value).expanduser()
     if path.exists():
         return []
@@ -802,7 +802,7 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     if argv is None:
         argv = sys.argv[1:]
     arguments, other_words, problems = _read_flags(_parser(config_class), argv)
-    # Flags that are not given are no attributes, so these are the user's alone.
+    # Flags that are not given are not attributes, so these are the user's alone.
     flags = {key: value for key, value in vars(arguments).items() if key not in ("config", "dry_run")}
     flag_values = _single_values(flags)
     flag_sources = {key: f"flag --{key}" for key in flags}
@@ -842,7 +842,7 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
 
 
 def _problems_of_words(words: list[str], config_class: type[RecipeConfig]) -> list[str]:
-    """Return a problem for each word of a command line that is no flag of the recipe, nor a value of one."""
+    """Return a problem for each word of a command line that is not a flag of the recipe, nor a value of one."""
     names = set(config_class.model_fields) | set(ALIASES)
     problems = []
     for word in words:

@@ -51,7 +51,7 @@ def install(model: nn.Module) -> LossHead | None:
     if not _returned_unchanged(owner, layer):
         del layer.forward
         return None
-    # It is no module, so it is no part of the state dict.
+    # It is not a module, so it is not part of the state dict.
     model.loss_head = head  # type: ignore[assignment]
     return head
 

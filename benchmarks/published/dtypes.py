@@ -79,7 +79,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tables are no part of the installed package
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tables are not part of the installed package
     from benchmarks.published import dtypes  # the hook is imported from this module, not from __main__
 
     dtypes.main()

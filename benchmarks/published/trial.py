@@ -84,7 +84,7 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
     """
     with tempfile.TemporaryDirectory() as folder:
         result, file = Path(folder) / "result.json", ROOT / "recipes" / f"{recipe}.py"
-        # nothing is saved, so a full disk is no problem
+        # nothing is saved, so a full disk is not a problem
         words = subprocess_launch.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
         line = subprocess_launch.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
         environment: dict[str, str] = {}

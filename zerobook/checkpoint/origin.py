@@ -52,7 +52,7 @@ def weights_digest(folder: Path) -> str | None:
         try:
             _add_file(digest, file)
         except OSError as error:
-            raise ConfigError(f"{file}: it is no file of weights that can be read: {error.strerror}.") from None
+            raise ConfigError(f"{file}: it is not a file of weights that can be read: {error.strerror}.") from None
     return digest.hexdigest()
 
 

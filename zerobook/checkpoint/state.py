@@ -210,7 +210,7 @@ class Reader:
         self.bytes_read += 4 * (stop - start)
         pieces = self.index["pieces"][name]
         if any(map(is_slice, pieces)):
-            # A slice is no segment of the flattened tensor, so the rows around the elements are put together.
+            # A slice is not a segment of the flattened tensor, so the rows around the elements are put together.
             row_size = max(1, math.prod(self.shape(name)[1:]))
             first_row = start // row_size
             end_row = -(-stop // row_size)

@@ -165,7 +165,7 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     checkpoints = staging.parent
     final = checkpoints / name_of(step)
 
-    # The manifest, last: a folder without it is no checkpoint.
+    # The manifest, last: a folder without it is not a checkpoint.
     digests = digests or {}
     unflushed = [file for file in sorted(staging.iterdir()) if file.name not in digests]
     digests = digests | {file.name: reading.file_digest(file) for file in unflushed}
@@ -329,7 +329,7 @@ def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> st
         for name, facts in manifest["files"].items():
             sizes[name] = facts["bytes"]
             digests[name] = facts["xxh3_128"]
-        # A version that is no number raises here.
+        # A version that is not a number raises here.
         is_newer = version > FORMAT_VERSION
     except (FileNotFoundError, NotADirectoryError):
         return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is not a checkpoint"

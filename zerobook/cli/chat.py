@@ -76,7 +76,7 @@ def _talk(conversation: Conversation) -> None:
             import readline  # noqa: F401
         print("/help lists the commands, Ctrl-C stops an answer")
     else:
-        # A pipe may hold bytes that are no text.
+        # A pipe may hold bytes that are not text.
         cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
         try:
@@ -162,7 +162,7 @@ class Conversation:
             return ""
         self.turns.append({"role": "user", "content": line})
         prompt = self.fitting_prompt()
-        # A message that does not fit is no turn of the conversation.
+        # A message that does not fit is not a turn of the conversation.
         if prompt is None:
             self.turns.pop()
             return ""

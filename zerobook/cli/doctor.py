@@ -192,7 +192,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
     problems = []
     for lock in ops.locks():
-        # Another process may be compiling now: its lock is no problem.
+        # Another process may be compiling now: its lock is not a problem.
         if ops.is_stale(lock):
             problems.append(
                 f"{lock}: a killed compilation left this lock, and runs that need the op would wait for it forever. Remove "

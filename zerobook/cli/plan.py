@@ -102,7 +102,7 @@ def _list_clusters(flags: argparse.Namespace) -> list[Cluster]:
 
 
 def _list_numbers(text: str | None) -> list[str | None]:
-    """Return the numbers of ``1,2,8`` or ``1-4``. Words that are no numbers stay, to be refused with the others."""
+    """Return the numbers of ``1,2,8`` or ``1-4``. Words that are not numbers stay, to be refused with the others."""
     first, dash, last = (text or "").partition("-")
     if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last):
         return [str(number) for number in range(int(first), int(last) + 1)]
@@ -232,7 +232,7 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
 
 
 def _find_model(argv: list[str]) -> int:
-    """Return the index of the model or the recipe: the first word that is no flag, and not the value of the flag before it."""
+    """Return the index of the model or the recipe: the first word that is neither a flag nor the value of one."""
     previous = ""
     for index, word in enumerate(argv):
         takes_value = previous.startswith("--") and "=" not in previous and previous not in _SWITCHES
@@ -253,7 +253,7 @@ def here(processes: str | None) -> Cluster:
     from zerobook.utils.devices import Device
 
     if processes is not None and not (processes.isdecimal() and int(processes)):
-        raise ConfigError(f"--gpus: {processes!r} is no number of processes; give 1 or more.")
+        raise ConfigError(f"--gpus: {processes!r} is not a number of processes; give 1 or more.")
     hardware = Hardware.detect()
     if hardware.unused:
         raise ConfigError(hardware.unused)
@@ -438,7 +438,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     measurements = []
     for file in tqdm(request.files, desc="measuring", unit=" files", leave=False):
         measurements.append(measure(file, job, request.file, words, cluster, request.sources))
-    # A strategy that cannot run here is no failure.
+    # A strategy that cannot run here is not a failure.
     exit_code = int(any(run.failure and not run.failure.startswith("cannot run") for run in measurements))
     if flags.json:
         table.write_json(flags.json, [asdict(run) for run in measurements])

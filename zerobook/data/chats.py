@@ -85,7 +85,7 @@ def read_turns(turns: object, column: str) -> tuple[list[dict[str, Any]], set[in
     unsupervised = set()
     for number, turn in enumerate(turns, 1):
         message, is_supervised = _read_turn(turn, f"turn {number} of {column}")
-        # An empty system turn is no system turn.
+        # An empty system turn is not a system turn.
         if message["role"] == "system" and not message["content"].strip():
             continue
         if not is_supervised:

@@ -219,7 +219,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
             position += len(line)
             if is_first:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            # Blank lines are no samples, and still count as lines in messages.
+            # Blank lines are not samples, and still count as lines in messages.
             if line.strip():
                 yield where, line, bytes_read()
 

@@ -120,7 +120,7 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
     for file in sorted(folder.rglob("*")):
         name = PurePosixPath(file.relative_to(folder).as_posix())
         is_hidden = any(component.startswith(".") for component in name.parts)
-        # __MACOSX and __pycache__ are no data.
+        # __MACOSX and __pycache__ are not data.
         is_special = any(component.startswith("__") for component in name.parent.parts)
         # A README deeper in a folder of texts is a text.
         is_description = name.name in FILES_TO_IGNORE and (name.name != CARD or str(name) == CARD)

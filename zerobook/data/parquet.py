@@ -53,7 +53,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
         groups: read only these row groups.
 
     Raises:
-        OSError: it is no regular file.
+        OSError: it is not a regular file.
         ParquetError: it cannot be read within the limits.
     """
     import pyarrow

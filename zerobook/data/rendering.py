@@ -215,7 +215,7 @@ class ChatTemplate:
     def _render_text(
         self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None
     ) -> str:
-        # transformers caches the compiled template. It cannot be pickled, so it is no attribute of this object.
+        # transformers caches the compiled template. It cannot be pickled, so it is not an attribute of this object.
         compiled = _compile(self.source)
         try:
             with template_time():

@@ -78,7 +78,7 @@ def _first_to_last(source: Source, rows: str) -> Source:
     """Return the rows of a source from one to another, by numbers or percentages, as `datasets` writes them: ``10%:20%``."""
     bounds = re.fullmatch(r"(-?\d+%?)?:(-?\d+%?)?", rows)
     if bounds is None:
-        raise DataError(f"{source.name}: [{rows}] of split is no range of rows. Write it as train[:1000] or train[10%:20%].")
+        raise DataError(f"{source.name}: [{rows}] of split is not a range of rows. Write it as train[:1000] or train[10%:20%].")
     count = source.total if source.unit == " samples" else sum(1 for _ in source.read())
     numbers: list[Any] = []
     for bound in bounds.groups():

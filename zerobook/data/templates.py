@@ -2,7 +2,7 @@
 
 The loss of a chat is on the assistant's turns: on the text that the model would generate there, and on the one token
 that ends the turn. `zerobook.data.rendering` finds them. Without ``assistant_only_loss``, it is on all tokens.
-Labels are made by position, never by comparing ids. So it is no problem if the pad token is also the token that ends a turn.
+Labels are made by position, never by comparing ids. So it is not a problem if the pad token is also the token that ends a turn.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     """Return the tokens that end a supervised answer: the tokenizer's end of text, and the chat template's end of turn.
 
     Args:
-        chats: use the template, too; an encoder-decoder's answers are no turns of a template.
+        chats: use the template, too; an encoder-decoder's answers are not turns of a template.
     """
     ends = {tokenizer.eos_token_id} - {None}
     if chats and getattr(tokenizer, "chat_template", None):

@@ -57,7 +57,7 @@ class Reading:
     is_held_out: bool = False
 
     def weigh(self, document: Encoded) -> int:
-        """Return the objective's weight of a document. Raises `ConfigError` where it is no integer of at least 0."""
+        """Return the objective's weight of a document. Raises `ConfigError` where it is not an integer of at least 0."""
         weight = self.objective.weight({"input_ids": document.input_ids, "labels": document.labels, **document.extra})
         if not isinstance(weight, int | np.integer) or weight < 0:
             raise ConfigError(

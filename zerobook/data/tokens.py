@@ -87,7 +87,7 @@ def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
 
 
 def _without_padding(mask: list[bool]) -> tuple[int, int]:
-    """Return where the tokens that are no padding begin and end."""
+    """Return where the tokens that are not padding begin and end."""
     if not any(mask):
         raise BadSample(f"{PADDING_MASK} is 0 for all tokens")
     start = mask.index(True)

@@ -15,7 +15,7 @@ def read_text(value: object, name: str, *, blank: bool = False) -> str:
     """Return a text that can be tokenized. ``blank``: white space alone will do.
 
     Raises:
-        BadSample: it is no text, is empty, or has characters that no text has. ``name`` says in the message what it is.
+        BadSample: it is not a text, is empty, or has characters that no text has. ``name`` says in the message what it is.
     """
     if not isinstance(value, str):
         raise BadSample(f"{name} is {kind_of(value)}, expected a string")
@@ -52,7 +52,7 @@ def read_json(text: str, name: str) -> Any:
 
 def refuse_constant(constant: str) -> None:
     """Refuse NaN and Infinity, which Python writes and reads, and which no other reader of JSON takes."""
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a number of JSON")
 
 
 def json_problem(error: json.JSONDecodeError) -> str:
@@ -61,7 +61,7 @@ def json_problem(error: json.JSONDecodeError) -> str:
     constant = _CONSTANT.search(error.doc, max(0, error.pos - 1), error.pos + len("-Infinity"))
     if constant is None:
         return f"not valid JSON: {error.msg}"
-    return f"not valid JSON: {constant[0]} is no number of JSON, null stands for a value that is missing"
+    return f"not valid JSON: {constant[0]} is not a number of JSON, null stands for a value that is missing"
 
 
 _CONSTANT = re.compile(r"-?\b(NaN|Infinity)\b")
@@ -73,7 +73,7 @@ def kind_of(value: object) -> str:
         return "null"
     if isinstance(value, float) and math.isnan(value):
         return "NaN"
-    # Looked up by the exact type, so a boolean is no number here.
+    # Looked up by the exact type, so a boolean is not a number here.
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
 

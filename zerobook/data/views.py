@@ -343,7 +343,7 @@ class PreparedRows:
         raise IndexError(row)
 
     def samples_of(self, row: int) -> list[int]:
-        """Return the numbers of the samples in a row, as skip ranges name them. A row that is no pack is one sample."""
+        """Return the numbers of the samples in a row, as skip ranges name them. A row that is not a pack is one sample."""
         first = 0
         for view in self.views:
             if row < len(view):
@@ -369,7 +369,7 @@ class PreparedRows:
         first_sample = 0
         for view in self.views:
             end_sample = first_sample + _sample_count(view)
-            # A row that is no pack is one sample, so the samples that are skipped are its dropped rows.
+            # A row that is not a pack is one sample, so the samples that are skipped are its dropped rows.
             dropped_rows = is_skipped[first_sample:end_sample]
             first_sample = end_sample
             if isinstance(view, Packs):

@@ -117,7 +117,7 @@ class GenerationScorer:
         end_ids = self.decoding.eos_token_id
         if not isinstance(end_ids, list):
             end_ids = [end_ids]
-        # The decoder is started with a token that is no part of the answer.
+        # The decoder is started with a token that is not part of the answer.
         generated = ids[1:]
         for position, token in enumerate(generated):
             if token in end_ids:

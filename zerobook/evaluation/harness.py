@@ -186,7 +186,7 @@ def _task_name(file: Path) -> str:
     try:
         name = yaml.load(read_text(file), Loader=Loader)["task"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-        # A missing key and a file that is no mapping mean the same to the user.
+        # A missing key and a file that is not a mapping mean the same to the user.
         raise ConfigError(f"{file}: this is not a task file of lm-evaluation-harness: {error!r}.") from None
     return str(name)
 

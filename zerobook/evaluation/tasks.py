@@ -99,7 +99,7 @@ def read_task(path: str | Path) -> Task:
     questions = []
     problems = []
     for number, line in enumerate(lines, 1):
-        # Blank lines are no questions, and still count as lines in messages.
+        # Blank lines are not questions, and still count as lines in messages.
         if not line.strip():
             continue
         try:
@@ -175,7 +175,7 @@ class Encoder:
             continuation = choice
         text = prompt + continuation
         # Encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it.
-        # verbose=False: the limit of the tokenizer is no limit here, since the beginning is cut below.
+        # verbose=False: the limit of the tokenizer is not a limit here, since the beginning is cut below.
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         prompt_tokens = 0
         for position, (start, end) in enumerate(encoded["offset_mapping"]):

@@ -9,7 +9,7 @@ import time
 class RunningClock:
     """Counts seconds as `time.monotonic` does, without those of a suspension (Ctrl-Z, Slurm's ``suspend``, a paused container).
 
-    A suspended process hears nothing of the others, which is no silence of theirs. It is known by a long time in which no
+    A suspended process hears nothing from the others, although they are not silent. It is known by a long time in which no
     thread called `now`, so some thread has to call it often.
 
     Args:

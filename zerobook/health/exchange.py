@@ -124,7 +124,7 @@ class Exchange:
         texts = self.store.multi_get(keys)
         beats = {}
         for rank, text in zip(ranks, texts, strict=True):
-            # What is no heartbeat counts as none: the rank's own next one takes its place.
+            # What is not a heartbeat counts as none: the rank's own next one takes its place.
             with suppress(MessageError):
                 beats[rank] = messages.read(text, Beat)
         if len(beats) == self.world_size:

@@ -115,7 +115,7 @@ def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong_types(loaded: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for each section that is no mapping, and each number that is none."""
+    """Yield a problem for each section that is not a mapping, and each number that is none."""
     for key in ("num_processes", "num_machines"):
         count = loaded.get(key)
         # YAML's true is a bool, which Python takes for 1.

@@ -135,7 +135,7 @@ def table(entries: list[Entry]) -> Table:
 
 
 def _leaves(content: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) of each key of nested objects that is no object with keys itself."""
+    """Yield (path, value) of each key of nested objects that is not an object with keys itself."""
     for key, value in content.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, (*path, str(key)))

@@ -165,7 +165,7 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
 
 
 def check_shapes(config: dict[str, Any], file: str) -> list[str]:
-    """Return a problem for each section that is no object and each size that is no number, and take it out of ``config``."""
+    """Return a problem for each section that is not an object and each size that is not a number. Remove it from ``config``."""
     problems = []
     for dotted in OBJECTS:
         *parents, leaf = dotted.split(".")

@@ -84,7 +84,7 @@ def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     # It warns of keys of FSDP 1, see `VERSION_1`.
     logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)
     settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
-    # The plugin sets it, and it is no setting of the file.
+    # The plugin sets it, and it is not a setting of the file.
     settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     try:
         with patch_environment(**settings):

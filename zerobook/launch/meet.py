@@ -5,7 +5,7 @@ cannot start says so to the others, and the ranks that are missing are named.
 
 Where torchrun restarts ranks, the meeting also gives the attempt a name:
 torchrun keeps its store from attempt to attempt, with the addresses of processes that are gone, and torch looks for its peers
-there (pytorch issue 135712). The agents of several hosts count their restarts separately, so the count is no name for an
+there (pytorch issue 135712). The agents of several hosts count their restarts separately, so the count is not a name for an
 attempt. Here, rank 0 makes a name, and each rank answers with a name of its own, which rank 0 confirms: a name that an earlier
 rank 0 left in the store is never confirmed to a new process.
 """

@@ -359,7 +359,7 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     for name in unique_names:
         matches = [path for path in modules if f".{path}".endswith(f".{name}")]
         if not matches:
-            # Modules without weights of their own, such as activations, are no choice.
+            # Modules without weights of their own, such as activations, cannot be chosen.
             known_names = set()
             for path, module in modules.items():
                 if list(module.parameters(recurse=False)):

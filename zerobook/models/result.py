@@ -133,7 +133,7 @@ def locate_result(name: str) -> str:
 
 
 def exported_checkpoint(name: str) -> str:
-    """Return a folder with the model of a checkpoint, or ``name`` where that is no checkpoint."""
+    """Return a folder with the model of a checkpoint, or ``name`` where that is not a checkpoint."""
     folder = Path(name).expanduser()
     return str(_exported(folder)) if (folder / store.MANIFEST).exists() else name
 

@@ -29,7 +29,7 @@ def check_split(strategy: Strategy, objective: Objective) -> None:
     if not objective.splits_tokens(strategy.model):
         raise ConfigError(
             f"objective: {name} gives each of {size} processes a part of each row's tokens, and {type(objective).__name__} "
-            "needs whole rows: it is no plain sum over tokens, or adds the loss that balances experts (router_aux_loss_coef). "
+            "needs whole rows: it is not a plain sum over tokens, or adds the load-balancing loss (router_aux_loss_coef). "
             "Use a strategy file that does not split rows, or see splits_tokens in docs/how-to/custom_loss.md."
         )
     try:

@@ -173,7 +173,7 @@ class Detector:
     def unit(self) -> float:
         """Return the usual residual of the loss: what one standard deviation is to normal noise."""
         unit = self.loss.unit(self.settings.min_unit, self.settings.min_unit_at_start)
-        # A slow rise after a shock is no noise either.
+        # A slow rise after a shock is not noise either.
         if self.shock_unit is not None:
             unit = min(unit, self.shock_unit)
         return unit
@@ -487,7 +487,7 @@ class Detector:
 
     def _begins_again(self, excursion: Excursion) -> bool:
         """Return whether the log holds several runs, and the next one begins here."""
-        # The first losses of the log are no repetition of themselves.
+        # The first losses of the log are not a repetition of themselves.
         if self.settings.is_one_run or self.seen < 3 * BEGINNING_POINTS:
             return False
         return excursion.begins_as(self.beginning)
@@ -551,7 +551,7 @@ class Detector:
     # --- the level
     def _see_level(self, point: Point) -> list[Finding]:
         """Remember the lowest level, and report one that has crept up."""
-        # Of two points, the median is no level yet that a later loss could be compared with.
+        # Of two points, the median is not a level yet that a later loss could be compared with.
         if len(self.loss.accepted) < 3:
             return []
         level = self.loss.level()

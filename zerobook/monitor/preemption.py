@@ -88,7 +88,7 @@ class Preemption:
         self.settle()
         keys = [self._key(rank) for rank in range(self.strategy.world_size)]
         if self._last_step is None and store.check(keys):
-            # A value that is no step makes the run wait for one, as if the rank had not written yet.
+            # A value that is not a step makes the run wait for one, as if the rank had not written yet.
             with suppress(messages.MessageError):
                 self._last_step = max(messages.read(store.get(key), int) for key in keys) + 2
         return self._last_step is not None and step >= self._last_step

@@ -141,7 +141,7 @@ def cluster(
 
 def _parse_number(text: str, key: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{key}: {text!r} is no number of {key[2:]}; give 1 or more.")
+        raise ConfigError(f"{key}: {text!r} is not a number of {key[2:]}; give 1 or more.")
     return int(text)
 
 
@@ -159,7 +159,7 @@ def _parse_or_read_rate(text: str, key: str) -> float:
     # One rank alone sends nothing.
     if not 0 < rate < math.inf:
         raise ConfigError(
-            f"{key}: {text} says bus_bytes_per_s: {rate:g} of its largest all_reduce, which is no rate; one rank alone sends "
+            f"{key}: {text} says bus_bytes_per_s: {rate:g} of its largest all_reduce, which is not a rate; a single rank sends "
             "nothing. Run scripts/allreduce_bench.py with 2 processes or more, or give the rate: 400Gbps."
         )
     return rate

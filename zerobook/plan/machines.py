@@ -55,7 +55,7 @@ def show_machines(machines: Sequence[tuple[Cluster, Advice]]) -> None:
             misfits += [("does not fit", f"{name}: {shortfall}") for shortfall in advice.shortfalls.values()]
             continue
         rows.append({"nodes x GPUs": name} | _cells(advice.best, advice.run))
-        # A machine that may run out of memory is no recommendation.
+        # A machine that may run out of memory is not a recommendation.
         if not advice.best.row.tight:
             runs.append((name, advice.run))
     if rows:

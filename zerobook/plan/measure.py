@@ -88,7 +88,7 @@ def measure(
         return measurement
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        # Nothing is saved, so a full disk is no problem.
+        # Nothing is saved, so a full disk is not a problem.
         run_flags = ["--max_train_steps", STEPS, "--output_dir", Path(folder) / "run", "--on_low_disk", "warn"]
         command = subprocess_launch.command(
             ["--config_file", str(file)], plan.world_size, PROBE, result, recipe, *flags, *run_flags

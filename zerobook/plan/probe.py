@@ -140,7 +140,7 @@ class Probe(Hook):
         mask = tensors.get("attention_mask")
         self.measured["padded"] = mask is not None and not bool(mask.all())
         model = trainer.strategy.model
-        # Weights, buffers and inputs are no activations, although autograd saves some of them.
+        # Weights, buffers and inputs are not activations, although autograd saves some of them.
         with SavedTensors(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
             yield
         self.measured["saved"] = saved.bytes

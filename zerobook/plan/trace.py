@@ -145,7 +145,7 @@ class StorageCounter(TorchDispatchMode):
         return self.pieces[-1].work
 
     def mark(self, mark: Mark) -> None:
-        """Begin a piece at a mark. Activation checkpointing enters a layer twice, and the second time is no mark."""
+        """Begin a piece at a mark. Activation checkpointing enters a layer twice, and the second time is not a mark."""
         if mark not in self._marks:
             self._marks.add(mark)
             self.end_piece()
@@ -232,7 +232,7 @@ class StorageCounter(TorchDispatchMode):
         factors = _FACTORS.get(name)
         if factors is not None:
             a, b = (args[index] for index in factors)
-            # A mixture of experts has one matrix of ``b`` for each group of ``a``'s rows, so the number of groups is no factor.
+            # A mixture of experts has one matrix of ``b`` for each group of ``a``'s rows, and their number is not a factor.
             batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
             product = Product(batch, a.shape[-2], a.shape[-1], b.shape[-1], a.element_size())
             # The backward pass makes the gradients of both factors.

@@ -33,7 +33,7 @@ def parse_prices(text: str) -> dict[str, float]:
     for entry in text.split(","):
         gpu, _, dollars = entry.rpartition("=")
         if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", dollars) or gpu not in ("", *DEVICES):
-            raise ConfigError(f"--price: {entry!r} is no price of a GPU hour. Give dollars: 1.9, or a100-80gb=1.9,l40s=0.8.")
+            raise ConfigError(f"--price: {entry!r} is not a price of a GPU hour. Give dollars: 1.9, or a100-80gb=1.9,l40s=0.8.")
         prices[gpu] = float(dollars)
     return prices
 

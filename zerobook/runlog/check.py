@@ -30,7 +30,7 @@ def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
         if missing:
             problems_of_events.append(f"{EVENTS}, line {counts['events']}: it lacks {', '.join(missing)}.")
             continue
-        # After a damaged line, a gap in the numbers is no problem of its own.
+        # After a damaged line, a gap in the numbers is not a problem of its own.
         problems_of_events += _problems_after(previous, event, known_damage=bool(damaged_events))
         previous = event
 

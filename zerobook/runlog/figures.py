@@ -279,7 +279,7 @@ def _timeline(history: History) -> Chart:
         name = f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}"
         curves.append(_line(name, points, colour))
     spikes = [event for event in history.of("spike") if event["kind"] == "spike"]
-    # A run that finished is no failure.
+    # A run that finished is not a failure.
     failures = [event for event in history.of(*ending_types()) if event["type"] != "run_end"]
     curves += [_moments(spikes, "spike", "▲"), _moments(failures, "stopped", "✕")]
     drawn = [curve for curve in curves if curve.x]

@@ -148,7 +148,7 @@ class Ring(TokenSplit):
     def attention(self, rows: int | None = None) -> Iterator[None]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # The math kernel is no kernel of its own: its operations would attend to this process's tokens only. The order
+        # The math kernel is not a kernel of its own: its operations would attend to this process's tokens only. The order
         # is set because torch's own differs among GPUs: on Hopper it begins with cuDNN.
         fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with self._patched(), sdpa_kernel(fused, set_priority=True), without_masks(attend_fused):

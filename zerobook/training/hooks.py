@@ -238,7 +238,7 @@ class Hooks:
         try:
             yield
         except BaseException as error:
-            # Ctrl-C and the end of the process after a stop are no errors of the training, nor are those of closing.
+            # Ctrl-C and the end of the process after a stop are not errors of the training, nor are those of closing.
             if isinstance(error, Exception) and not self._are_closed:
                 self._end("on_error", trainer, error, first_error=error)
             self.close(trainer, first_error=error)
@@ -337,6 +337,6 @@ def load_hooks(specs: Sequence[str]) -> list[Hook]:
         specs: ``FILE.py:Class`` or ``module:Class`` each.
 
     Raises:
-        ConfigError: a class is not found, or is no subclass of `Hook`.
+        ConfigError: a class is not found, or is not a subclass of `Hook`.
     """
     return [user_code.load_class("hooks", spec, Hook)() for spec in specs]

@@ -64,7 +64,7 @@ class Pace:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave out the time of something that is no training step. Use it as a context manager."""
+        """Leave out the time of something that is not a training step. Use it as a context manager."""
         begun = time.monotonic()
         yield
         # As if the measurement had begun later.

@@ -69,7 +69,7 @@ def recipe_class(name: str) -> type[Recipe[Any]]:
     """Run a recipe's file, without the training, and return its class.
 
     Raises:
-        ConfigError: the file is no recipe. It was not run then, unless it looked like one.
+        ConfigError: the file is not a recipe. It was not run then, unless it looked like one.
     """
     from zerobook.training.recipe import Recipe
 
@@ -103,7 +103,7 @@ def _is_loaded_from(module: ModuleType, file: Path) -> bool:
         # Thousands of modules are loaded: this is ten times as fast as a comparison of resolved paths.
         return os.path.samefile(origin, file)
     except OSError:
-        # Built-in modules have an origin that is no file, and a file may have been deleted.
+        # Built-in modules have an origin that is not a file, and a file may have been deleted.
         return False
 
 

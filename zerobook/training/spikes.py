@@ -122,7 +122,7 @@ class SpikeHandler:
         """
         strategy = self.strategy
         manager = self.manager
-        # Copies that differ mean that a rank computed wrongly. That is no fault of the data or of the learning rate.
+        # Copies that differ mean that a rank computed wrongly. That is not a fault of the data or of the learning rate.
         replicas = differing or strategy.differing_replicas()
         hardware = None
         if replicas is not None:

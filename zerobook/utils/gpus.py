@@ -38,7 +38,7 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
 
 
 def hidden() -> bool:
-    """Return whether ``CUDA_VISIBLE_DEVICES`` hides every device: it is empty, or its first entry is no device, such as -1."""
+    """Return whether ``CUDA_VISIBLE_DEVICES`` hides every device: it is empty, or begins with an entry such as -1."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return False

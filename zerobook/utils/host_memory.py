@@ -83,7 +83,7 @@ def weight_bytes(folder: Path, dtype: str) -> int:
                     width = loaded_width
                 total += elements * width
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{file}: it is no file of weights that can be read: {error}.") from None
+            raise ConfigError(f"{file}: it is not a file of weights that can be read: {error}.") from None
     return total
 
 

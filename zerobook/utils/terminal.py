@@ -51,7 +51,7 @@ def visible(text: str, besides: str = "") -> str:
     'a\\x1b[2J\\u202e \\xab\n'
     """
     escape = _CONTROLS
-    # An empty class of characters is no regular expression.
+    # An empty class of characters is not a regular expression.
     if besides:
         escape = re.compile(f"{_CONTROLS.pattern}|[{re.escape(besides)}]")
     return escape.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
@@ -87,7 +87,7 @@ def console(width: int = 140, *, markup: bool = False) -> Console:
     """Return a rich console that prints strings as `plain` returns them. It reads no emoji names and no markup in them.
 
     Args:
-        width: columns where the output is no terminal.
+        width: columns where the output is not a terminal.
         markup: read strings as rich markup. The caller then escapes all text that is not the code's own.
     """
     from rich.console import Console

@@ -73,7 +73,7 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
     """Import the class that ``spec`` names.
 
     Raises:
-        ConfigError: it is not there, its file does not run, or it is no class that derives from ``base``, or abstract.
+        ConfigError: it is not there, its file does not run, or it is not a class that derives from ``base``, or abstract.
     """
     try:
         loaded = load(key, spec)

@@ -38,7 +38,7 @@ def as_list(value: Any) -> Any:
 
 
 def as_whole_number(value: Any) -> Any:
-    """Return ``1e3`` as 1000. What is no whole number in that form is returned as it is."""
+    """Return ``1e3`` as 1000. What is not a whole number in that form is returned as it is."""
     if not isinstance(value, str) or not re.fullmatch(r"[+-]?[\d.]+[eE]\+?\d{1,2}", value):
         return value
     try:

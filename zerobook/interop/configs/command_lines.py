@@ -40,7 +40,7 @@ def read_command(words: list[str]) -> Command:
     """Return what a command line sets: its config's keys, and its flags, which override them.
 
     Raises:
-        ConfigError: it is no command of a trainer that is known.
+        ConfigError: it is not a command of a trainer that is known.
         Refused: it trains something that no recipe trains.
     """
     position = find_program(words)

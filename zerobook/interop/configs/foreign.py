@@ -63,7 +63,7 @@ class Foreign:
                 if path.exists():
                     return path
             except OSError:
-                # Such as a name that is too long: it is no file.
+                # Such as a name that is too long: it is not a file.
                 return None
         return None
 
