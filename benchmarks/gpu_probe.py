@@ -302,7 +302,7 @@ def _head_errors(
     exact_weight = weight.detach().float().requires_grad_(weight.requires_grad)
     _, exact = _loss_and_gradients("torch", exact_hidden, exact_weight, targets, "float32")
     names = ("hidden", "weight")
-    # Without the weight's where it is not trained.
+    # Without the weight's if it is not trained.
     return {name: _distance(*pair, scale) for name, *pair in zip(names, gradients, exact, strict=False)}
 
 

@@ -93,7 +93,7 @@ class Setting:
 
 
 def failure(code: int, text: str, limit: float) -> Row:
-    """Return the ``error`` of a process with this exit status and output; empty where it succeeded."""
+    """Return the ``error`` of a process with this exit status and output; empty if it succeeded."""
     if code == 0:
         return {}
     error = f"exit status {code}: {subprocess_launch.last_error(text)}"

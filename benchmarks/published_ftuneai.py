@@ -52,7 +52,7 @@ ROWS = 10**9
 
 
 def plan(run: dict[str, Any]) -> dict[str, float] | None:
-    """Return what ftuneai says of a run: GB of one GPU and tokens a second of one GPU; None where it cannot."""
+    """Return what ftuneai says of a run: GB of one GPU and tokens a second of one GPU; None if it cannot."""
     gpus = load_gpus()
     method = run["method"]
     adapts = method["kind"] != "full"

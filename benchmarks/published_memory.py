@@ -59,7 +59,7 @@ TRACED = ("saved", "layers", "loss", "loss_chunks")
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """A run with its planned peak. ``published`` are bytes of ``counter``; None where only ``ran`` is known. ``chunked`` is the
+    """A run with its planned peak. ``published`` are bytes of ``counter``; None if only ``ran`` is known. ``chunked`` is the
     peak with the loss of `zerobook.head`, where it was asked for."""
 
     run: PublishedRun
@@ -413,7 +413,7 @@ def cached_share(comparisons: Sequence[MemoryComparison], *, shares_states: bool
 
 
 def _cause(facts: dict[str, Any]) -> str:
-    """Return the probable cause of a large distance; "not known" where there is none."""
+    """Return the probable cause of a large distance; "not known" if there is none."""
     if facts["attention"].startswith("megatron"):
         return "Megatron-DeepSpeed of 2021 holds 2 to 4 GB more than its code explains: not known"
     if facts["method"].get("quant") == "gptq-int4":

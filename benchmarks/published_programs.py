@@ -15,7 +15,7 @@ row's caveats:
 - ``shards_embeddings``: FSDP gathers and frees the weights outside of layers one after the other.
 - ``shards_scales``: the scales of quantised weights are sharded as their weights are.
 - ``context_gb``: what the driver shows on that machine before the first tensor.
-- ``communicators``: NCCL communicators, where there are several.
+- ``communicators``: NCCL communicators, if there are several.
 """
 
 from __future__ import annotations

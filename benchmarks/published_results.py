@@ -44,9 +44,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Result:
-    """A published figure beside the planned one, in the same unit; both are texts where they are not numbers.
+    """A published figure beside the planned one, in the same unit; both are texts if they are not numbers.
 
-    ``reason`` is why they may differ by more than `WIDE_MISS`, and is shown where they do; empty where it is not known.
+    ``reason`` is why they may differ by more than `WIDE_MISS`, and is shown where they do; empty if it is not known.
     """
 
     what: str

@@ -58,7 +58,7 @@ STRATEGY_FILES = {
     "fsdp2-full": "fsdp",
     "fsdp2-full-offload": "fsdp_offload",
 }
-"""Name of a strategy in the runs -> shipped strategy file, where it is not the name with ``_`` for ``-``."""
+"""Name of a strategy in the runs -> shipped strategy file, if it is not the name with ``_`` for ``-``."""
 CHECKPOINTING = {"selective-op": "selective", "selective-2nd-layer": "every:2"}
 TARGETS = {
     "all-linear": ["all-linear"],
@@ -105,7 +105,7 @@ class PublishedRun:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second of one GPU; None where no time was published."""
+        """Tokens a second of one GPU; None if no time was published."""
         return self.facts["measured"].get("tokens_per_s_per_gpu")
 
     @property
@@ -205,7 +205,7 @@ class PublishedRun:
         return work
 
     def adapt_time(self, time: StepSeconds, model: ModelWeights, sharding: ShardingSpec, where: Cluster) -> StepSeconds:
-        """Return the time with the optimizer of the run's program, where that is not fused."""
+        """Return the time with the optimizer of the run's program, if that is not fused."""
         framework = self.facts["framework"]
         for name, (moved_bytes, kernels) in LOOP_OPTIMIZERS.items():
             if not framework.startswith(name) or "DeepSpeed" in framework:
@@ -510,7 +510,7 @@ GROUPS = {
 
 
 def _cause(comparison: Comparison) -> str:
-    """Return the probable cause of a large distance; "not known" where there is none."""
+    """Return the probable cause of a large distance; "not known" if there is none."""
     facts = comparison.run.facts
     if "network_bytes_per_s" in facts:
         return "network: its publisher saw times differ by 40% with its load"

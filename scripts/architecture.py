@@ -108,7 +108,7 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def first_sentence(root: Path, name: str) -> str:
-    """Return the first sentence of the docstring of a package or module; empty where there is none."""
+    """Return the first sentence of the docstring of a package or module; empty if there is none."""
     for file in (root / PACKAGE / name / "__init__.py", root / PACKAGE / f"{name}.py"):
         if file.is_file():
             lines = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n\n")[0].replace("`", "")

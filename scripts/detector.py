@@ -49,7 +49,7 @@ from zerobook.utils.terminal import console, plain, say
 
 
 def read_column(file: Path) -> dict[int, float]:
-    """Return step -> value of a CSV with a header and two columns; nothing where there is no such file."""
+    """Return step -> value of a CSV with a header and two columns; nothing if there is no such file."""
     if not file.exists():
         return {}
     with open(file) as handle:

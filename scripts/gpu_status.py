@@ -22,7 +22,7 @@ MORE = "Several GPUs together were not run. How to run it, and what each part sh
 
 
 def outcome(part: str, rows: dict[str, dict[str, Any]]) -> str:
-    """Return a summary of a part's rows; empty where there is nothing to add to the number of rows."""
+    """Return a summary of a part's rows; empty if there is nothing to add to the number of rows."""
     if part == "tests":
         return "; ".join(row["summary"] for row in rows.values() if "summary" in row)
     if part == "parity":

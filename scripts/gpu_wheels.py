@@ -37,7 +37,7 @@ def missing_packages(roots: list[str], installed: dict[str, str], python: str) -
 
     Args:
         roots: requirements, as in pyproject.toml.
-        installed: package -> version; "" where it is not known. What these need is taken to be there too.
+        installed: package -> version; "" if it is not known. What these need is taken to be there too.
         python: version of Python on the machine, such as ``3.12``.
     """
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
@@ -80,7 +80,7 @@ def read_installed(file: Path) -> dict[str, str]:
 
 
 def collect(package: str, version: str, python: str, dest: Path) -> None:
-    """Download a wheel for that Python on x86-64 Linux, or build one where there is only source."""
+    """Download a wheel for that Python on x86-64 Linux, or build one if there is only source."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--dest", str(dest)]
     for platform in PLATFORMS:

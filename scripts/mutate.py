@@ -162,7 +162,7 @@ def copy_repository(copy: Path) -> Path:
 
 
 def find_by_tests(copy: Path, mutant: Mutant, stages: list[str]) -> str | None:
-    """Return the first stage whose tests fail with the change; None where all pass."""
+    """Return the first stage whose tests fail with the change; None if all pass."""
     path = copy / mutant.path
     source = path.read_bytes()
     path.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])

@@ -327,12 +327,12 @@ class RecipeConfig(_Keys):
 
     @property
     def initialised_from(self) -> str | None:
-        """The architecture that is trained from scratch: a hub name or a folder. None where weights are loaded."""
+        """The architecture that is trained from scratch: a hub name or a folder. None if weights are loaded."""
         return None
 
     @property
     def rows_shared_by(self) -> str | None:
-        """The flag by which samples share a row of a batch: ``packing`` or ``padding_free``; None where none does."""
+        """The flag by which samples share a row of a batch: ``packing`` or ``padding_free``; None if none does."""
         if self.packing:
             return "packing"
         return "padding_free" if self.padding_free else None
@@ -362,7 +362,7 @@ class RecipeConfig(_Keys):
 
     @property
     def base_format(self) -> str | None:
-        """The format that frozen weights are quantised to while loading: ``nf4`` or ``int8``; None where they are not."""
+        """The format that frozen weights are quantised to while loading: ``nf4`` or ``int8``; None if they are not."""
         return None
 
     @property
@@ -643,7 +643,7 @@ class RecipeConfig(_Keys):
 
     @cached_property
     def chat_template_text(self) -> str | None:
-        """The text of ``chat_template``; None where the tokenizer's own is used. The file is read once.
+        """The text of ``chat_template``; None if the tokenizer's own is used. The file is read once.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -677,10 +677,10 @@ class RecipeConfig(_Keys):
         return KEPT_AUTOMATICALLY if self.limits_checkpoints_itself else self.save_total_limit
 
     def checkpoints_at_once(self, steps: int | None, *, has_held_out: bool = True) -> int | None:
-        """Return how many checkpoints are on the disk at the same time; None where that depends on the number of steps.
+        """Return how many checkpoints are on the disk at the same time; None if that depends on the number of steps.
 
         Args:
-            steps: of the run; None where it is not known.
+            steps: of the run; None if it is not known.
             has_held_out: there are held-out data, so that one checkpoint is the best.
         """
         saves = self._saves(steps)

@@ -229,7 +229,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients with respect to the layer's input, weight and bias; None where one is not needed."""
+    """The gradients with respect to the layer's input, weight and bias; None if one is not needed."""
 
     hidden: torch.Tensor | None = None
     weight: torch.Tensor | None = None
@@ -242,9 +242,9 @@ class _Gradients:
 
         Args:
             logits_gradient: [positions, vocabulary], in the dtype of ``weight``; times `HALF_SCALE` in fp16.
-            inputs: [positions, width], in the dtype of ``weight``; 0 where ``ignored``.
+            inputs: [positions, width], in the dtype of ``weight``; 0 where ``ignored`` is true.
             weight: the layer's.
-            ignored: bool [positions, 1], where there is no target.
+            ignored: bool [positions, 1], true for positions without a target.
         """
         is_fp16 = weight.dtype == torch.float16
         scale = HALF_SCALE if is_fp16 else 1.0

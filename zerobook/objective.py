@@ -231,7 +231,7 @@ class NextToken(Objective):
         return type(self).loss is NextToken.loss and self._balance(model) == 0
 
     def _balance(self, model: nn.Module) -> float:
-        """Return the factor of the loss that balances experts; 0 where it is left out."""
+        """Return the factor of the loss that balances experts; 0 if it is left out."""
         config = getattr(unwrap(model), "config", None)
         coefficient = router_coefficient(config)
         if coefficient is None or not model.training:
@@ -256,7 +256,7 @@ def router_coefficient(config: Any) -> float | None:
 
 
 def experts_per_token(config: Any) -> int | None:
-    """Return the number of experts that a token takes, from a model's config; None where it does not say so."""
+    """Return the number of experts that a token takes, from a model's config; None if it does not say so."""
     config = text_config(config)
     experts = getattr(config, "num_experts_per_tok", None)
     # DBRX has a config of its own for its experts.
@@ -284,7 +284,7 @@ def expert_load(router_logits: Sequence[torch.Tensor], experts_taken: int, atten
     Args:
         router_logits: a layer each, float [tokens, experts] or [rows, length, experts].
         experts_taken: experts that a token takes.
-        attention_mask: int [rows, length], 0 for padding, which is left out; None where there is none.
+        attention_mask: int [rows, length], 0 for padding, which is left out; None if there is none.
 
     >>> expert_load([torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0]])], 1, None).item()
     3.0

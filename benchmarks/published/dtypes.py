@@ -28,7 +28,7 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def names(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the dtypes of the floating-point tensors among ``tensors``, ``-`` where there are none."""
+    """Return the dtypes of the floating-point tensors among ``tensors``, ``-`` if there are none."""
     found = {SHORT.get(t.dtype, str(t.dtype)) for t in tensors if t.is_floating_point() and t.numel() > 1}
     return ", ".join(sorted(found)) or "-"
 

@@ -23,7 +23,7 @@ class Line:
 
 @dataclass
 class Finding:
-    """A claim of the published figures, whether it holds here, and the cause where it does not. The cause is quoted from
+    """A claim of the published figures, whether it holds here, and the cause if it does not. The cause is quoted from
     the run, or follows from its figures."""
 
     claim: str
@@ -96,7 +96,7 @@ def _printed(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value with three digits, ``-`` where there is none."""
+    """Return a value with three digits, ``-`` if there is none."""
     if value is None:
         return "-"
     if isinstance(value, bool):

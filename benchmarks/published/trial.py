@@ -123,8 +123,8 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
 
 @dataclass
 class Search:
-    """Result of a search. ``largest`` is the largest number that fits, 0 where not even 1 does. ``refused`` is the smallest
-    that did not fit, None where there was none, and ``why`` its reason. ``tried`` has all numbers in order."""
+    """Result of a search. ``largest`` is the largest number that fits, 0 if not even 1 does. ``refused`` is the smallest
+    that did not fit, None if there was none, and ``why`` its reason. ``tried`` has all numbers in order."""
 
     largest: int = 0
     refused: int | None = None

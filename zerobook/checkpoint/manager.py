@@ -38,7 +38,7 @@ class CheckpointManager:
         checkpoint: the checkpoint that the run resumes from, or None.
         skipped: damaged checkpoints that are not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
-        save_steps: when the run saves: as the config says, or 0 where the disk has room for the last checkpoint only.
+        save_steps: when the run saves: as the config says, or 0 if the disk has room for the last checkpoint only.
         decisions: what was decided about spikes; on rank 0 only. `remember` changes it.
 
     Raises:

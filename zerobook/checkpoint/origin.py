@@ -34,7 +34,7 @@ def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return a digest of a folder's weights that is cheap for large files; None where it finds none.
+    """Return a digest of a folder's weights that is cheap for large files; None if it finds none.
 
     It covers the files' names and sizes, the headers of safetensors files (names, shapes and dtypes of the tensors), and
     `_BLOCKS` blocks spread over each file: reading all of a large base would take as long as loading it. Files of up to 4 MiB
@@ -75,7 +75,7 @@ def check(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any] | None, *
     Args:
         saved: the content of the checkpoint's config.json. It has no ``base`` in older checkpoints.
         now: `facts` of the model.
-        weights: compare the weights' digests too, where both are known. Two equal commits of the hub need no other proof.
+        weights: compare the weights' digests too, if both are known. Two equal commits of the hub need no other proof.
     """
     if now is None or not saved.get("base"):
         return
@@ -93,7 +93,7 @@ def difference(recorded: dict[str, Any], current: dict[str, Any], *, weights: bo
     """Return how two models' `facts` differ, with both values, or None if the same weights compute the same in both.
 
     Args:
-        weights: compare the digests of the weights too, where both are known.
+        weights: compare the digests of the weights too, if both are known.
     """
     from transformers import GenerationConfig
 

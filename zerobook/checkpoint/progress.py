@@ -55,7 +55,7 @@ class Progress:
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
     held_out_fingerprint: str = ""
-    """fingerprint of the held-out data that the losses below were measured on; empty where nothing was held out"""
+    """fingerprint of the held-out data that the losses below were measured on; empty if nothing was held out"""
     best_eval_loss: float | None = None
     """lowest held-out loss so far, nats per supervised token"""
     evaluations_without_progress: int = 0

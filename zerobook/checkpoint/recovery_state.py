@@ -43,7 +43,7 @@ class RecoveryState:
 
     @classmethod
     def read(cls, output_dir: str | Path) -> RecoveryState:
-        """Return the decisions of earlier attempts; none where there is no file.
+        """Return the decisions of earlier attempts; none if there is no file.
 
         Raises:
             CheckpointError: the file cannot be read, or holds values of other types.

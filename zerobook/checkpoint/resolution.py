@@ -1,4 +1,4 @@
-"""Which checkpoint ``--resume_from_checkpoint`` refers to, and the messages where there is none to take."""
+"""Which checkpoint ``--resume_from_checkpoint`` refers to, and the messages if there is none to take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def resolve_resume(output_dir: str | Path, request: str | None, *, thorough: boo
     """Return the checkpoint that ``--resume_from_checkpoint`` refers to.
 
     Args:
-        request: None; ``auto``, the newest undamaged checkpoint under ``output_dir``, or no checkpoint where there is none yet;
+        request: None; ``auto``, the newest undamaged checkpoint under ``output_dir``, or no checkpoint if there is none yet;
             ``best``, the one with the lowest held-out loss; a checkpoint's folder; or a run's folder, for the newest undamaged
             checkpoint of that run.
         thorough: read every byte and compare it with its digest. Otherwise no tensors are read, which is cheap enough for

@@ -71,7 +71,7 @@ def lock_run_folder(config: RecipeConfig) -> None:
 
 
 def other_optimizer(config: RecipeConfig) -> str | None:
-    """Return the error message for a checkpoint of an optimizer whose state differs; None where it can be resumed.
+    """Return the error message for a checkpoint of an optimizer whose state differs; None if it can be resumed.
 
     Raises:
         CheckpointError: there is no checkpoint to resume.

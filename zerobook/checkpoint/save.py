@@ -340,7 +340,7 @@ def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) ->
 
 
 def _make_staging(staging: Path) -> str | None:
-    """Make the folder of a save. Return why it cannot be made, None where it is there."""
+    """Make the folder of a save. Return why it cannot be made, None if it is there."""
     try:
         store.make_staging(staging)
     except OSError as error:

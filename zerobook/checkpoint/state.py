@@ -129,7 +129,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
 
 
 def read_hook_states(checkpoint: Path, strategy: Strategy) -> dict[str, dict[str, Any]]:
-    """Return the state of each hook by its name, with this rank's shards of tensors; empty where there is none. Collective."""
+    """Return the state of each hook by its name, with this rank's shards of tensors; empty if there is none. Collective."""
     file = checkpoint / HOOKS
     if not file.exists():
         return {}

@@ -299,7 +299,7 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
 
 
 def find_damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
-    """Return why a folder is not a complete checkpoint, or None where it is one.
+    """Return why a folder is not a complete checkpoint, or None if it is one.
 
     The digests of JSON files are always compared: they are cheap, and values from them (the batch size, the losses) must not
     be of a checkpoint that a thorough check rejects. Of all other files, the sizes are compared.
@@ -398,7 +398,7 @@ def list_set_aside_unreadable(checkpoints: Path) -> dict[Path, str]:
 
 
 def eval_loss(checkpoint: Path) -> float | None:
-    """Return the held-out loss at a checkpoint's step; None where it was not evaluated there, or is not finite."""
+    """Return the held-out loss at a checkpoint's step; None if it was not evaluated there, or is not finite."""
     try:
         loss = reading.read_json(checkpoint / PROGRESS)["eval_loss"]
         # Earlier versions recorded a NaN.
@@ -408,7 +408,7 @@ def eval_loss(checkpoint: Path) -> float | None:
 
 
 def held_out_fingerprint(checkpoint: Path) -> str:
-    """Return the fingerprint of the data that a checkpoint's held-out loss was measured on; empty where it is not recorded."""
+    """Return the fingerprint of the data that a checkpoint's held-out loss was measured on; empty if it is not recorded."""
     try:
         return str(reading.read_json(checkpoint / PROGRESS)["held_out_fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -435,7 +435,7 @@ def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
 
 
 def find_best(checkpoints: Path) -> Path | None:
-    """Return the complete checkpoint with the lowest held-out loss, see `sort_by_loss`; None where none was evaluated."""
+    """Return the complete checkpoint with the lowest held-out loss, see `sort_by_loss`; None if none was evaluated."""
     by_loss = sort_by_loss(list_complete(checkpoints))
     return by_loss[-1] if by_loss else None
 

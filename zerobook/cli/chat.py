@@ -191,7 +191,7 @@ class Conversation:
     def fitting_prompt(self) -> torch.Tensor | None:
         """Return token ids [1, length] of the conversation, without its oldest turns where it is too long.
 
-        None where the last message alone does not fit.
+        None if the last message alone does not fit.
         """
         # A question and its answer go together: templates need both.
         for start in range(0, len(self.turns), 2):

@@ -85,7 +85,7 @@ def init(arguments: list[str]) -> int:
 
 
 def _check(folder: Path) -> None:
-    """Raise `ConfigError` where something would be overwritten."""
+    """Raise `ConfigError` if something would be overwritten."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file. Give a folder that does not exist, or is empty.")
     first = next(folder.iterdir(), None) if folder.is_dir() else None

@@ -71,7 +71,7 @@ def launch(argv: list[str]) -> int:
 
 
 def _check_program(flags: list[str]) -> None:
-    """Raise `ConfigError` where the launcher's flags end with no program. A program that is not a recipe may have any name."""
+    """Raise `ConfigError` if the launcher's flags end with no program. A program that is not a recipe may have any name."""
     typed, problems = read_flags(flags)
     if not problems:
         problems = [f"no recipe is named. Write one behind the flags: a file, or {', '.join(sorted(names('recipes')))}."]

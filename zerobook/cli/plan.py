@@ -47,7 +47,7 @@ Where --gpu, --gpus or --nodes are several, one table compares the machines: l40
 
 
 def plan(argv: list[str]) -> int:
-    """Print a row for each strategy file. Return 0 where at least one fits, 1 where none does."""
+    """Print a row for each strategy file. Return 0 if at least one fits, else 1."""
     parser = Parser("zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_hardware(parser)
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
@@ -295,7 +295,7 @@ def _read_request(
 ) -> tuple[Request, list[str]]:
     """Read the model or recipe, and return the request with the recipe's flags as they were typed.
 
-    Code is run only where the command line names it: a recipe's YAML may be somebody else's.
+    Code is run only if the command line names it: a recipe's YAML may be somebody else's.
 
     Raises:
         ConfigError: the YAML names code of which a plan needs to know the size.
@@ -375,7 +375,7 @@ def _recipe_for(model: str) -> str:
 
 
 def _strategy_files(names: str | None) -> list[Path]:
-    """Return the strategy files that ``--strategies`` names; all of them where it is not given."""
+    """Return the strategy files that ``--strategies`` names; all of them if it is not given."""
     files = {file.stem: file for file in sorted(shipped("accelerate_configs").glob("*.yaml"))}
     chosen = set(files)
     if names is not None:
@@ -426,7 +426,7 @@ def _flag_words(key: str, value: Any) -> list[str]:
 
 
 def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:
-    """Print planned and measured figures side by side. Return 0 where no run failed, otherwise 1."""
+    """Print planned and measured figures side by side. Return 0 if no run failed, otherwise 1."""
     from rich.table import Table
 
     from zerobook.plan.job import make_job

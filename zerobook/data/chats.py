@@ -97,7 +97,7 @@ def read_turns(turns: object, column: str) -> tuple[list[dict[str, Any]], set[in
 def checked_chat(
     messages: list[dict[str, Any]], unsupervised: Iterable[int] = (), tools: list[dict[str, Any]] | None = None
 ) -> Chat:
-    """Return the turns as a chat. Raises `BadSample` where their order means nothing, or where there is nothing to learn."""
+    """Return the turns as a chat. Raises `BadSample` if their order means nothing, or if there is nothing to learn."""
     before = None
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -228,7 +228,7 @@ def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
 
 
 def _read_mark(value: object, key: str, where: str) -> bool | None:
-    """Return a mark of a turn, which may be a boolean, a number or a text; None where there is none."""
+    """Return a mark of a turn, which may be a boolean, a number or a text; None if there is none."""
     if is_empty(value):
         return None
     # One comparison for all types: True becomes the text true, and 1.0 stays 1.0.

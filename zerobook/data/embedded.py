@@ -95,7 +95,7 @@ def located(name: str) -> str:
 
 
 def converted(name: str) -> Path | None:
-    """Return the folder of an embedded model; None where it was not converted yet, and for other names."""
+    """Return the folder of an embedded model; None if it was not converted yet, and for other names."""
     folder = cache_dir() / _SMOLLM2
     if name != f"{PREFIX}smollm2" or not (folder / "config.json").exists():
         return None

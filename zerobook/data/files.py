@@ -347,7 +347,7 @@ class _BoundedLines:
 
 
 def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
-    """Yield the rows of a table. Raises `DataError` where rows cannot be separated, or two columns have one name."""
+    """Yield the rows of a table. Raises `DataError` if rows cannot be separated, or two columns have one name."""
     ends = 0  # the line that the last row ends on
     try:
         names = list(filter(None, reader.fieldnames or []))

@@ -76,7 +76,7 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
 
 
 def _refuse_links_out_of(folder: Path, files: Sequence[Path]) -> None:
-    """Raise `DataError` where a folder, which may come from elsewhere, has a link to a file that is not in it.
+    """Raise `DataError` if a folder, which may come from elsewhere, has a link to a file that is not in it.
 
     A cache of the hub keeps a dataset's files in ``blobs``, beside the ``snapshots`` that link to them.
     """
@@ -185,7 +185,7 @@ def _header(card: Path) -> object:
 
 
 def _declared_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return split -> patterns as the README's config declares them; None where it declares none."""
+    """Return split -> patterns as the README's config declares them; None if it declares none."""
     from datasets.data_files import sanitize_patterns
 
     if config.get("data_files") is None:
@@ -199,7 +199,7 @@ def _declared_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None
 def _declared_splits(
     folder: Path, names: list[PurePosixPath], base: PurePosixPath, patterns: Mapping[str, list[str]]
 ) -> dict[str, list[PurePosixPath]]:
-    """Return the files of the splits that the README declares. Raises `DataError` where no split has any."""
+    """Return the files of the splits that the README declares. Raises `DataError` if no split has any."""
     splits = {split: _matching(names, base, split_patterns) for split, split_patterns in patterns.items()}
     if not any(splits.values()):
         raise DataError(

@@ -79,7 +79,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
             rows = int(stream.schema.metadata[_ROWS])
             for batch in stream:
                 yield rows, batch.to_pylist()
-        except (pyarrow.ArrowException, OSError):  # a stream without an end, or nothing where there are no rows
+        except (pyarrow.ArrowException, OSError):  # a stream without an end, or nothing if there are no rows
             pass
         else:
             # What it says about its end comes after the last rows.

@@ -89,9 +89,9 @@ class PreparedData:
 
     @property
     def held_out_fingerprint(self) -> str:
-        """Fingerprint of the tokens that a held-out loss is measured on; empty where nothing is held out.
+        """Fingerprint of the tokens that a held-out loss is measured on; empty if nothing is held out.
 
-        Losses of two runs, or of two attempts of one run, are comparable only where it is the same.
+        Losses of two runs, or of two attempts of one run, are comparable only if it is the same.
         """
         if not self.held_out:
             return ""
@@ -180,7 +180,7 @@ def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
 
 @dataclass(frozen=True)
 class _Shelf:
-    """A dataset's prepared folders; None where it has no such part."""
+    """A dataset's prepared folders; None if it has no such part."""
 
     spec: DatasetSpec
     train: Path | None
@@ -306,7 +306,7 @@ class Library:
         )
 
     def weights(self) -> list[float] | None:
-        """Return the weights of the training datasets; None where the config gives none."""
+        """Return the weights of the training datasets; None if the config gives none."""
         specs = self.config.dataset_specs()
         if not any(spec.weight for spec in specs):
             return None
@@ -423,7 +423,7 @@ class Library:
         )
 
     def _check_held_out(self, view: View) -> None:
-        """Raise `DataError` where data that is all held out has nothing to measure a loss on."""
+        """Raise `DataError` if data that is all held out has nothing to measure a loss on."""
         if view.loss_weights.any():
             return
         meta = view.store.meta
@@ -624,7 +624,7 @@ class Library:
     def _report_bad_samples(
         self, source: Source, facts: dict[str, int], first: str, reasons: Counter, *, is_empty: bool
     ) -> None:
-        """Print how many samples were skipped, and why. Raises `DataError` where no sample is left."""
+        """Print how many samples were skipped, and why. Raises `DataError` if no sample is left."""
         why = "; ".join(f"{number} x {reason}" for reason, number in reasons.most_common(REASONS))
         if len(reasons) > REASONS:
             why += f"; and {len(reasons) - REASONS} more reasons"

@@ -30,7 +30,7 @@ class TurnFrame(NamedTuple):
     """The text that a template writes around the last turn of a chat with certain roles.
 
     ``opened``: the end of the generation prompt (such as ``<think>``), where the rendered turn lacks it. ``closing``: the
-    text after the turn's content; None where it cannot be determined.
+    text after the turn's content; None if it cannot be determined.
     """
 
     opened: str = ""
@@ -61,7 +61,7 @@ _TOOL_TEMPLATE = "tool_use"
 
 
 def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
-    """Return ``override``, or else the tokenizer's chat template; None where there is neither."""
+    """Return ``override``, or else the tokenizer's chat template; None if there is neither."""
     if override is None and not tokenizer.chat_template:
         return None
     from jinja2 import TemplateSyntaxError
@@ -87,7 +87,7 @@ def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> C
 
 
 def open_tool_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
-    """Return the template that transformers takes for chats with tools; None where all chats have the same one."""
+    """Return the template that transformers takes for chats with tools; None if all chats have the same one."""
     source = _named_templates(tokenizer).get(_TOOL_TEMPLATE)
     if override is not None or source is None:
         return None
@@ -308,7 +308,7 @@ class ChatTemplate:
     def _find_turn(
         self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None = None
     ) -> GeneratedTurn:
-        """Return a turn as the model would generate it, also where the template rewrites it later."""
+        """Return a turn as the model would generate it, also if the template rewrites it later."""
         content = messages[index]["content"].strip()
         text = self._render_text(messages[: index + 1], tools=tools)
         prompt = self._render_prompt(messages, index, tools)
@@ -380,7 +380,7 @@ class ChatTemplate:
         return TurnFrame(prompt[shared_length:], closing)
 
     def _get_skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
-        """Return the skeleton that was learnt from a placeholder chat with the same roles; None where there is none."""
+        """Return the skeleton that was learnt from a placeholder chat with the same roles; None if there is none."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._skeletons:
             self._skeletons[roles] = self._learn_skeleton(roles)
@@ -423,7 +423,7 @@ class ChatTemplate:
     def _find_end(self, turn: str, content: str, closing: str | None) -> tuple[int, bool]:
         """Return the position in ``turn`` where it ends, and whether a token ends it there.
 
-        The end is the first added token after the content, or the content's last character where there is no such token.
+        The end is the first added token after the content, or the content's last character if there is no such token.
         """
         if closing is not None and turn.endswith(closing):
             content_end = len(turn) - len(closing)
@@ -524,7 +524,7 @@ def _compile(source: str) -> Template:
 
 
 def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the tokenizer's templates by name; nothing where it has one without a name."""
+    """Return the tokenizer's templates by name; nothing if it has one without a name."""
     templates = tokenizer.chat_template
     return templates if isinstance(templates, dict) else {}
 
@@ -534,7 +534,7 @@ def find_assistant_turns(messages: list[dict[str, str]]) -> list[int]:
 
 
 def _content_end(text: str, content: str) -> int:
-    """Return the position after ``content``; 0 where ``text`` does not contain it, since a template changed it."""
+    """Return the position after ``content``; 0 if ``text`` does not contain it, since a template changed it."""
     if content not in text:
         return 0
     return text.find(content) + len(content)

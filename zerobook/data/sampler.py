@@ -226,7 +226,7 @@ class SampleOrder:
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
         """Return the next ``count`` ids from ``cursor`` on that are not dropped, and the cursor after them.
 
-        Fewer ids are returned only where position ``end`` is reached.
+        Fewer ids are returned only if position ``end`` is reached.
         """
         batches = [np.empty(0, np.int64)]
         missing = count

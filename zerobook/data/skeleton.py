@@ -36,7 +36,7 @@ class Skeleton(NamedTuple):
     tail: str
 
     def find_turns(self, messages: list[dict[str, str]], text: str) -> list[TurnSpan] | None:
-        """Return the assistant's turns in a rendered chat; None where it is not exactly the skeleton with the contents."""
+        """Return the assistant's turns in a rendered chat; None if it is not exactly the skeleton with the contents."""
         pieces: list[str] = []
         spans: list[TurnSpan] = []
         position = 0

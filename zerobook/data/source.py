@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Splits of a dataset. ``held_out`` is None where the data has no split for it.
+    """Splits of a dataset. ``held_out`` is None if the data has no split for it.
 
     ``train_name`` and ``held_out_name`` are the data's own names of the splits, with the number of files in a folder; empty
     for data without splits. ``unused``: other splits, and files that are not read.
@@ -55,7 +55,7 @@ class Splits:
     unused: tuple[str, ...] = ()
 
     def describe(self, *, uses_held_out: bool) -> str:
-        """Return a sentence on what is trained on and what is held out; empty where there was nothing to choose.
+        """Return a sentence on what is trained on and what is held out; empty if there was nothing to choose.
 
         Args:
             uses_held_out: the held-out split is used. It is not where the user named other held-out data.

@@ -232,7 +232,7 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         return Splits(train=_of_split(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
-    # A README that names splits is believed, also where none of them is called train.
+    # A README that names splits is believed, also if none of them is called train.
     if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
         return _without_train(path, files, layout.rest)
     if not files:

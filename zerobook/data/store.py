@@ -71,9 +71,9 @@ class TokenWriter:
 
         Args:
             ids: token ids.
-            labels: None where they equal the ids.
+            labels: None if they equal the ids.
             weights: int [documents], by the objective.
-            begins: bool [documents], which are the first of their sample; None where all are.
+            begins: bool [documents], which are the first of their sample; None if all are.
             extra: further arrays of every document, the same names in every call.
         """
         if not len(weights):

@@ -196,7 +196,7 @@ class StreamOrder:
         stream: gives the shards.
         settings: of the order; with ``group_by_length``, rows of similar length in a shard come together.
         seed: of the order of the shards and of the rows in each; each pass has another order.
-        weights: one per dataset, their shares of the rows; None where there is one dataset.
+        weights: one per dataset, their shares of the rows; None if there is one dataset.
         passed: rows of each shard reached so far, in the order of the run, per dataset.
     """
 

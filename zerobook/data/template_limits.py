@@ -37,7 +37,7 @@ def template_memory() -> Iterator[None]:
 
 
 def checked_length(text: str) -> str:
-    """Return the text of a rendering. Raises `DataError` where it has more than `CHARACTERS`."""
+    """Return the text of a rendering. Raises `DataError` if it has more than `CHARACTERS`."""
     if len(text) > CHARACTERS:
         raise DataError(f"chat_template: it writes more than {CHARACTERS >> 20} MiB for one sample. {_ADVICE}")
     return text

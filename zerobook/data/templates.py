@@ -105,7 +105,7 @@ class CausalEncoder:
         ConfigError: a chat template that is not valid Jinja.
     """
 
-    # Set on an instance only where they differ: the attributes of an instance are in the fingerprint of prepared data.
+    # Set on an instance only if they differ: the attributes of an instance are in the fingerprint of prepared data.
     _default_template: ChatTemplate | None = None
     assistant_only_loss: bool = True
 

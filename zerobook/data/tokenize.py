@@ -57,7 +57,7 @@ class Reading:
     is_held_out: bool = False
 
     def weigh(self, document: Encoded) -> int:
-        """Return the objective's weight of a document. Raises `ConfigError` where it is not an integer of at least 0."""
+        """Return the objective's weight of a document. Raises `ConfigError` if it is not an integer of at least 0."""
         weight = self.objective.weight({"input_ids": document.input_ids, "labels": document.labels, **document.extra})
         if not isinstance(weight, int | np.integer) or weight < 0:
             raise ConfigError(
@@ -292,7 +292,7 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
 
 
 def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
-    """Return the further arrays of the documents by name. Raises `DataError` where documents have different ones."""
+    """Return the further arrays of the documents by name. Raises `DataError` if documents have different ones."""
     if not documents:
         return {}
     names = set(documents[0].extra)
@@ -323,7 +323,7 @@ def _pieces(sample: formats.Sample) -> list[formats.Sample]:
     while start < len(sample.text):
         stop = min(start + TEXT_PIECE, len(sample.text))
         if stop < len(sample.text):
-            # Cut at the last line end, where there is one.
+            # Cut at the last line end, if there is one.
             line_end = sample.text.rfind("\n", start, stop) + 1
             if line_end > start:
                 stop = line_end
@@ -335,7 +335,7 @@ def _pieces(sample: formats.Sample) -> list[formats.Sample]:
 
 
 def _join(pieces: list[Encoded | formats.BadSample]) -> Encoded | formats.BadSample:
-    """Return the pieces of a sample as one document; the first bad piece where there is one."""
+    """Return the pieces of a sample as one document; the first bad piece if there is one."""
     for piece in pieces:
         if isinstance(piece, formats.BadSample):
             return piece

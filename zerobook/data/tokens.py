@@ -73,7 +73,7 @@ def _labels(row: Mapping[str, Any], ids: list[int]) -> list[int]:
 
 
 def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
-    """Return a mask of 0 and 1, or of booleans; all True where the row has none."""
+    """Return a mask of 0 and 1, or of booleans; all True if the row has none."""
     values = row.get(column)
     if values is None:
         return [True] * length

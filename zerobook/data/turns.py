@@ -87,7 +87,7 @@ class ControlTokens:
         return self._named.search(text) is not None
 
     def refusal(self, what: str, text: str) -> str | None:
-        """Return why ``text`` cannot be used; None where it names no special token."""
+        """Return why ``text`` cannot be used; None if it names no special token."""
         token = self._named.search(text)
         if token is None:
             return None

@@ -36,7 +36,7 @@ def write_meta(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a prepared folder's ``meta.json``; None where the folder is incomplete.
+    """Return the content of a prepared folder's ``meta.json``; None if the folder is incomplete.
 
     The sizes of its files are compared, and their content is not read.
     """

@@ -255,7 +255,7 @@ class PreparedRows:
     views: tuple[View, ...]
     fingerprint: str
     dropped: np.ndarray | None = None
-    """bool [rows]: rows that are skipped; None where none is"""
+    """bool [rows]: rows that are skipped; None if none is"""
 
     def __len__(self) -> int:
         return sum(self.sizes)

@@ -85,7 +85,7 @@ class GenerationScorer:
     @torch.no_grad()
     def generate(self, strategy: Strategy) -> list[list[int]]:
         """Return the predicted token ids of the rows, in their order, on every rank. Collective."""
-        # All ranks make the same number of calls, also where the last rows do not fill them: each call is collective.
+        # All ranks make the same number of calls, also if the last rows do not fill them: each call is collective.
         rows_per_call = self.batch_size * strategy.world_size
         calls = -(-len(self.rows) // rows_per_call)
         if self.batches:

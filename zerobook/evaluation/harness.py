@@ -76,7 +76,7 @@ class HarnessScorer:
     def __call__(
         self, strategy: Strategy | None, model: nn.Module, step: int = 0, progress: bool = False
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Measure the tasks; all ranks return the same. Collective where there is a strategy.
+        """Measure the tasks; all ranks return the same. Collective if there is a strategy.
 
         Returns:
             (``task/NAME/METRIC`` of each task that was named, without the tables of `zerobook.evaluation.tasks`).

@@ -53,7 +53,7 @@ def losses(
     summed_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor],
     has_perplexity: bool,
 ) -> dict[str, Any]:
-    """Measure the loss over all held-out data, and over each dataset where there are several. Collective.
+    """Measure the loss over all held-out data, and over each dataset if there are several. Collective.
 
     Args:
         datasets: name -> held-out rows.

@@ -46,6 +46,6 @@ def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model
 
 
 def check_causal(tasks: list[str], kind: Kind) -> None:
-    """Raise `ConfigError` where ``tasks`` are to be measured on an encoder-decoder."""
+    """Raise `ConfigError` if ``tasks`` are to be measured on an encoder-decoder."""
     if tasks and kind != "causal":
         raise ConfigError(f"{tasks[0]}: tasks are measured on causal models, and this is an encoder-decoder. Name no task.")

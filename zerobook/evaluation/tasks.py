@@ -213,7 +213,7 @@ def likelihoods(
     batch_size: int,
     progress: bool = False,
 ) -> list[Likelihood]:
-    """Return the likelihood of every sequence, on every rank. Collective where there is a strategy.
+    """Return the likelihood of every sequence, on every rank. Collective if there is a strategy.
 
     Batches do not depend on the number of ranks: rank r takes batches r, r + world_size, ... of one common list. So
     the scores are the same numbers on any number of processes. Every rank runs the same number of forwards, since
@@ -333,7 +333,7 @@ class TaskScorer:
     def __call__(
         self, strategy: Strategy | None, model: nn.Module, step: int = 0, progress: bool = False
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Score every question; all ranks return the same. Collective where there is a strategy.
+        """Score every question; all ranks return the same. Collective if there is a strategy.
 
         Args:
             strategy: how ``model`` is spread; None for a plain model in one process.

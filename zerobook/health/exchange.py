@@ -90,7 +90,7 @@ class Exchange:
                 self._read_pulse(now)
 
     def _read_verdict(self) -> Verdict | None:
-        """Return rank 0's verdict; None where there is none, or where something else stands in its place."""
+        """Return rank 0's verdict; None if there is none, or if the key has another content."""
         # `get` would wait for a key that is not there yet.
         if not self.store.check(["verdict"]):
             return None

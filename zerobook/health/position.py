@@ -65,7 +65,7 @@ class Position(NamedTuple):
 class Window(NamedTuple):
     """Seconds that this process spent between two log points: in all, waiting for data, and in forward passes.
 
-    They are its own seconds, since it waits for other processes in ``backward`` alone. ``forward`` is None where forward passes
+    They are its own seconds, since it waits for other processes in ``backward`` alone. ``forward`` is None if forward passes
     have collectives, in which it waits too. Where it has a GPU they are the GPU's: the host only says when work was given to
     it.
     """

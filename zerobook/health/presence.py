@@ -61,7 +61,7 @@ class Presence:
         self._first_answers: dict[str, int] = {}
 
     def find_ended(self, silences: Mapping[Endpoint, float]) -> set[Endpoint]:
-        """Return the endpoints whose process has ended; not those where that is not known.
+        """Return the endpoints whose process has certainly ended.
 
         Args:
             silences: endpoint -> seconds without a sign of its process.

@@ -84,7 +84,7 @@ class Stragglers:
 
 
 def _common_step(windows: Mapping[int, Window], number_of_ranks: int) -> int | None:
-    """Return the log point whose window all ranks have closed; None where there is none, and for a single rank."""
+    """Return the log point whose window all ranks have closed; None if there is none, and for a single rank."""
     # Heartbeats are not from one moment, so the newest windows of two ranks may be of different log points.
     steps = {window.step for window in windows.values()}
     if len(windows) < number_of_ranks or number_of_ranks < 2 or len(steps) > 1:

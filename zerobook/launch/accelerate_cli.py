@@ -71,7 +71,7 @@ def _without_machines(arguments: list[str]) -> list[str]:
 
 
 def parent_command() -> list[str]:
-    """Return the command line of the process that started this one; empty where it cannot be read."""
+    """Return the command line of the process that started this one; empty if it cannot be read."""
     import psutil
 
     try:
@@ -145,7 +145,7 @@ def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
 def unreachable_name(environ: Mapping[str, str]) -> str | None:
     """Return a note if gloo would listen on this machine's loopback, which no other machine reaches; else None.
 
-    gloo takes the address of the host name, and loopback where there is none.
+    gloo takes the address of the host name, and loopback if there is none.
     """
     if environ.get("GLOO_SOCKET_IFNAME"):
         return None

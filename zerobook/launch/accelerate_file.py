@@ -55,7 +55,7 @@ def check(file: str | None) -> FileCheck:
     except ConfigError as error:
         return FileCheck(error.problems, False)
     problems = [*_other_launchers(loaded), *_wrong_types(loaded)]
-    # Keys are read only where the sections are mappings, and the file is one for these launches.
+    # Keys are read only if the sections are mappings, and the file is one for these launches.
     is_resolvable = not problems
     if is_resolvable:
         problems += _unknown_keys(loaded)
@@ -63,7 +63,7 @@ def check(file: str | None) -> FileCheck:
 
 
 def path(file: str | None) -> str | None:
-    """Return ``file``, or the path of this machine's default config where there is one."""
+    """Return ``file``, or the path of this machine's default config if there is one."""
     from accelerate.commands.config.config_args import default_config_file
 
     if file:
@@ -77,7 +77,7 @@ def path_of(flags: list[str] | None) -> str | None:
 
 
 def load(file: str) -> dict[str, Any]:
-    """Return the mapping in a file. Raise `ConfigError` where accelerate would show a traceback."""
+    """Return the mapping in a file. Raise `ConfigError` if accelerate would show a traceback."""
     loaded = read_mapping(file, "Accelerate config", json.loads if file.endswith(".json") else load_yaml, advice=_SHIPPED)
     other_kind = _other_kind(loaded)
     if other_kind:

@@ -227,7 +227,7 @@ def _effect_in_json(path: tuple[str, ...], value: Any, plan: LaunchPlan, config:
 
 
 def _idle_reason(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> str | None:
-    """Return why a key of the DeepSpeed JSON has no effect in this launch; None where it has one."""
+    """Return why a key of the DeepSpeed JSON has no effect in this launch; None if it has one."""
     root = path[0]
     key = path[1] if len(path) > 1 else ""
     if root in deepspeed_keys.WITHOUT_EFFECT:

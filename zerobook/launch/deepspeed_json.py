@@ -43,7 +43,7 @@ REPLACED = {
 """Deprecated key of DeepSpeed, which is still accepted -> the key or section that replaced it."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
 NEVER = 1e30
-"""A clipping norm that is never reached: DeepSpeed computes the gradient norm only where it clips."""
+"""A clipping norm that is never reached: DeepSpeed computes the gradient norm only if it clips."""
 
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
@@ -140,7 +140,7 @@ def _refuse_settings(plan: LaunchPlan, config: dict[str, Any]) -> None:
 
 
 def _section(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return the object that has the last key of ``path``; an empty one where there is none."""
+    """Return the object that has the last key of ``path``; an empty one if there is none."""
     section: Any = config
     for key in path[:-1]:
         section = section.get(key) if isinstance(section, dict) else None
@@ -263,7 +263,7 @@ def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
             zero[key] = {"device": device}
             if nvme_path != "none":
                 zero[key]["nvme_path"] = nvme_path
-    # accelerate writes none where the YAML has no such key.
+    # accelerate writes none if the YAML has no such key.
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     is_auto = clipping in ("auto", "none")
     return {"zero_optimization": zero, "gradient_clipping": "auto" if is_auto else float(clipping)}
@@ -313,7 +313,7 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     if "optimizer" in ds:
         _fill_optimizer(plan, ds, draft)
     config = draft.config
-    # DeepSpeed computes no norm where it does not clip, and the norm is reported.
+    # DeepSpeed computes no norm if it does not clip, and the norm is reported.
     ds["gradient_clipping"] = config.max_grad_norm or NEVER
     global_batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
@@ -393,7 +393,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
 
 
 def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
-    """Return why DeepSpeed does not make this schedule; None where it does. It is made for one weight."""
+    """Return why DeepSpeed does not make this schedule; None if it does. It is made for one weight."""
     import torch
     from deepspeed.runtime import lr_schedules
 

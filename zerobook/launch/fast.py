@@ -44,7 +44,7 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
 
 
 def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig) -> str | None:
-    """Return with what the layers cannot be compiled, or compiling does not pay; None where it does."""
+    """Return with what the layers cannot be compiled, or compiling does not pay; None if it does."""
     obstacle = not_compiled(plan, config)
     if obstacle is not None:
         return obstacle
@@ -58,7 +58,7 @@ def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig) -> str | None
 
 
 def not_compiled(plan: LaunchPlan, config: RecipeConfig) -> str | None:
-    """Return what the layers cannot be compiled with; None where they can."""
+    """Return what the layers cannot be compiled with; None if they can."""
     if plan.zero_stage == 3:
         return "ZeRO-3, whose hooks gather the weights of each part of a layer, which ends compiled code there"
     if plan.sequence > 1 or plan.context > 1 or plan.loaded_in_parts:

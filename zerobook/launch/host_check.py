@@ -87,7 +87,7 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
 
     Args:
         facts: `zerobook.launch.preflight.facts` of this host.
-        output_dir: folder that all hosts must see; None where none is named.
+        output_dir: folder that all hosts must see; None if none is named.
         patience: seconds to wait for the other hosts.
 
     Raises:

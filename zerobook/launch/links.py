@@ -52,7 +52,7 @@ def measure_ring(device: torch.device, group: dist.ProcessGroup | None = None) -
 
 
 def _core_wait() -> float:
-    """Return the seconds that the threads of this process have waited for a core; 0 where the system does not count them."""
+    """Return the seconds that the threads of this process have waited for a core; 0 if the system does not count them."""
     nanoseconds = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
         # A thread may end meanwhile.

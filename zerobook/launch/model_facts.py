@@ -120,7 +120,7 @@ def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[s
 
 
 def model_class(facts: Mapping[str, Any]) -> Any:
-    """Return transformers' class of a model; None where its config.json names none that is known here."""
+    """Return transformers' class of a model; None if its config.json names none that is known here."""
     kind = facts.get("model_type")
     if kind is None or "auto_map" in facts:
         return None

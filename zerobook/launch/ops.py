@@ -139,7 +139,7 @@ def missing(*, on_gpus: bool) -> dict[str, str]:
 
 
 def _lacking_nvcc() -> dict[str, str]:
-    """Return {op: reason} of the ops that need a CUDA toolkit, where there is none of torch's major version."""
+    """Return {op: reason} of the ops that need a CUDA toolkit, if there is none of torch's major version."""
     import torch
     from torch.utils import cpp_extension
 
@@ -161,7 +161,7 @@ def _lacking_nvcc() -> dict[str, str]:
 
 
 def _nvcc_version(home: str) -> str | None:
-    """Return the CUDA version of the compiler in a toolkit's folder, such as 13.0; None where no compiler runs there."""
+    """Return the CUDA version of the compiler in a toolkit's folder, such as 13.0; None if no compiler runs there."""
     try:
         printed = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):

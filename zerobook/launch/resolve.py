@@ -86,7 +86,7 @@ class Hardware:
 
 
 def _no_flash_attention() -> str:
-    """Return why flash attention 2 does not run on this machine's GPUs; empty where it does."""
+    """Return why flash attention 2 does not run on this machine's GPUs; empty if it does."""
     import torch
 
     for index in range(torch.cuda.device_count()):

@@ -131,7 +131,7 @@ class AdapterConfig(RecipeConfig):
 
 
 def pattern_of(targets: list[str]) -> str | None:
-    """Return the regular expression among ``targets``, as peft takes it; None where they are names.
+    """Return the regular expression among ``targets``, as peft takes it; None if they are names.
 
     >>> pattern_of([r".*layers\\.[0-3]\\..*_proj"]) is not None, pattern_of(["q_proj", "v_proj"]), pattern_of(["all-linear"])
     (True, None, None)
@@ -374,7 +374,7 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 
 def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
-    """Return a regular expression for the paths of the modules that get no adapters; None where all may get them."""
+    """Return a regular expression for the paths of the modules that get no adapters; None if all may get them."""
     paths = unused_modules(model)
     # Some linear layers return more than their product, to which peft could not add that of an adapter.
     for path, module in model.named_modules():
@@ -389,7 +389,7 @@ def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
 def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
     from peft import get_peft_model
 
-    # The commit, where it is known: a branch may move before somebody loads the adapter.
+    # The commit, if it is known: a branch may move before somebody loads the adapter.
     revision = getattr(model, "base_commit", None) or revision
     try:
         return cast("PeftModel", get_peft_model(model, config, adapter_name=ADAPTER, revision=revision))

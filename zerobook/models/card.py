@@ -110,7 +110,7 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
 
 
 def _describe_run(folder: Path) -> dict[str, Any]:
-    """Return what the runlog tells of the run; nothing where there is none."""
+    """Return what the runlog tells of the run; nothing if there is none."""
     try:
         history = History.read(folder)
     except RunLogError:

@@ -122,7 +122,7 @@ def _describe_limits(recorded: dict[str, Any], adapts: bool) -> list[str]:
 
 
 def _require_free(folder: Path) -> None:
-    """Raise `ConfigError` where ``folder`` is a file, or a folder with something in it."""
+    """Raise `ConfigError` if ``folder`` is a file, or a folder with something in it."""
     if folder.is_file():
         raise ConfigError(f"--output: {folder} is a file. Give a folder that is new.")
     if folder.exists() and any(folder.iterdir()):
@@ -155,7 +155,7 @@ def _base_model(
             f"{str(error).splitlines()[0]}{advice}"
         ) from error
     freeze_unused(model)
-    # A digest reads every weight, so it is made only where there is one to compare with.
+    # A digest reads every weight, so it is made only if there is one to compare with.
     has_digest = (recorded.get("base") or {}).get("weights") is not None
     current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)
     origin.check(checkpoint, recorded, current, weights=not recorded.get("base_commit") or Path(source).exists())
@@ -178,7 +178,7 @@ def _tokenizer(
 
 
 def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
-    """Copy the trained weights into ``model``. Raises `CheckpointError` where one is missing or an adapter is untrained."""
+    """Copy the trained weights into ``model``. Raises `CheckpointError` if one is missing or an adapter is untrained."""
     reader = Reader(checkpoint)
     shapes = reader.index["shapes"]
     parameters = dict(model.named_parameters())

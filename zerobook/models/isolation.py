@@ -121,7 +121,7 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
     for candidate, marker in _packed_forms(strategy, collate):
         try:
             influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
-            sees_itself_alone = influence_of_others <= _NOISE * noise  # False where either is NaN
+            sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
             is_isolated = sees_itself_alone and keeps_positions(strategy, candidate)
         except torch.OutOfMemoryError:
             raise
@@ -202,7 +202,7 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     batch_later = collate([_row(second, positions + _LENGTH)])
     [packed] = _logits(strategy, (packed_batch,), slice(_LENGTH, 2 * _LENGTH))
     alone, later = _logits(strategy, (batch_alone, batch_later), slice(_LENGTH))
-    # False where either is NaN.
+    # False if either is NaN.
     is_near = (packed - alone).norm() <= (later - alone).norm() / 2
     return strategy.sum_over_ranks(is_near.float().reshape(1)).item() == strategy.world_size
 

@@ -144,11 +144,11 @@ def choose_attention(
 
     Args:
         model_config: transformers' config of the model.
-        model_class: None where the model's code comes with the model.
+        model_class: None if the model's code comes with the model.
         precision: of the run: ``no``, ``bf16`` or ``fp16``.
 
     Returns:
-        None where transformers is to choose: SDPA, or eager for a model without it.
+        None if transformers is to choose: SDPA, or eager for a model without it.
 
     Raises:
         ConfigError: the config names flash attention 2 in fp32 or for a model that does not train correctly with it, or flex
@@ -187,7 +187,7 @@ def choose_attention(
 
 
 def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
-    """Return why a model does not train correctly with flash attention 2 in transformers 5.23; None where nothing is known.
+    """Return why a model does not train correctly with flash attention 2 in transformers 5.23; None if nothing is known.
 
     The model's class claims to support flash attention in all these cases.
     """
@@ -209,7 +209,7 @@ def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
 
 
 def _largest_head(facts: dict[str, Any]) -> int:
-    """Return the largest head dimension that a config names, also in the configs inside of it; 0 where there is none."""
+    """Return the largest head dimension that a config names, also in the configs inside of it; 0 if there is none."""
     largest = 0
     for key, value in facts.items():
         if isinstance(value, int) and str(key).endswith("head_dim"):
@@ -222,7 +222,7 @@ def _largest_head(facts: dict[str, Any]) -> int:
 
 
 def attention_dropout(facts: dict[str, Any]) -> float:
-    """Return the largest attention dropout in a model's config, also of the configs inside of it; 0 where there is none.
+    """Return the largest attention dropout in a model's config, also of the configs inside of it; 0 if there is none.
 
     Architectures call it attention_dropout, attn_pdrop or attention_probs_dropout_prob.
 
@@ -274,7 +274,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 shards while loading. Collective.
 
-    ``base_commit`` of the model is its commit on the hub, None where it has none; ``base_facts`` is what checkpoints record
+    ``base_commit`` of the model is its commit on the hub, None if it has none; ``base_facts`` is what checkpoints record
     about the model.
 
     Args:
@@ -369,7 +369,7 @@ def keep_all_layers(model: nn.Module) -> float:
     other layers: DDP fails with an error about unused parameters, ZeRO-3 and FSDP2 gather different weights and hang or abort.
 
     Returns:
-        The rate that it had; 0 where the model has none. The model's config keeps it.
+        The rate that it had; 0 if the model has none. The model's config keeps it.
     """
     largest_rate = 0.0
     for module in model.modules():
@@ -446,7 +446,7 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
 
 
 def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> None:
-    """Raise `ConfigError` where texts of ``longest`` tokens exceed the model's position embeddings."""
+    """Raise `ConfigError` if texts of ``longest`` tokens exceed the model's position embeddings."""
     positions = getattr(text_config(model_config), "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ConfigError(
@@ -456,10 +456,10 @@ def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> 
 
 
 def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
-    """Raise `ConfigError` where ids or lengths in the data exceed the model's embeddings."""
+    """Raise `ConfigError` if ids or lengths in the data exceed the model's embeddings."""
     datasets = [data.train, *data.held_out.values()]
     embedding_rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
-    # More tokens than embeddings harm only where such tokens occur.
+    # More tokens than embeddings harm only if such tokens occur.
     if len(tokenizer) > embedding_rows:
         largest = tokenizer.pad_token_id
         for rows in datasets:
@@ -473,7 +473,7 @@ def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: 
 
 
 def check_length(model: PreTrainedModel, longest: int) -> None:
-    """Raise `ConfigError` where a sample of ``longest`` tokens is longer than the model's table of positions."""
+    """Raise `ConfigError` if a sample of ``longest`` tokens is longer than the model's table of positions."""
     positions = absolute_positions(model)
     if positions is not None and longest > positions:
         raise ConfigError(
@@ -483,7 +483,7 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 
 
 def absolute_positions(model: PreTrainedModel) -> int | None:
-    """Return the rows of the model's table of positions; None where it has none (rotary or relative ones have no limit)."""
+    """Return the rows of the model's table of positions; None if it has none (rotary or relative ones have no limit)."""
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
     # There are several embeddings of words where adapters train a copy.
     words = {id(module) for module in model.get_input_embeddings().modules()}
@@ -581,7 +581,7 @@ def _read_origin(folder: Path) -> dict[str, Any] | None:
 
 
 def _config_digest(source: str, revision: str) -> str | None:
-    """Return a digest of a model's config file; None where there is no file to read.
+    """Return a digest of a model's config file; None if there is no file to read.
 
     The file is used, not the config that transformers makes of it: another version of transformers has other defaults.
     """

@@ -44,7 +44,7 @@ def int8() -> BitsAndBytesConfig:
 
 
 def base_of(model_config: PreTrainedConfig) -> str | None:
-    """Return the format that a model was saved in: ``nf4`` (or FP4, of the same size) or ``int8``; None where it is not
+    """Return the format that a model was saved in: ``nf4`` (or FP4, of the same size) or ``int8``; None if it is not
     quantised by bitsandbytes."""
     facts = _facts(model_config) or {}
     if facts.get("load_in_4bit"):

@@ -88,7 +88,7 @@ def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _SavedResults:
-    """Results of one run of a layer, by operation and by their order; None where an operation is to run again."""
+    """Results of one run of a layer, by operation and by their order; None if an operation is to run again."""
 
     alive: WeakSet[_SavedResults] = WeakSet()
 

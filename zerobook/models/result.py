@@ -32,7 +32,7 @@ Kind = Literal["causal", "seq2seq"]
 
 @dataclass
 class Loaded:
-    """A model ready to answer: in evaluation mode, on the GPU where there is one."""
+    """A model ready to answer: in evaluation mode, on the GPU if there is one."""
 
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ class Loaded:
 
     @property
     def context(self) -> int | None:
-        """Maximum tokens that the model reads, on each side of a seq2seq model; None where positions are not limited."""
+        """Maximum tokens that the model reads, on each side of a seq2seq model; None if positions are not limited."""
         return context_of(self.model.config)
 
     @property
@@ -51,7 +51,7 @@ class Loaded:
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Return the positions of a transformers config; None where the architecture sets no limit (T5's relative ones)."""
+    """Return the positions of a transformers config; None if the architecture sets no limit (T5's relative ones)."""
     # T5's n_positions is what it was trained on; its relative bias limits nothing.
     config = text_config(config)
     if getattr(config, "relative_attention_num_buckets", None):
@@ -133,7 +133,7 @@ def locate_result(name: str) -> str:
 
 
 def exported_checkpoint(name: str) -> str:
-    """Return a folder with the model of a checkpoint, or ``name`` where that is not a checkpoint."""
+    """Return a folder with the model of a checkpoint, or ``name`` if that is not a checkpoint."""
     folder = Path(name).expanduser()
     return str(_exported(folder)) if (folder / store.MANIFEST).exists() else name
 

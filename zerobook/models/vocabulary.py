@@ -36,7 +36,7 @@ def fit_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """Give the embeddings a row for each new token, which starts at the mean of the others. Collective.
 
     Returns:
-        A note for people; None where the run adds no tokens.
+        A note for people; None if the run adds no tokens.
     """
     new = getattr(tokenizer, "new_token_ids", [])
     if not new:
@@ -70,14 +70,14 @@ def are_tied(model: PreTrainedModel) -> bool:
 
 
 def embedding_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the input and, where they are not tied, the output embeddings, as peft's ``modules_to_save`` takes
+    """Return the names of the input and, if they are not tied, the output embeddings, as peft's ``modules_to_save`` takes
     them."""
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)].rsplit(".", 1)[-1] for module in _embeddings(model)]
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the input and, where they are not tied, the output embeddings."""
+    """Return the input and, if they are not tied, the output embeddings."""
     embeddings = [model.get_input_embeddings()]
     if not are_tied(model):
         embeddings.append(model.get_output_embeddings())

@@ -52,7 +52,7 @@ class Finding:
     reason: str
     """reason in words"""
     finite: bool = True
-    """False where a loss or a gradient was not finite"""
+    """False if a loss or a gradient was not finite"""
 
     @property
     def alarm(self) -> bool:

@@ -43,7 +43,7 @@ class RecoveryAction:
     """A recovery action against a spike.
 
     ``to_step`` is the checkpoint's step, and ``steps`` are the first and last whose samples are left out. ``by`` is who asked
-    for it; None where the monitor decided.
+    for it; None if the monitor decided.
     """
 
     kind: ActionKind

@@ -28,7 +28,7 @@ HISTORY_STEPS = 10_000
 class ReplayOutcome(NamedTuple):
     """Whether a spike came again when its steps were done again with nothing changed.
 
-    ``finding`` is the spike; None where it did not come again. ``loss_before`` is the loss of ``step`` when it was done first.
+    ``finding`` is the spike; None if it did not come again. ``loss_before`` is the loss of ``step`` when it was done first.
     """
 
     step: int

@@ -57,7 +57,7 @@ class Request:
     tokens: int | None = None
     # GPU -> dollars an hour; "" for every GPU
     prices: dict[str, float] = field(default_factory=dict)
-    # tokens of each sample of the data, where they are known
+    # tokens of each sample of the data, if they are known
     lengths: np.ndarray | None = None
     # models that were built, see `plan_recipe`
     models: dict[str, TracedJob] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Request:
         return replace(self, recipe=type(self.recipe)(config))
 
     def whole_run(self, candidate: Candidate, cluster: Cluster) -> WholeRun | None:
-        """Return the length and the cost of a candidate's run, where they are known."""
+        """Return the length and the cost of a candidate's run, if they are known."""
         price = self.prices.get(cluster.device.name, self.prices.get(""))
         return plan_whole_run(candidate.row, candidate.config, candidate.samples, cluster, self.tokens, price, self.lengths)
 
@@ -190,7 +190,7 @@ def _describe_activations(config: RecipeConfig) -> str:
 
 @dataclass(frozen=True)
 class Advice:
-    """The best candidate, None where nothing fits, and the second best.
+    """The best candidate, None if nothing fits, and the second best.
 
     ``alternative`` is the best run of another method, where the one of the request needs offload. ``shortfalls`` has, for each
     method of which nothing fits, what the strategy that is nearest to fitting lacks.
@@ -279,7 +279,7 @@ class _Search:
         sharing_rows = [file for file in useful if _SHARES_ROWS.search(file.stem)]
         self._plan_strategies([file for file in useful if file not in sharing_rows], {})
         self._plan_strategies(sharing_rows, {})
-        # Offload and states of 8 bits are compared only where nothing fits without them.
+        # Offload and states of 8 bits are compared only if nothing fits without them.
         if not self.roomy:
             self._plan_strategies(offloading, {})
             is_default = self.request.recipe.config.optimizer == "adamw" and not self.request.sources.given("optimizer")
@@ -422,7 +422,7 @@ def _may_fit_with_less(row: Row) -> bool:
 
 
 def advise(request: Request, cluster: Cluster, methods: list[str] | None = None) -> Advice:
-    """Return the best run for a request, and what to do where it does not fit or needs offload.
+    """Return the best run for a request, and what to do if it does not fit or needs offload.
 
     Args:
         methods: those that are tried; None means the request's and the ones with less memory.

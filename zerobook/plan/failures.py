@@ -104,7 +104,7 @@ def plan_failures(request: str, gpus: int, nodes: int, checkpoint_bytes: float) 
 
     Args:
         request: the value of ``--failures``: a name in `RATES`, or the mean hours between failures of one GPU, and then
-            ``save=SECONDS`` and ``restart=SECONDS`` with commas between, where they are known.
+            ``save=SECONDS`` and ``restart=SECONDS`` with commas between, if they are known.
         checkpoint_bytes: a save takes the time to write them, where ``request`` does not say it.
 
     Raises:

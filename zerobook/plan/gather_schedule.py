@@ -152,7 +152,7 @@ class _Coordinator:
             self._users[weight.name].add(module)
 
     def _gather(self, weight: Weight, gathered: list[Weight]) -> bool:
-        """Gather a weight where it is not available, and return whether that was so."""
+        """Gather a weight if it is not available, and return whether that was so."""
         if weight.name in self.available:
             return False
         self.available.add(weight.name)

@@ -37,7 +37,7 @@ class Cluster:
     link: float
     # what a node sends to other nodes; None for one node
     network: float | None = None
-    # bytes of a node; None where they are not given
+    # bytes of a node; None if they are not given
     host_memory: int | None = None
     disk: int | None = None
     cpu: bool = False

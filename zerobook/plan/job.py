@@ -108,7 +108,7 @@ class Job:
         return replace(self, recipe=type(self.recipe)(self.config.model_copy(update=changes)))
 
     def evaluation_shape(self, *, keeps_logits: bool = True) -> BatchShape | None:
-        """Return the shape of an evaluation's largest batch; None where nothing is held out. A held-out split that comes with
+        """Return the shape of an evaluation's largest batch; None if nothing is held out. A held-out split that comes with
         the data is not known here."""
         if not (self.config.validation_file or self.config.validation_split_percentage):
             return None

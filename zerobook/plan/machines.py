@@ -65,7 +65,7 @@ def show_machines(machines: Sequence[tuple[Cluster, Advice]]) -> None:
     lines = []
     if runs:
         fastest, fastest_run = min(runs, key=lambda run: run[1].seconds)
-        # The machines are sorted by their cost, where it is known.
+        # The machines are sorted by their cost, if it is known.
         cheapest, cheapest_run = runs[0]
         if cheapest_run.cost is not None:
             lines.append(("cheapest", f"{cheapest}: {cheapest_run.describe()}"))

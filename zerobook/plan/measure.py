@@ -43,7 +43,7 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """Relative error; 0 where both figures are 0."""
+        """Relative error; 0 if both figures are 0."""
         if self.measured == 0:
             return 0.0 if self.planned == 0 else float("inf")
         return self.planned / self.measured - 1

@@ -22,7 +22,7 @@ from zerobook.plan.trace import Trace
 CONTEXT_BYTES = 900_000_000
 """Bytes of a GPU that the driver shows before the first tensor: CUDA's context, kernels and cuBLAS's workspace."""
 NCCL_BYTES = 260_000_000
-"""Bytes of NCCL's buffers, where there are several ranks."""
+"""Bytes of NCCL's buffers, if there are several ranks."""
 CACHED_SHARE = 0.04
 SHARED_CACHED_SHARE = 0.17
 """Bytes of freed blocks that torch's allocator keeps at the peak, for each byte that is allocated. Strategies that share states

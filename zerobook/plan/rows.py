@@ -93,7 +93,7 @@ def launch_flags(file: str, cluster: Cluster, *, machine_rank: str, address: str
     """Return the flags of ``accelerate launch`` for a strategy file on a cluster.
 
     Args:
-        machine_rank: the number of the machine that the line is typed on, where there are several.
+        machine_rank: the number of the machine that the line is typed on, if there are several.
         address: of the first machine.
     """
     stem = Path(file).stem

@@ -16,7 +16,7 @@ READ_BYTES = 8 << 20
 
 
 def read_lengths(config: RecipeConfig) -> np.ndarray | None:
-    """Return the tokens of each sample before cutting; None where they cannot be counted in short time, and for running text,
+    """Return the tokens of each sample before cutting; None if they cannot be counted in short time, and for running text,
     whose rows are blocks."""
     from zerobook.data.examine import examine
     from zerobook.data.templates import CausalEncoder

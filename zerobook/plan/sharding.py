@@ -112,7 +112,7 @@ def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_no
 
     Args:
         model_config: transformers' config; buckets are sized by its width.
-        ranks_per_node: None where there is only one node.
+        ranks_per_node: None if there is only one node.
     """
     # On GPUs, accelerate wraps a model in DDP only with several processes; on a CPU also with one.
     is_single = plan.kind == "ddp" and plan.world_size == 1 and plan.device != "cpu"

@@ -58,7 +58,7 @@ class Trace:
     visits: Sequence[Visit] = ()
     # operations that multiply matrices, but whose number of floating-point operations is unknown
     uncounted: tuple[str, ...] = ()
-    # the most bytes alive at once in a forward pass of the evaluation and its loss; None where nothing is evaluated
+    # the most bytes alive at once in a forward pass of the evaluation and its loss; None if nothing is evaluated
     evaluation_bytes: int | None = None
     # what is in host memory between the passes
     host_bytes: int = 0
@@ -415,7 +415,7 @@ def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
 
 
 def _refuse_outputs_of_layers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` where the loss asks for an output of each layer: what it does with them grows with their number."""
+    """Raise `ValueError` if the loss asks for an output of each layer: what it does with them grows with their number."""
     config = getattr(module, "config", None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if kwargs.get(name) or getattr(config, name, False):

@@ -66,13 +66,13 @@ def plan_whole_run(
     price: float | None,
     lengths: np.ndarray | None = None,
 ) -> WholeRun | None:
-    """Return the planned run of a row that fits; None where nothing says its length, and no price is given.
+    """Return the planned run of a row that fits; None if nothing says its length, and no price is given.
 
     Args:
         samples: of a step.
         tokens: of the whole run; None: the config and the size of its data say the length.
         price: dollars of one GPU for an hour.
-        lengths: tokens of each sample of the data, where they are known.
+        lengths: tokens of each sample of the data, if they are known.
     """
     assert row.time is not None
     rows, basis = _count_rows(config, lengths)

@@ -52,7 +52,7 @@ def _json(value: Any) -> Any:
 
 
 def first_differing_step(losses: Mapping[int, float | None], other_losses: Mapping[int, float | None]) -> int | None:
-    """Return the first step that both have and whose loss is not the same, bit for bit; None where all are."""
+    """Return the first step that both have and whose loss is not the same, bit for bit; None if all are."""
     for step in sorted(set(losses) & set(other_losses)):
         if losses[step] != other_losses[step]:
             return step

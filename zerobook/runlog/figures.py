@@ -53,7 +53,7 @@ class Curve:
 
 @dataclass(kw_only=True)
 class Panel:
-    """Curves over one x axis. ``lowest`` and ``largest`` are the ends of the y axis where it does not follow the curves."""
+    """Curves over one x axis. ``lowest`` and ``largest`` are the ends of the y axis if it does not follow the curves."""
 
     title: str
     curves: list[Curve]
@@ -94,7 +94,7 @@ def as_json(chart: Chart) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value with the digits that can be seen; None where it is not finite, which JSON cannot say."""
+    """Return a value with the digits that can be seen; None if it is not finite, which JSON cannot say."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
@@ -192,7 +192,7 @@ def _extremes(points: list[tuple[int, float]], chunk_length: int) -> list[tuple[
 def held_out(history: History) -> dict[str, dict[int, float]]:
     """Return the held-out losses that are part of the run as it is now: name -> step -> nats per supervised token.
 
-    There is one curve for each dataset where there are several, or else one curve. Losses from before a resume with other
+    There is one curve for each dataset if there are several, or else one curve. Losses from before a resume with other
     held-out data have curves of their own.
     """
     curves: dict[str, dict[int, float]] = {}
@@ -255,7 +255,7 @@ def scores(history: History) -> dict[str, dict[int, float]]:
 
 
 def _scores(history: History) -> Chart | None:
-    """Return the chart of scores over steps, one panel each; None where there are none."""
+    """Return the chart of scores over steps, one panel each; None if there are none."""
     panels = []
     for name, curve in list(scores(history).items())[:MOST_SCORES]:
         drawn = Curve(name=name, x=list(curve), y=list(curve.values()), colour="blue")
@@ -322,7 +322,7 @@ def data_bound(history: History) -> str:
 
 
 def _machine(history: History) -> Chart | None:
-    """Return the chart of speed, data wait, memory and utilization over time; None where nothing was measured."""
+    """Return the chart of speed, data wait, memory and utilization over time; None if nothing was measured."""
     log_points = history.of("metrics")
     samples = history.of("machine")
     speed = {
@@ -404,7 +404,7 @@ def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _step_times(history: History) -> Chart | None:
-    """Return the chart of a step's time by phase, stacked; None where no log point says so."""
+    """Return the chart of a step's time by phase, stacked; None if no log point says so."""
     times = step_times(history)
     if not times:
         return None

@@ -65,7 +65,7 @@ def _without_passwords(value: Any) -> Any:
 
 @dataclass
 class _PreviousAttempt:
-    """The newest events from before an attempt, each None where there is none."""
+    """The newest events from before an attempt, each None if there is none."""
 
     last: Event | None = None
     machine: Event | None = None

@@ -53,7 +53,7 @@ class EvaluationRecord:
     """One evaluation.
 
     ``result`` holds ``loss`` (nats per supervised token, over all ranks and datasets), ``tokens``, and the ``perplexity`` of a
-    cross-entropy; ``datasets``, the same by name, where there are several; the scorers' ``metrics``.
+    cross-entropy; ``datasets``, the same by name, if there are several; the scorers' ``metrics``.
     """
 
     step: int

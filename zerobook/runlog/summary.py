@@ -45,7 +45,7 @@ def summary(folder: Path) -> str:
 
 
 def _ending(of_attempt: dict[str, Event]) -> Event | None:
-    """Return the event that ended an attempt; None where it has none."""
+    """Return the event that ended an attempt; None if it has none."""
     endings = [of_attempt[name] for name in ending_types() if name in of_attempt]
     if not endings:
         return None

@@ -31,7 +31,7 @@ class Engine(TrainingState):
 
     max_grad_norm: float
     token_split: TokenSplit | None = None
-    """The split of rows among processes; None where each process computes whole rows. `prepare` sets it."""
+    """The split of rows among processes; None if each process computes whole rows. `prepare` sets it."""
     _unscaled = False
     _skips_on_device: bool
 

@@ -154,7 +154,7 @@ class Mesh:
             work: its result must be valid for all processes of a node.
 
         Raises:
-            The first error that any node met, on every process. A `ZerobookError` names the node where there are several.
+            The first error that any node met, on every process. A `ZerobookError` names the node if there are several.
         """
         result: Any = None
         error: Exception | None = None

@@ -19,7 +19,7 @@ _SMALL = 4 * _ROW
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of all gradients, taken as one vector. Collective where they are sharded.
+    """Return the 2-norm of all gradients, taken as one vector. Collective if they are sharded.
 
     On a CPU, `torch.linalg.vector_norm` adds squares one after another in fp32 and loses up to 2e-3 on tensors of 28
     million elements, which an embedding of a real vocabulary has. Rows of 4096 lose less than 1e-8, at twice the time.

@@ -54,7 +54,7 @@ class TrainerView(Protocol):
     log: RunLog
     """the runlog; on all ranks but 0, one that writes nothing"""
     recipe_file: Path | None
-    """the file of the recipe; None where it is not known"""
+    """the file of the recipe; None if it is not known"""
 
     @property
     def progress(self) -> Progress: ...
@@ -253,7 +253,7 @@ class Hooks:
             self._end("close", trainer, first_error=first_error)
 
     def _end(self, name: str, *arguments: Any, first_error: BaseException | None) -> None:
-        """Call a method of every hook, also where an earlier hook's fails."""
+        """Call a method of every hook, also if an earlier hook's fails."""
         raises = first_error is None
         for hook in self._overriding(name):
             try:

@@ -68,7 +68,7 @@ class Measured(NamedTuple):
     """Measurements of rank 0; every rank decides from the same values."""
 
     step_seconds: float
-    """of a step with the evaluations, without saves; 0 where it is not known yet"""
+    """of a step with the evaluations, without saves; 0 if it is not known yet"""
     save_seconds: float
 
 
@@ -127,7 +127,7 @@ class AutomaticSaves:
 
     @property
     def next_step(self) -> int | None:
-        """The step after which the run saves next; None where no time of a step is known yet, and none is due by count."""
+        """The step after which the run saves next; None if no time of a step is known yet, and none is due by count."""
         # No time is known yet: only the first save, which is due by count, can be.
         if self._measured.step_seconds == 0:
             return self._early
@@ -238,7 +238,7 @@ class Timetable:
     Args:
         resumed: there is a checkpoint of the first step.
         save_seconds: an estimate, until the first save is measured.
-        held_out_batches: of the held-out data, each as large as a training step's; None where nothing is evaluated.
+        held_out_batches: of the held-out data, each as large as a training step's; None if nothing is evaluated.
         saves: False for a run that saves nothing.
     """
 
@@ -348,7 +348,7 @@ def announce_evaluations(eval_steps: Interval | str) -> str:
 
 
 def announce_saves(save_steps: Interval | str, keep: int | None) -> str:
-    """Return a line that says when the run saves, and what cannot work where it does not."""
+    """Return a line that says when the run saves, and what cannot work if it does not."""
     if save_steps == 0:
         return (
             "checkpoints: at the end only. A run that is killed cannot resume, and starts again at step 0; a spike cannot be "

@@ -21,13 +21,13 @@ class Pace:
     Evaluations and saves do not count: see `apart`.
 
     Attributes:
-        flops: operations of the model; None where they are not known.
-        peak: operations a second of all devices; None where it is not known.
+        flops: operations of the model; None if they are not known.
+        peak: operations a second of all devices; None if it is not known.
         tokens_per_second: supervised tokens, over all ranks.
         all_tokens_per_second: tokens of the rows without padding, over all ranks.
         data_wait: share of the time spent waiting for data, 0 to 1.
-        tflops: 10^12 operations of the model a second and device; None where ``flops`` is.
-        mfu: model FLOPs utilization, 0 to 1; None where ``flops`` or ``peak`` is.
+        tflops: 10^12 operations of the model a second and device; None if ``flops`` is.
+        mfu: model FLOPs utilization, 0 to 1; None if ``flops`` or ``peak`` is.
         seconds: phase of `zerobook.health.position` -> seconds since the last log point. On a GPU they are the device's: a
             phase ends when the device has done its work. Writing the log counts as ``reduce``.
         clock: measures phases on a GPU; None on a CPU.

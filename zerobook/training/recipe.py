@@ -27,7 +27,7 @@ Scorer = Callable[["Strategy", "nn.Module", int], tuple[dict[str, float], list[d
 
 
 class BatchShape(NamedTuple):
-    """The shape of a micro-batch: rows, and the tokens of each row's source (or text) and target (0 where there is none).
+    """The shape of a micro-batch: rows, and the tokens of each row's source (or text) and target (0 if there is none).
 
     ``padded``: some tokens are padding, for which an encoder-decoder needs a mask.
     """
@@ -76,7 +76,7 @@ class Recipe(ABC, Generic[ConfigT]):
         return load_model(self.config, strategy, encoder_decoder=self.encoder_decoder, quantization=quantization)
 
     def quantization(self, precision: str) -> BitsAndBytesConfig | None:
-        """Return transformers' quantisation config of the frozen weights; None where they are not quantised.
+        """Return transformers' quantisation config of the frozen weights; None if they are not quantised.
 
         Args:
             precision: precision of the run: ``no``, ``bf16`` or ``fp16``.

@@ -108,7 +108,7 @@ def _is_loaded_from(module: ModuleType, file: Path) -> bool:
 
 
 def _class_that_runs(tree: ast.Module) -> str | None:
-    """Return the name in ``run(NAME)``, where ``run`` is imported from `zerobook.training.run`; None where there is none."""
+    """Return the name in ``run(NAME)``, where ``run`` is imported from `zerobook.training.run`; None if there is none."""
     # The names that `run` is imported as.
     run_names: set[str] = set()
     for node in ast.walk(tree):

@@ -192,7 +192,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
 
 
 def _adapter_facts(base_facts: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the config of the adapter among the facts of a base; nothing where there is none."""
+    """Return the config of the adapter among the facts of a base; nothing if there is none."""
     return (base_facts or {}).get("adapter") or {}
 
 
@@ -220,7 +220,7 @@ def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: 
 
 
 def _newest_step(log: RunLog, counted_from: list[int]) -> int:
-    """Return the newest logged step of the attempt and branch ``counted_from``, or a later one; 0 where there is none."""
+    """Return the newest logged step of the attempt and branch ``counted_from``, or a later one; 0 if there is none."""
     record = next(filter(None, backwards(log.folder / STEPS)), None)
     if record is None or [record["attempt"], record["branch"]] < counted_from:
         return 0

@@ -80,7 +80,7 @@ class Recovery:
         else:
             progress.skip_ranges = skip_ranges
             progress.rate_cuts = rate_cuts
-            # It begins at the next step, also where nothing is left out.
+            # It begins at the next step, also if nothing is left out.
             state.build_loader()
         if left_out and state.end_step < state.total_steps:
             self.say(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")

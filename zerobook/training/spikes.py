@@ -34,7 +34,7 @@ class SpikeHandler:
         total_steps: of the run; None if they are not known.
 
     Attributes:
-        cause: number of the event that led to the last decision; None where there is none.
+        cause: number of the event that led to the last decision; None if there is none.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Trackers(Hook):
 
 
 def _read_identities(file: Path) -> dict[str, str]:
-    """Return the trackers' own ids of the run; nothing where there are none that can be read."""
+    """Return the trackers' own ids of the run; nothing if there are none that can be read."""
     try:
         return {name: str(identity) for name, identity in read_json(file).items()}
     except FileNotFoundError:

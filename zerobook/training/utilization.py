@@ -34,7 +34,7 @@ class ModelFlops:
 def model_flops(strategy: Strategy) -> ModelFlops | None:
     """Return the operations of a token in the prepared model.
 
-    None where a token does not pass all weights (encoder-decoders, experts), or where their number is not that of the
+    None if a token does not pass all weights (encoder-decoders, experts), or if their number is not that of the
     parameters (quantised models).
     """
     model: Any = strategy.unwrapped

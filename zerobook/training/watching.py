@@ -31,7 +31,7 @@ NCCL have. It comes last: it asks the device, which may not answer."""
 
 @contextmanager
 def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]:
-    """Return a context in which the ranks watch each other; None where ``hang_timeout`` is 0. Collective."""
+    """Return a context in which the ranks watch each other; None if ``hang_timeout`` is 0. Collective."""
     position.reset()
     if not config.hang_timeout:
         yield None

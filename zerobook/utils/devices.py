@@ -19,7 +19,7 @@ class Device:
         fp32: operations a second in fp32, without tensor cores: by default, torch does not use TF32.
         bandwidth: bytes a second of its memory.
         link: bytes a second to every other GPU of its node, each way.
-        pcie: bytes a second over PCIe, each way; ``link`` where there is no NVLink.
+        pcie: bytes a second over PCIe, each way; ``link`` if there is no NVLink.
         drivers: its names as ``torch.cuda.get_device_name`` gives them, without the leading ``NVIDIA``.
         bf16: whether it computes in bf16.
         fused: whether flash attention runs on it.
@@ -48,7 +48,7 @@ class Device:
 
     @property
     def nvlink(self) -> bool:
-        """True where NVLink joins all GPUs of a node. A bridge joins pairs of cards and is not counted."""
+        """True if NVLink joins all GPUs of a node. A bridge joins pairs of cards and is not counted."""
         return self.link > self.pcie
 
     def speed_of(self, name: str, memory: int) -> Device:
@@ -135,11 +135,11 @@ DEVICES = {
     )
 }
 _SLICES = {"a30": 4}
-"""Number of compute slices into which MIG divides a card, where it is not 7. Memory is divided into eighths."""
+"""Number of compute slices into which MIG divides a card, if it is not 7. Memory is divided into eighths."""
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device with a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None where it is not in `DEVICES`.
+    """Return the device with a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in `DEVICES`.
 
     For a MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, return the slice: its share of the compute slices and
     of the memory, linked by PCIe, since MIG instances reach no other GPU directly.

@@ -1,6 +1,6 @@
 """NVIDIA GPUs that this process may use, found without torch, and the reason why torch does not see them.
 
-torch reports "no GPU" equally where there is none, where the driver is too old for it, and where it was built without CUDA.
+torch reports "no GPU" if there is none, if the driver is too old for it, and if torch was built without CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def unused(torch_version: str, built_for: str | None) -> str | None:
-    """Return which GPUs torch does not see, and why; None where there are none or where the environment hides them.
+    """Return which GPUs torch does not see, and why; None if there are none or if the environment hides them.
 
     Call it where torch sees no GPU.
 

@@ -62,7 +62,7 @@ def _set_by_user(environment: Mapping[str, str]) -> bool:
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Return the bytes of the weights in a folder's safetensors files once loaded, 0 where there are none.
+    """Return the bytes of the weights in a folder's safetensors files once loaded, 0 if there are none.
 
     Args:
         dtype: that floats are loaded in: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the files' own.

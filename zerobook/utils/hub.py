@@ -86,7 +86,7 @@ def commit(name: str, revision: str) -> str | None:
 
 
 def folder(name: str, revision: str) -> Path | None:
-    """Return where a model's files are on this machine: ``name`` itself, or in the hub's cache; None where they are not."""
+    """Return where a model's files are on this machine: ``name`` itself, or in the hub's cache; None if they are not."""
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache

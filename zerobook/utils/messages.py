@@ -204,7 +204,7 @@ class SignedStore:
         self._store.set(key, self._signature(key, value.encode()).decode() + value)
 
     def get(self, key: str) -> bytes:
-        """Return the value; empty where it is not signed with the secret."""
+        """Return the value; empty if it is not signed with the secret."""
         return self._verified(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

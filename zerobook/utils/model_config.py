@@ -1,4 +1,4 @@
-"""Facts from a transformers config, also where it is composed of the configs of several models."""
+"""Facts from a transformers config, also if it is composed of the configs of several models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def text_config(config: Any) -> Any:
 
 
 def hidden_width(config: Any) -> int:
-    """Return the width of the text model's layers, the largest where there are several; 0 where the config names none."""
+    """Return the width of the text model's layers, the largest if there are several; 0 if the config names none."""
     for candidate in (config, text_config(config)):
         width = getattr(candidate, "hidden_size", None)
         if width:

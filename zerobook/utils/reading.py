@@ -40,7 +40,7 @@ def read_text(file: str | Path, errors: str = "strict", *, may_be_pipe: bool = F
         may_be_pipe: also read a pipe, which a person named on the command line. This waits for whoever writes into it.
 
     Raises:
-        OSError: also where it is not a regular file, or is larger than `MOST_BYTES`.
+        OSError: also if it is not a regular file, or is larger than `MOST_BYTES`.
         UnicodeDecodeError: it is not UTF-8.
     """
     with open(file, "rb") if may_be_pipe else open_regular(file) as handle:
@@ -68,7 +68,7 @@ def read_safetensors_header(file: Path) -> bytes:
     """Return the header of a safetensors file: JSON with the names, shapes and dtypes of its tensors.
 
     Raises:
-        OSError: also where the file is not a regular file, or says that its header is larger than headers are.
+        OSError: also if the file is not a regular file, or says that its header is larger than headers are.
     """
     with open_regular(file) as handle:
         # The first 8 bytes are the header's length.

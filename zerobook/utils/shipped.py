@@ -61,5 +61,5 @@ def find(name: str, folder: str, *, beside: Path = Path()) -> Path:
 
 
 def clone() -> Path | None:
-    """Return the root of the clone that this code is run from; None where it was installed from a wheel."""
+    """Return the root of the clone that this code is run from; None if it was installed from a wheel."""
     return None if _INSTALLED.exists() else _PACKAGE.parent

@@ -91,7 +91,7 @@ def kill_family(process: subprocess.Popen) -> None:
 def last_error(text: str) -> str:
     """Return the line of a failed run's output that names the error. torchrun's own summary does not."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
-    # A line of code in a traceback is taken only where there is nothing better.
+    # A line of code in a traceback is taken only if there is nothing better.
     messages = [line for line in lines if not line.startswith("raise ")] or lines
     if not messages:
         return "it said nothing of an error"

@@ -107,7 +107,7 @@ def count(number: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where it is not 1.
+    """Return a number with its noun, in the plural if it is not 1.
 
     >>> counted(1, "process"), counted(2, "process"), counted(1200, "step"), counted(0, "batch")
     ('1 process', '2 processes', '1,200 steps', '0 batches')

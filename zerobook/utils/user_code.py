@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def problem(key: str, spec: str) -> str | None:
-    """Return why ``spec`` cannot be loaded, as far as can be checked without running it; None where no problem is found.
+    """Return why ``spec`` cannot be loaded, as far as can be checked without running it; None if no problem is found.
 
     Args:
         key: the config key that holds it, with which the sentence begins.
@@ -112,7 +112,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _make_importable(*folders: Path) -> None:
-    """Add folders to Python's path, where they are not there yet.
+    """Add folders to Python's path, if they are not there yet.
 
     Of accelerate's launchers, DeepSpeed's alone does so with the working folder. Under every launcher it is the same from here.
     """

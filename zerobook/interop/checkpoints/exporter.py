@@ -165,7 +165,7 @@ def _settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def _log_history(checkpoint: Path) -> list[dict[str, Any]]:
-    """Return the steps of the run up to its checkpoint, as transformers logs them; nothing where the log is elsewhere."""
+    """Return the steps of the run up to its checkpoint, as transformers logs them; nothing if the log is elsewhere."""
     run = checkpoint.absolute().parent.parent
     if not (run / "runlog").is_dir():
         return []

@@ -32,7 +32,7 @@ class Source:
     settings: dict[str, Any]
     """settings of the optimizer's first group: ``lr`` of the next step, ``initial_lr`` of the schedule's peak, and others"""
     group_count: int
-    """groups of weights in the optimizer, which have settings of their own; 0 where it is not known"""
+    """groups of weights in the optimizer, which have settings of their own; 0 if it is not known"""
     parts: list[Iterable[Piece]]
     """pieces, in parts that can be read at the same time; each is read when it is asked for"""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Position:
     epoch: float = 0.0
     """passes over the data"""
     total_steps: int = 0
-    """length of the schedule; 0 where it is not recorded"""
+    """length of the schedule; 0 if it is not recorded"""
     log_history: list[dict[str, Any]] = field(default_factory=list)
     """what was logged, in transformers' words"""
 
@@ -81,7 +81,7 @@ def require_adamw(path: Path, state: Iterable[str]) -> None:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises `CheckpointError` where there is none."""
+    """Return the object in a JSON file. Raises `CheckpointError` if there is none."""
     try:
         content = read_json(file)
     except (OSError, ValueError) as error:

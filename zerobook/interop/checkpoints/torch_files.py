@@ -28,7 +28,7 @@ WEIGHT_FILES = (
 
 
 def find_optimizer(folder: Path) -> Path | None:
-    """Return the file of the optimizer's state in a folder; None where there is none."""
+    """Return the file of the optimizer's state in a folder; None if there is none."""
     return next((folder / name for name in OPTIMIZER_FILES if (folder / name).exists()), None)
 
 

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks in a ``global_stepN``, in order; none where it is no such folder."""
+    """Return the files of the ranks in a ``global_stepN``, in order; none if it is not such a folder."""
     files = {}
     for file in folder.glob("*_optim_states.pt"):
         match = _RANK_FILE.match(file.name)

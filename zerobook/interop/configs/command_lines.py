@@ -24,7 +24,7 @@ PROGRAMS = {
     "run_summarization.py": ("trainer", "", "seq2seq_chatbot"),
     "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
 }
-"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe where that is known)."""
+"""Program or script -> (value of ``--from``, the word that trains, stem of the recipe if that is known)."""
 
 
 class Command(NamedTuple):
@@ -74,7 +74,7 @@ def read_command(words: list[str]) -> Command:
 
 
 def find_program(words: list[str]) -> int | None:
-    """Return where the trainer's program is: the first word, or a script behind its launcher. None where there is none."""
+    """Return where the trainer's program is: the first word, or a script behind its launcher. None if there is none."""
     if words and Path(words[0]).name in PROGRAMS:
         return 0
     return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
@@ -104,7 +104,7 @@ def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """Return a word as YAML reads it; the text where that is no YAML."""
+    """Return a word as YAML reads it; the text if it is not YAML."""
     try:
         return load_bounded(text)
     except (yaml.YAMLError, ValueError):

@@ -38,7 +38,7 @@ class Foreign:
         self.strategy: dict[str, Any] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a key's value; the trainer's default where it is not set or null."""
+        """Return a key's value; the trainer's default if it is not set or null."""
         value = self.config.get(key)
         if value is None:
             value = self.table.defaults.get(key, default)

@@ -109,7 +109,7 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
         config: its content.
         file: where it is, for paths that are relative to it.
         trainer: a key of `TRAINERS`.
-        recipe: stem of the recipe's file, where it is known already.
+        recipe: stem of the recipe's file, if it is known already.
 
     Raises:
         Refused: no recipe trains what it trains.

@@ -133,7 +133,7 @@ def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
 
 
 def choose(foreign: Foreign) -> Strategy:
-    """Return the strategy file of a config; DDP where it has none. Adds a DeepSpeed JSON to the files to write."""
+    """Return the strategy file of a config; DDP if it has none. Adds a DeepSpeed JSON to the files to write."""
     config = foreign.strategy.get("deepspeed")
     if config is None:
         name = foreign.strategy.get("name", DDP)

@@ -28,7 +28,7 @@ class Mark:
     symbol: str
     """one character, which is drawn"""
     step: Callable[[Event], int | None] = step_of
-    """returns the step at which the event is drawn; None where it is not drawn"""
+    """returns the step at which the event is drawn; None if it is not drawn"""
 
 
 @dataclass(kw_only=True)
