@@ -287,7 +287,8 @@ def test_twenty_saves_and_loads_do_not_grow_memory(tmp_path):
     process.start()
     sizes = queue.get()
     process.join()
-    assert sizes[-1] < 1.01 * max(sizes[:5]), f"anonymous memory over 25 rounds, kB: {sizes}"
+    # One tensor that each round left behind would be 80 MB. Saves in another thread move the heap's end by a few tensors.
+    assert sizes[-1] < max(sizes[:5]) + 20_000, f"anonymous memory over 25 rounds, kB: {sizes}"
 
 
 def _save_once(folder, queue):
