@@ -28,7 +28,7 @@ MOST_ROW = 256 << 20
 """Bytes of a row, as of a line in other files."""
 MOST_TOTAL = 1 << 30
 MOST_EXPANSION = 10_000
-"""A file is refused that decompresses to more than `MOST_TOTAL` bytes, and to so many times its own size."""
+"""A file is refused if it decompresses to more than `MOST_TOTAL` bytes, and to more than this many times its own size."""
 _BATCH_ROWS = 256
 _BATCH_SIZE = 64 << 20
 _PIECE = 16 << 20

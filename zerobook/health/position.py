@@ -35,7 +35,7 @@ FINISHED_PHASES = ("ended", "failed")
 FIRST_STEP_FACTOR = 4.0
 """Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
 LONGEST_FACTOR = 2.0
-"""A phase may take so many times as long as it has taken before, though that is longer than its limit: a large model on a CPU,
+"""A phase may take this many times as long as before, even if that is longer than its limit: a large model on a CPU,
 or an optimizer's state on NVMe, makes every step slow."""
 
 

@@ -9,13 +9,13 @@ from zerobook.health.judge import Beat
 from zerobook.health.position import Window
 
 SLOW_RANK_RATIO = 2.0
-"""A rank is slow if it takes so many times as long as a typical one ..."""
+"""A rank is slow if it takes this many times as long as a typical rank ..."""
 MIN_STEP_SHARE = 0.1
 """... and the difference is this share of the time of a step ..."""
 MIN_DIFFERENCE_S = 0.01
-"""... and so many seconds: in steps of milliseconds, the operating system's other work alone makes such differences."""
+"""... and this many seconds: in steps of milliseconds, other work of the operating system alone makes such shares."""
 MIN_STEPS = 5
-"""Steps over which ranks are compared: in a single one, any other program can hold up a rank."""
+"""Steps over which ranks are compared: in a single step, any other program can delay a rank."""
 MAX_NAMED_RANKS = 8
 """Ranks that a sentence names."""
 

@@ -117,7 +117,7 @@ def _dropped_flags(typed: argparse.Namespace, strategy: str) -> Iterator[str]:
 
 
 def _one_process(args: argparse.Namespace, distributed_type: str | None, processes: int, machines: int) -> str:
-    """Return the problem of a launch that would train in one process a machine, where more were asked for."""
+    """Return the problem of a launch that would train in one process per machine, although more were requested."""
     size = f"num_machines is {machines}"
     if processes > 1:
         size = f"num_processes is {processes}"

@@ -20,7 +20,7 @@ SECONDS = 0.2
 REPEATS = 3
 """Measurements of a link. It counts as slow only if all of them say so."""
 SLOW = 4.0
-"""A link is slow if another one of its kind is so many times as fast."""
+"""A link is slow if another link of its kind is this many times as fast."""
 
 
 Measurement = tuple[int, float, float]
@@ -98,7 +98,7 @@ def _turn(rank: int, size: int) -> int:
 
 
 class Link(NamedTuple):
-    """A link of the ring. ``rate``: bytes a second. ``free_rate``: without the time in which an end waited for a core."""
+    """A link of the ring. ``rate``: bytes per second. ``free_rate``: without the time in which an end waited for a core."""
 
     sender: str
     receiver: str
@@ -155,7 +155,7 @@ def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
 
 
 def speed(rate: float) -> str:
-    """Return bytes a second as bits a second, as links are named.
+    """Return bytes per second as bits per second, as links are named.
 
     >>> speed(1.25e9), speed(1.25e6), speed(3e4)
     ('10 Gbit/s', '10 Mbit/s', '0.24 Mbit/s')

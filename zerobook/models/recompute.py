@@ -30,8 +30,8 @@ _ATTENTION = (
     "zerobook::attention",  # the planner's, in place of those above
 )
 _WIDENING = 8
-"""A product whose result is more than so many times as wide as the sum that makes it is cheap, and is computed again: the
-second product of an adapter."""
+"""A product is cheap, and is recomputed, if its result is more than this many times as wide as the dimension that it sums over.
+The second product of an adapter is such a product."""
 
 
 def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0) -> None:

@@ -242,7 +242,7 @@ class RecoveryPolicy:
         return trouble
 
     def _next_action(self, earlier: Sequence[ActionKind], abandoned: int) -> ActionKind:
-        """Return the action after ``earlier`` ones, where going back abandons so many steps."""
+        """Return the action after the ``earlier`` actions, if going back abandons ``abandoned`` steps."""
         if self.on_spike == "lower_rate":
             return "lower_rate"
         order = list(self.order)

@@ -103,7 +103,7 @@ class SpikeMonitor:
 
     @property
     def has_lost_weights(self) -> bool:
-        """True if the loss has not been finite for so many steps that the weights cannot be."""
+        """True if the loss has not been finite in the last ``patience`` steps, so that the weights cannot be finite."""
         newest = list(self._history)[-self.settings.patience :]
         not_finite = [point for point in newest if not math.isfinite(point.loss)]
         return len(not_finite) == self.settings.patience

@@ -40,7 +40,7 @@ RATES = {
     "bloom": PublishedRate(1.5, 384, 7, "BLOOM on A100, arXiv:2211.05100, section 3.4: 1 to 2 GPU failures a week"),
 }
 WRITE_RATE = 0.5e9
-"""Assumed bytes a second that a node writes of a checkpoint, as a run assumes before its first save."""
+"""Assumed bytes per second that a node writes of a checkpoint, as a run assumes before its first save."""
 RESTART_SECONDS = 300.0
 """Assumed time from a failure until the run trains again: noticing it, starting processes, loading the checkpoint."""
 _LARGEST_EXPONENT = 700.0

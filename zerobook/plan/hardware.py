@@ -21,14 +21,14 @@ Parsed = TypeVar("Parsed")
 NETWORK = 0.64
 """Share of a network's listed bandwidth that collectives get."""
 LINKS = 0.66
-"""Share of the links' listed bytes a second that collectives get inside a node."""
+"""Share of the links' listed bytes per second that collectives get inside a node."""
 THROUGH_HOST = 3.5e9
 """Bytes a second that collectives get over PCIe where GPUs send through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster of ``nodes`` nodes with ``gpus`` GPUs each. Rates are bytes a second."""
+    """A cluster of ``nodes`` nodes with ``gpus`` GPUs each. Rates are bytes per second."""
 
     gpus: int
     nodes: int = 1
@@ -58,7 +58,7 @@ class Cluster:
         return "bf16" if self.device.bf16 else "fp16"
 
     def rate(self, name: str) -> float:
-        """Return the bytes a second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
+        """Return the bytes per second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
         measured one."""
         rate = self.link
         share = LINKS

@@ -78,7 +78,7 @@ class Job:
     """A recipe with its model's config. ``name`` is the model's name in tables.
 
     ``whole_logits`` and ``is_plain`` are for runs of other programs. They compute the loss from all logits at once, and train a
-    model as transformers and peft build it: in the dtype that it is loaded in, and without kernels of ours.
+    model as transformers and peft build it: in the dtype that it is loaded in, and without Zerobook's own kernels.
     """
 
     recipe: Recipe[Any]

@@ -19,14 +19,14 @@ from zerobook.plan.work import Product, Work
 from zerobook.utils.devices import Device
 
 FP32_SHARE = 0.75
-"""Share of the listed fp32 operations a second that large products reach."""
+"""Share of the listed fp32 operations per second that large products reach."""
 HALF_RATE_ROWS = 90
 HALF_RATE_WIDTH = 125
 """Rows, and depth and columns, at which a product reaches half of its rate: smaller ones leave tiles of the GPU empty."""
 SMALL_TILES = 0.3
 """Factor of these sizes for fp32 and for many products at once, whose tiles are smaller."""
 FP32_ATTENTION_SHARE = 0.5
-"""Share of the listed fp32 operations a second that the attention kernels for fp32 reach."""
+"""Share of the listed fp32 operations per second that the attention kernels for fp32 reach."""
 HALF_RATE_LENGTH = 256
 """Tokens of a row at which attention reaches half of its rate."""
 MEMORY_SHARE = 0.82
@@ -50,7 +50,7 @@ NVME_BYTES_PER_S = 3e9
 """Rate of a node's NVMe disk, which its ranks share."""
 RATE_RANGE = (0.84, 1.06)
 NODES_RATE_RANGE = (0.7, 1.02)
-"""Lowest and highest tokens a second to expect, relative to the planned ones: the 10th and 90th percentile of published over
+"""Lowest and highest tokens per second to expect, relative to the planned ones: the 10th and 90th percentile of published over
 planned rates (docs/measured/plan_accuracy.md). The second is for several nodes, whose networks differ more than their listed
 rates: it has the percentiles of 99 such runs. 12 of them are planned too fast by more than a quarter, and 12 of 261 on one node
 are further off than that.

@@ -53,7 +53,7 @@ class Row:
     checkpoints: int | None = 1
     time: StepSeconds | None = None
     tokens_per_step: int = 0
-    # lowest and highest tokens a second to expect, relative to the planned ones
+    # lowest and highest tokens per second to expect, relative to the planned ones
     rate_range: tuple[float, float] = (1.0, 1.0)
     # Of published runs with such a plan, some ran and some ran out of memory.
     tight: bool = False
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Lowest and highest tokens a second to expect."""
+        """Lowest and highest tokens per second to expect."""
         low, high = self.rate_range
         return low * self.tokens_per_second, high * self.tokens_per_second
 
@@ -346,7 +346,7 @@ def plan_recipe(
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, the best first: rows that fit, by tokens a second; then the others, by how much memory they need.
+    """Return the rows, the best first: rows that fit, by tokens per second; then the others, by how much memory they need.
     Rows whose states alone do not fit come after rows that would fit with smaller activations."""
 
     fastest = max((row.tokens_per_second for row in rows if row.fits), default=0.0)

@@ -388,7 +388,7 @@ PHASES = {
 
 
 def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
-    """Return phase -> (steps, ms a step) of all log points that say so."""
+    """Return phase -> (steps, ms per step) of all log points that say so."""
     # Of steps that were done again, the last time counts.
     by_last_step = {event["steps"][1]: event for event in history.of("metrics") if event.get("seconds")}
     log_points = sorted(by_last_step.values(), key=lambda event: event["steps"][1])

@@ -1,4 +1,4 @@
-"""When a run evaluates and saves: every so many steps, at each epoch's end, or by the measured time."""
+"""When a run evaluates and saves: every N steps, at each epoch's end, or by the measured time."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from zerobook.training.utilization import ModelFlops, model_flops, peak_flops
 
 
 class Pace:
-    """Measures tokens a second, the share of the time that the run waits for data, and the use of the devices.
+    """Measures tokens per second, the share of the time that the run waits for data, and the use of the devices.
 
     Evaluations and saves do not count: see `apart`.
 
     Attributes:
         flops: operations of the model; None if they are not known.
-        peak: operations a second of all devices; None if it is not known.
+        peak: operations per second of all devices; None if it is not known.
         tokens_per_second: supervised tokens, over all ranks.
         all_tokens_per_second: tokens of the rows without padding, over all ranks.
         data_wait: share of the time spent waiting for data, 0 to 1.

@@ -26,7 +26,7 @@ IDENTITIES = "trackers.json"
 class Trackers(Hook):
     """Logs the last step of each log point, evaluations, and messages of the spike monitor.
 
-    Trackers take no step number twice, so theirs never goes back: it counts the steps that were abandoned too.
+    Trackers accept each step number once, so their step number never goes back: it also counts the abandoned steps.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig, *, resumed: bool):

@@ -79,7 +79,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
 
 
 def peak_flops(strategy: Strategy) -> float | None:
-    """Return the operations a second of all ranks' devices by their data sheet; None for an unknown device.
+    """Return the operations per second of all ranks' devices by their data sheet; None for an unknown device.
 
     In fp32 it is the rate without tensor cores, as torch computes by default.
     """

@@ -1,4 +1,4 @@
-"""GPUs with their manufacturer's figures: memory, operations a second, and bandwidths. Imports nothing heavy."""
+"""GPUs with their manufacturer's figures: memory, operations per second, and bandwidths. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Device:
 
     Args:
         memory: bytes that programs can allocate.
-        flops: dense operations a second in half precision, on tensor cores.
-        fp32: operations a second in fp32, without tensor cores: by default, torch does not use TF32.
-        bandwidth: bytes a second of its memory.
-        link: bytes a second to every other GPU of its node, each way.
-        pcie: bytes a second over PCIe, each way; ``link`` if there is no NVLink.
+        flops: dense operations per second in half precision, on tensor cores.
+        fp32: operations per second in fp32, without tensor cores: by default, torch does not use TF32.
+        bandwidth: bytes per second of its memory.
+        link: bytes per second to every other GPU of its node, each way.
+        pcie: bytes per second over PCIe, each way; ``link`` if there is no NVLink.
         drivers: its names as ``torch.cuda.get_device_name`` gives them, without the leading ``NVIDIA``.
         bf16: whether it computes in bf16.
         fused: whether flash attention runs on it.
@@ -59,8 +59,8 @@ class Device:
 def _device(
     name: str, drivers: str, gib: float, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: float
 ) -> Device:
-    """Return a device. ``gib`` is in 2^30 bytes; other figures are in the units of data sheets: 10^12 operations a second, and
-    GB a second."""
+    """Return a device. ``gib`` is in 2^30 bytes. Other figures are in the units of data sheets: 10^12 operations per second,
+    and GB per second."""
     return Device(
         name=name,
         memory=int(gib * 2**30),

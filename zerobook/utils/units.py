@@ -37,7 +37,8 @@ def parse_bytes(text: str, key: str) -> int:
 
 
 def parse_rate(text: str, key: str) -> float:
-    """Return bytes a second. The case of the b matters: ``400Gbps`` and ``400Gb/s`` are bits, ``50GBps`` and ``50GB/s`` bytes.
+    """Return bytes per second. The case of the b matters: ``400Gbps`` and ``400Gb/s`` are bits, ``50GBps`` and ``50GB/s`` are
+    bytes.
 
     Raises:
         ConfigError: as `parse_bytes`; or all letters are lower case, as in ``50gb/s``, which people use for both.

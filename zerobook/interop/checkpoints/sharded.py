@@ -1,4 +1,4 @@
-"""Sharded state dicts of ``torch.distributed.checkpoint``, as FSDP saves them: each chunk becomes a piece of ours."""
+"""Sharded state dicts of ``torch.distributed.checkpoint``, as FSDP saves them: each chunk becomes a piece here."""
 
 from __future__ import annotations
 

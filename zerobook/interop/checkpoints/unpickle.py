@@ -1,4 +1,4 @@
-"""Files that other trainers pickled, read without running code of theirs.
+"""Files that other trainers pickled, read without running their code.
 
 torch's ``weights_only`` loader makes tensors and plain values. The few classes that checkpoints need besides are replaced by
 classes of this module, which hold values and do nothing. A file that names any other class is refused.
