@@ -17,6 +17,7 @@ from transformers import Seq2SeqTrainingArguments, get_scheduler
 from zerobook.cli.main import main
 from zerobook.config import read
 from zerobook.interop.configs import command_lines, data, importer, strategies, table, translations
+from zerobook.interop.configs.account import account_text
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
 from zerobook.launch.by_name import written_out
 from zerobook.training.recipe_file import recipe_class
@@ -387,7 +388,94 @@ def test_all_weights_are_trained_where_llamafactory_says_full(tmp_path):
     assert result.recipe == "causal_lm" and result.values["block_size"] == 512
 
 
+# --- values of other types than usual
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "value", "flag"),
+    [
+        ("trl", "use_peft", "true", "adapter"),
+        ("llamafactory", "quantization_bit", "4", "load_in_4bit"),
+        ("axolotl", "evals_per_epoch", "4", "eval_steps"),
+        ("axolotl", "warmup_steps", "10", "num_warmup_steps"),
+    ],
+)
+def test_a_number_or_a_boolean_in_quotes_is_one(trainer, key, value, flag):
+    base = {"trl": HANDBOOK, "llamafactory": {"model_name_or_path": "m"}, "axolotl": AXOLOTL}[trainer]
+    quoted = imported(base | {key: value}, trainer)
+    plain = imported(base | {key: yaml.safe_load(value)}, trainer)
+    assert quoted.values == plain.values and quoted.values[flag]
+    assert not quoted.changes_training
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "key", "kind"),
+    [
+        ("trl", {"dataset_name": ["a", "b"]}, "dataset_name", NOT_POSSIBLE),
+        ("trl", {"model_init_kwargs": {"use_cache": False}}, "model_init_kwargs.use_cache", NO_EFFECT),
+        ("trl", {"datasets": [{"path": "a", "columns": ["messages"]}]}, "datasets[0].columns", TRANSLATED),
+        ("trl", {"datasets": [{"path": "a", "odd": 1}]}, "datasets[0].odd", UNKNOWN),
+        ("axolotl", {"reward_model": False}, "reward_model", DEFAULT),
+        ("axolotl", {"plugins": "axolotl.integrations.liger.LigerPlugin"}, "plugins", TRANSLATED),
+        ("axolotl", {"datasets": [{"path": "a", "type": "alpaca", "shards": 10}]}, "datasets[0].shards", NOT_POSSIBLE),
+        ("axolotl", {"datasets": [{"path": "a", "type": "alpaca", "odd": {"x": 1}}]}, "datasets[0].odd.x", UNKNOWN),
+        ("torchtune", {"dataset": {"_component_": INSTRUCT, "source": "a", "odd": 1}}, "dataset.odd", UNKNOWN),
+        (
+            "torchtune",
+            {"dataset": {"_component_": INSTRUCT, "source": "a", "conversation_column": "turns"}},
+            "dataset.conversation_column",
+            NOT_POSSIBLE,
+        ),
+    ],
+)
+def test_nothing_that_is_in_or_beside_known_keys_is_left_out_in_silence(trainer, config, key, kind):
+    result = imported(config, trainer)
+    assert kinds_of(result)[key] == kind
+    assert result.changes_training == (kind in (NOT_POSSIBLE, UNKNOWN))
+
+
+def test_a_config_of_an_encoder_decoder_becomes_that_recipe():
+    result = imported({"model_name_or_path": "org/t5", "max_source_length": 512, "source_prefix": "summarize: "}, "trainer")
+    assert (result.recipe, result.values["source_prefix"]) == ("seq2seq_chatbot", "summarize: ")
+
+
+def test_the_account_has_no_tokens_of_accounts():
+    result = imported(HANDBOOK | {"hub_token": "hf_abcdef", "eos_token": "<|end|>"})
+    text = account_text(result)
+    assert "hf_abcdef" not in text and "<|end|>" in text
+
+
 # --- command lines
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--source_prefix", "summarize: "], "source_prefix", "summarize: "),
+        (["--source_prefix=summarize: "], "source_prefix", "summarize: "),
+        (["--no_gradient_checkpointing"], "gradient_checkpointing", False),
+        (["--no-bf16", "--seed", "1"], "bf16", False),
+        (["--no_cuda"], "no_cuda", True),
+        (["--learning_rate", "-1"], "learning_rate", -1),
+        (["--datasets", "[{path: a}]"], "datasets", [{"path": "a"}]),
+    ],
+)
+def test_a_flag_has_the_value_that_the_other_trainer_gives_it(words, key, value):
+    command = command_lines.read_command(["trl", "sft", "--model_name_or_path", "m", *words])
+    assert command.config[key] == value
+
+
+def test_words_that_are_no_flags_are_in_the_account():
+    command = command_lines.read_command(["trl", "sft", "stray", "--model_name_or_path", "m"])
+    result = importer.import_config(*command[:3])
+    assert [line.kind for line in result.lines if "stray" in line.key] == [UNKNOWN]
+
+
+def test_variables_of_the_environment_may_come_before_the_program():
+    words = "CUDA_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 swift sft --model m --dataset d"
+    command = command_lines.read_command(words.split())
+    assert command.trainer == "ms-swift"
+    assert importer.import_config(*command[:3]).foreign.processes == 2
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def import_foreign(argv: list[str]) -> int:
         trainer = flags.trainer or recognise(config, flags.file)
         command = Command(config=config, file=Path(flags.file).expanduser(), trainer=trainer, recipe="")
     folder = Path(flags.output or f"{command.file.stem}_imported").expanduser()
-    _check_folder(folder)
+    # No file is overwritten.
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"--output: {folder} exists and is not empty. Nothing was written. Name another folder.")
     imported = import_config(command.config, command.file, command.trainer, recipe=command.recipe)
     write(imported, folder)
     words = shlex.join(launch_words(imported, folder))
@@ -66,12 +68,6 @@ def import_foreign(argv: list[str]) -> int:
         return 0
     say("\nA key that may change the training has no counterpart: see NOT POSSIBLE and UNKNOWN. The files are without it.")
     return 1
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise `ConfigError` if a file would be overwritten."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--output: {folder} exists and is not empty. Nothing was written. Name another folder.")
 
 
 def write(imported: Imported, folder: Path) -> None:

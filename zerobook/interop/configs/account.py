@@ -58,7 +58,9 @@ def _by_sentence(lines: list[Line]) -> list[str]:
 
 
 def _key(line: Line) -> str:
-    text = f"{line.key}: {_shown(line.value)}"
+    # An account may be shown to others.
+    is_secret = re.search(r"(hub|auth|swanlab|wandb)_?(token|api_key)$|^token$", line.key) and line.value
+    text = f"{line.key}: {'***' if is_secret else _shown(line.value)}"
     separator = "  ->  "
     for flag, value in line.flags.items():
         # The same name and the same value need no arrow.

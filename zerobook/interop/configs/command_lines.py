@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,9 @@ def read_command(words: list[str]) -> Command:
         file = Path(str(config_file)).expanduser()
         config = read_mapping(str(config_file), "config", load_bounded)
     config |= flags
-    launcher = dict(_flags(words[:position]))
+    # Before the flags are the launcher's own name, and variables of the environment.
+    launcher = dict(_flags([word for word in words[:position] if "=" in word and not word.startswith("-")]))
+    launcher |= _flags(list(dropwhile(lambda word: not word.startswith("--"), words[:position])))
     launcher.pop("", None)
     if launcher:
         config["launcher"] = launcher
@@ -75,37 +78,48 @@ def read_command(words: list[str]) -> Command:
 
 def find_program(words: list[str]) -> int | None:
     """Return where the trainer's program is: the first word, or a script behind its launcher. None if there is none."""
-    if words and Path(words[0]).name in PROGRAMS:
-        return 0
+    # Variables of the environment may come before it.
+    first = next((index for index, word in enumerate(words) if not re.match(r"\w+=", word)), None)
+    if first is not None and Path(words[first]).name in PROGRAMS:
+        return first
     return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each flag, of each ``key=value``, and of a YAML or JSON file under an empty name."""
+    """Yield name and value of each flag, of each ``key=value``, of a YAML or JSON file under an empty name, and other words."""
     index = 0
     while index < len(words):
         name, has_value, text = words[index].partition("=")
         values = [text] if has_value else []
         index += 1
         if not name.startswith("--"):
-            if has_value and re.fullmatch(r"[a-z_.]+", name):
-                yield name, _value(text)
+            if has_value and re.fullmatch(r"[\w.]+", name):
+                yield name.lower(), _value(text)
             elif name.endswith((".yaml", ".yml", ".json")):
                 yield "", name
+            else:
+                # No table has it, so that it is not left out in silence.
+                yield f"the word {name}", True
             continue
         while not has_value and index < len(words) and not words[index].startswith("--"):
             values.append(words[index])
             index += 1
+        name = name.lstrip("-").replace("-", "_")
         # A flag alone is true, and several words are a list.
         parsed: Any = [_value(value) for value in values] or True
         if len(values) == 1:
             parsed = parsed[0]
-        yield name.lstrip("-").replace("-", "_"), parsed
+        # transformers' parser makes such a flag for each setting that is true by default.
+        if parsed is True and name.startswith("no_") and name != "no_cuda":
+            name = name.removeprefix("no_")
+            parsed = False
+        yield name, parsed
 
 
 def _value(text: str) -> Any:
-    """Return a word as YAML reads it; the text if it is not YAML."""
+    """Return a word as YAML reads it; the text if it is not YAML, or a mapping without braces, such as ``summarize: ``."""
     try:
-        return load_bounded(text)
+        value = load_bounded(text)
     except (yaml.YAMLError, ValueError):
         return text
+    return text if isinstance(value, dict) and not text.startswith("{") else value

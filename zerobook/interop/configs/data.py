@@ -32,6 +32,8 @@ _SPLIT = r"[^+\[(]+(\[-?\d*%?:-?\d*%?\])?"
 
 def path_of(foreign: Foreign, name: Any) -> str:
     """Return a data set's name on the hub, or the absolute path of one that is here."""
+    if not isinstance(name, str | int):
+        raise NoCounterpart("A data set is one name, file or folder here. Write several as entries of datasets.")
     path = foreign.locate(str(name))
     return str(name) if path is None else str(path.absolute())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.interop.configs.table import Entry, Table
+from zerobook.utils.yaml_text import load_bounded
 
 
 class NoCounterpart(Exception):
@@ -17,7 +18,7 @@ class Foreign:
     """The config, and what its import gathers besides the recipe's values.
 
     Attributes:
-        config: its content, with numbers in place of texts such as ``1e-4``.
+        config: its content, with numbers in place of texts such as ``1e-4``, and what the table translates without quotes.
         file: where it is.
         table: its trainer's.
         entry: the table's, of the key that is being translated.
@@ -28,7 +29,13 @@ class Foreign:
     """
 
     def __init__(self, config: dict[str, Any], file: Path, table: Table):
-        self.config: dict[str, Any] = {str(key): _as_number(value, config) for key, value in config.items()}
+        self.config: dict[str, Any] = {}
+        for key, value in config.items():
+            self.config[str(key)] = _as_number(value, config)
+            entry = table.entries.get(str(key))
+            # YAML keeps an integer or a boolean in quotes as text, and the other trainers read it by the type of the key.
+            if entry is not None and (entry.by or entry.values) and re.fullmatch(r"-?\d{1,9}|[Tt]rue|[Ff]alse", str(value)):
+                self.config[str(key)] = load_bounded(str(value))
         self.file = file
         self.table = table
         self.entry = Entry("")

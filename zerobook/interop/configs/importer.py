@@ -19,7 +19,6 @@ from zerobook.interop.configs.table import (
     NO_EFFECT,
     NOT_POSSIBLE,
     TRAINERS,
-    TRANSLATED,
     UNKNOWN,
     Entry,
     load_table,
@@ -34,6 +33,8 @@ LENGTH = "LENGTH"
 """Flag of the tables for the tokens of a row, which each recipe names in its own way."""
 ADAPTER_KEYS = ("adapter", "adapter_path")
 """Flags that choose the recipe for adapters."""
+SEQ2SEQ_KEYS = ("max_source_length", "max_target_length", "source_prefix")
+"""Keys of transformers' scripts that choose the recipe for encoder-decoders."""
 
 
 class Refused(ConfigError):
@@ -88,14 +89,11 @@ def recognise(config: dict[str, Any], name: str) -> str:
     Raises:
         ConfigError: it has none of any trainer.
     """
-    best = ""
-    most = 0
+    scores = {}
     for trainer, table in TRAINERS.items():
-        score = sum(len(keys) for keys in load_table(table).recognised_by if config.keys() >= set(keys))
-        if score > most:
-            best = trainer
-            most = score
-    if not best:
+        scores[trainer] = sum(len(keys) for keys in load_table(table).recognised_by if config.keys() >= set(keys))
+    best = max(scores, key=scores.__getitem__)
+    if not scores[best]:
         raise ConfigError(
             f"{name}: it is not recognised as a config of another trainer. Name the trainer with --from: {', '.join(TRAINERS)}."
         )
@@ -130,6 +128,8 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
         recipe = "causal_lm"
         if keys & set(ADAPTER_KEYS):
             recipe = "lora_finetune"
+        elif foreign.config.keys() & set(SEQ2SEQ_KEYS):
+            recipe = "seq2seq_chatbot"
     config_class = recipe_class(str(shipped(f"recipes/{recipe}.py"))).config_class
     lines = [_check(line, config_class) for line in lines]
     values: dict[str, Any] = {}
@@ -153,9 +153,7 @@ def _refuse(foreign: Foreign) -> None:
     for key, what in foreign.table.refused.items():
         name, has_value, refused_value = key.partition("=")
         value = foreign.config.get(name)
-        is_refused = not foreign.is_default(name, value)
-        if has_value:
-            is_refused = str(value).lower() == refused_value
+        is_refused = str(value).lower() == refused_value if has_value else not foreign.is_default(name, value)
         if is_refused:
             raise Refused(
                 what,
@@ -170,11 +168,13 @@ def _lines(foreign: Foreign, path: str, value: Any, around: Line | None) -> Iter
     # A mapping may also be a list of such mappings.
     entry = foreign.table.entries.get(pattern) or foreign.table.entries.get(pattern.replace("[].", "."))
     line = Line(path, value, UNKNOWN, {}, "")
-    if value is None:
+    # A key that would have refused the config is off.
+    if value is None or path in foreign.table.refused:
         line = line._replace(kind=DEFAULT, say="It is not set.")
     elif entry is not None:
         line = _translate(foreign, path, value, entry)
-    elif around is not None:
+    # What a data set's key means is not known from the keys around it.
+    elif around is not None and (isinstance(value, dict) or around.flags.keys().isdisjoint({"dataset_name", "datasets"})):
         line = around._replace(key=path, value=value, flags={})
     children: dict[str, Any] = {}
     if isinstance(value, dict):
@@ -182,7 +182,7 @@ def _lines(foreign: Foreign, path: str, value: Any, around: Line | None) -> Iter
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         children = {f"{path}[{index}]": child for index, child in enumerate(value)}
     # The keys inside say the rest, unless all of them together have no counterpart.
-    is_refused = line.kind == NOT_POSSIBLE and entry is not None and entry.kind == TRANSLATED
+    is_refused = line.kind == NOT_POSSIBLE and entry is not None and bool(entry.by)
     if not children or line.flags or is_refused:
         yield line
     for child_path, child in children.items():

@@ -83,7 +83,7 @@ def _by_name(foreign: Foreign, name: str) -> dict[str, Any]:
 
 
 def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over FSDP's settings, of version 1 or 2, as FSDP2."""
+    """Take over FSDP's settings, of version 1 or 2 or of torchtune's distributed recipes, as FSDP2."""
     config = foreign.config.get("fsdp_config") or {}
     if isinstance(config, str):
         path = foreign.locate(config)
@@ -98,17 +98,12 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
         if name in words:
             sharding = name
     file = _SHARDING.get(sharding, "fsdp")
-    if file == "fsdp" and (settings.get("offload_params") is True or "offload" in words):
+    offloads = (settings.get("offload_params"), foreign.config.get("fsdp_cpu_offload"), "offload" in words)
+    if file == "fsdp" and True in offloads:
         file = "fsdp_offload"
     foreign.strategy = {"name": file}
     if settings.get("activation_checkpointing") is True:
         return {"activation_checkpointing": "full"}
-    return {}
-
-
-def torchtune_offload(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Choose the strategy file of torchtune's distributed recipes."""
-    foreign.strategy = {"name": "fsdp_offload" if value else "fsdp"}
     return {}
 
 

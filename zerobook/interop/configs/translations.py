@@ -10,6 +10,7 @@ from typing import Any
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
 from zerobook.utils.chat_template import NAMES
+from zerobook.utils.written_values import as_list
 
 Flags = dict[str, Any]
 
@@ -149,7 +150,7 @@ def axolotl_batch(foreign: Foreign, value: Any) -> Flags:
 
 def plugins(foreign: Foreign, value: Any) -> Flags:
     """Return no flag for Axolotl's plugins of speed and of trackers."""
-    for name in value:
+    for name in as_list(value):
         if not any(word in name for word in ("cut_cross_entropy", "liger", "KernelsPlugin", "swanlab")):
             raise NoCounterpart(f"{name} may change the training. Remove it, or write your own hook.")
     return {}
