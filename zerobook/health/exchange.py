@@ -39,7 +39,7 @@ class Exchange:
 
     Attributes:
         interval: seconds between two heartbeats.
-        verdict: the ranks that hold up the run, once it is known.
+        verdict: the ranks that block the run, once it is known.
         pulse_time: when the last sign of rank 0 came.
         main_beat: rank 0's newest heartbeat.
     """

@@ -1,4 +1,4 @@
-"""Decision which rank holds up a run, from the heartbeats of all ranks. A state machine without clocks, sockets or threads."""
+"""Decision which rank blocks a run, from the heartbeats of all ranks. A state machine without clocks, sockets or threads."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NO_BEAT = Beat(0, "", 0, "start", 0, 0, 0.0, 0.0)
 
 
 class Verdict(NamedTuple):
-    """The ranks that hold up the run.
+    """The ranks that block the run.
 
     ``kind``: ``silent`` ranks have sent no heartbeat for ``seconds``; processes of ``ended`` ranks
     ended without a message; ``stuck`` ranks are in a phase that exceeded its limit

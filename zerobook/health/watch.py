@@ -1,4 +1,4 @@
-"""The watch of a run: every rank sends heartbeats, rank 0 judges them, and all ranks stop if one of them holds up the run.
+"""The watch of a run: every rank sends heartbeats, rank 0 judges them, and all ranks stop if one of them blocks the run.
 
 Two threads of each rank do so, without collectives. One exchanges heartbeats through a store of torch.distributed, over a
 connection of its own: the main thread's may wait in it. A call to a store behind a cut link can block for a quarter of an hour,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 EXIT_CODE = 77
 """Exit code of a rank that stopped because another rank, or itself, held up the run."""
 STACKS_TIMEOUT_S = 3.0
-"""Seconds to wait for the stacks of ranks that hold up the run."""
+"""Seconds to wait for the stacks of ranks that block the run."""
 REPORT_TIMEOUT_S = 5.0
 """Seconds that a process takes for its report before it ends without."""
 SUSPENDED_SHARE = 0.25
@@ -66,7 +66,7 @@ class Watch:
         report: called with (verdict, text) before this process ends, on one rank of each host.
         record: called before this process ends, on every rank that can.
         locate: asks the GPU for the position that it has reached, which the host's is ahead of; None without a GPU.
-        verdict: the ranks that hold up the run, once it is known.
+        verdict: the ranks that block the run, once it is known.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Watch:
             self.record()
 
     def _exchange_stacks(self, verdict: Verdict) -> str:
-        """Send this rank's stack if it holds up the run, and return the stacks of those that do."""
+        """Send this rank's stack if it blocks the run, and return the stacks of those that do."""
         stacks: list[str] = []
         # The report without stacks is better than none.
         with suppress(Exception):

@@ -167,7 +167,7 @@ def code_state(file: Path) -> dict[str, Any]:
 
 
 def _ask_git(folder: Path, *words: str) -> str:
-    # A git that hangs, as on a network drive, does not hold up the run.
+    # A git that hangs, as on a network drive, does not block the run.
     done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
     return done.stdout.strip()
 
@@ -203,7 +203,7 @@ def last_words(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]
 
 
 def hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: str) -> None:
-    """Write that this process ends because a rank holds up the run: rank 0 into the log, another rank into a file.
+    """Write that this process ends because a rank blocks the run: rank 0 into the log, another rank into a file.
 
     Args:
         text: the whole report, with stacks.

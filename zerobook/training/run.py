@@ -85,7 +85,7 @@ def train(
         ConfigError: lists all problems in the config and the launch.
         ZerobookError: the run could not go on.
         SystemExit: the run has stopped for a person to decide about a spike (76), or was told to stop and has saved (75).
-            A process ends with 77, without an exception, if it or another one holds up the run.
+            A process ends with 77, without an exception, if it or another one blocks the run.
     """
     from zerobook.data.prepare import prepare
     from zerobook.models.load import check_fit, load_config, load_tokenizer

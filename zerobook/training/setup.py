@@ -164,7 +164,7 @@ def make_timetable(
 
 
 def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int, clock: DeviceClock | None) -> None:
-    """Let the watch write into the runlog that a rank holds up the run, and follow the device where there is a clock of it."""
+    """Let the watch write into the runlog that a rank blocks the run, and follow the device where there is a clock of it."""
     watch.report = lambda verdict, text: hang(log, config.output_dir, rank, describe(verdict), text)
     if clock is not None:
         watch.locate = clock.locate
