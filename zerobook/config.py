@@ -53,7 +53,7 @@ Interval = int | float | Literal["epoch"]
 AUTOMATIC: Literal["auto"] = "auto"
 """Value of ``save_steps``: the run decides by the measured time, see `zerobook.training.intervals`."""
 KEPT_AUTOMATICALLY = 2
-"""Checkpoints that are kept where the run decides when to save, and no limit is set."""
+"""Checkpoints that are kept if the run decides when to save, and no limit is set."""
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
 PolicyAction = Literal["replay", "skip", "lower_rate", "further_back", "stop"]
 """A recovery action of ``--on_spike rollback``, see `zerobook.monitor.policy`."""
@@ -474,7 +474,7 @@ class RecipeConfig(_Keys):
         return self.num_warmup_steps or math.ceil(self.warmup_ratio * total)
 
     def dependent_defaults(self) -> dict[str, Any]:
-        """Return defaults that depend on other keys, and replace the class's where the user gave none."""
+        """Return defaults that depend on other keys, and replace the class's if the user gave none."""
         return {}
 
     def model_post_init(self, context: Any) -> None:

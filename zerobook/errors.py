@@ -49,7 +49,7 @@ class SaveError(CheckpointError):
     """A checkpoint that could not be written."""
 
     exit_code = 1
-    """That of any failure, and not of a wrong command line: where the disk works again, another start goes on."""
+    """That of any failure, and not of a wrong command line: if the disk works again, another start continues the run."""
 
 
 class DivergenceError(ZerobookError):

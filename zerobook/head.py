@@ -25,7 +25,7 @@ CHUNK = {"cpu": 2**23, "cuda": 2**26}
 """Device type -> logits that are computed at once. They need 8 to 12 bytes each: up to 100 MB on a CPU; on a GPU 800 MB, which
 are 512 positions at a vocabulary of 128,000."""
 TILE = 128
-"""Positions of a chunk are a multiple of this number, where that many fit: the kernels of matrix products compute tiles."""
+"""Positions of a chunk are a multiple of this number, if that many fit: the kernels of matrix products compute tiles."""
 HALF_SCALE = 1024.0
 """Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0. It is a power of 2, so it
 rounds nothing itself."""

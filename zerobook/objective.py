@@ -22,7 +22,7 @@ from zerobook.utils.model_config import text_config
 Metrics = Mapping[str, torch.Tensor]
 
 TARGETS = "shift_labels"
-"""Name of the `shifted` labels in a batch, where the strategy has split rows. It is transformers' and DeepSpeed's name."""
+"""Name of the `shifted` labels in a batch, if the strategy has split rows. It is transformers' and DeepSpeed's name."""
 
 FP32_LOGITS = 2**23
 """Number of logits that a loss without a gradient converts to fp32 at once: 32 MiB, and as much for their log-probabilities."""
@@ -36,7 +36,7 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         labels: int64 [rows, length]; IGNORE where nothing is supervised.
 
     Returns:
-        Scalar. 0, with a gradient of 0, where nothing is supervised.
+        Scalar. 0, with a gradient of 0, if nothing is supervised.
     """
     # The labels are shifted, not the logits: leaving out each row's last position would copy all other logits.
     return _summed(logits, shifted(labels))
@@ -61,7 +61,7 @@ def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         labels: int64 [rows, target length]; IGNORE where nothing is supervised.
 
     Returns:
-        Scalar. 0, with a gradient of 0, where nothing is supervised.
+        Scalar. 0, with a gradient of 0, if nothing is supervised.
     """
     return _summed(logits, labels)
 
@@ -89,7 +89,7 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def model_loss(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, **options: Any) -> tuple[torch.Tensor, Any]:
     """Run the model. Return (summed cross-entropy of ``targets`` in fp32 nats, the model's output).
 
-    Where the output layer can, it computes the loss itself: see `zerobook.head`. The output then has no logits.
+    If the output layer can, it computes the loss itself: see `zerobook.head`. The output then has no logits.
 
     Args:
         inputs: the model's arguments, and `zerobook.head.SUPERVISED`, the positions that have a target, if they are known.
@@ -183,7 +183,7 @@ class NextToken(Objective):
     A mixture of experts also has a loss that balances the load of its experts (Fedus et al., 2021, section 2.2). It is added
     if the model's config asks for it (``output_router_logits``), or if ``router_weight`` is given. The model returns it as an
     average over tokens, so each micro-batch multiplies it by its number of supervised tokens; for a step, this gives the
-    weighted mean. Evaluations leave it out. Metrics: ``router_aux_loss``, and `expert_load` where the model's config says how
+    weighted mean. Evaluations leave it out. Metrics: ``router_aux_loss``, and `expert_load` if the model's config says how
     many experts a token takes.
 
     Args:
@@ -213,7 +213,7 @@ class NextToken(Objective):
         return loss + balance * router, metrics
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
-        # transformers counts padding as load where no mask says that it is padding.
+        # transformers counts padding as load if no mask says that it is padding.
         return self._balance(model) != 0
 
     @property

@@ -111,7 +111,7 @@ class _Counting(OptimizerSpec):
 
 
 class AdamW(_Counting):
-    """torch's AdamW, fused. DeepSpeed uses its own where the state is offloaded or its JSON names one."""
+    """torch's AdamW, fused. DeepSpeed uses its own if the state is offloaded or its JSON names one."""
 
     elementwise = True
     skips_nonfinite = True

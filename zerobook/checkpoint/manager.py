@@ -121,7 +121,7 @@ class CheckpointManager:
         return self.checkpoint.resolve() == self.path_of(store.step_of(self.checkpoint)).resolve()
 
     def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
-        """Raise `ConfigError` (or warn) where the checkpoints of the next ``steps`` will not fit onto the disk.
+        """Raise `ConfigError` (or warn) if the checkpoints of the next ``steps`` will not fit onto the disk.
 
         Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.
 

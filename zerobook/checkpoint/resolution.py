@@ -137,7 +137,7 @@ def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
 
 def _suggest_older(damaged: Path, thorough: bool) -> str:
     """Return advice on what to resume from instead of a damaged checkpoint. In a new folder, ``auto`` would begin anew."""
-    # Of any step where the folder's name has none, such as that of a copy.
+    # Of any step if the folder's name has none, such as that of a copy.
     candidates = store.list_candidates(damaged.parent)
     damaged_step = store.step_before_suffix(damaged)
     if damaged_step is not None:

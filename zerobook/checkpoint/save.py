@@ -385,7 +385,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
         for name, key, offset, values in pieces:
             tensor_name = f"{key or 'weight'}/{name}"
             piece_name = entry_name(tensor_name, offset)
-            # Begin another file where this one is full.
+            # Begin another file if this one is full.
             if file is not None and not file.has_room(piece_name, values):
                 digests[file.path.name] = file.close()
                 file = None

@@ -74,7 +74,7 @@ _LOCKS: dict[Path, ExitStack] = {}
 
 
 def lock_until_exit(checkpoints: Path) -> None:
-    """Lock ``checkpoints`` until this process ends, see `locked`. Nothing changes where this process has locked it already."""
+    """Lock ``checkpoints`` until this process ends, see `locked`. Nothing changes if this process has locked it already."""
     key = checkpoints.resolve()
     if key not in _LOCKS:
         stack = ExitStack()
@@ -154,7 +154,7 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     """Make a complete checkpoint of the files in ``staging``.
 
     Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
-    process killed at any moment leaves either a complete checkpoint or a hidden folder that no reader takes. Where there is a
+    process killed at any moment leaves either a complete checkpoint or a hidden folder that no reader takes. If there is a
     checkpoint of that step, it is deleted after the new one is durable; if it is pinned or cannot be read, it is set aside
     instead.
 

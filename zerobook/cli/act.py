@@ -56,7 +56,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def act(flags: argparse.Namespace) -> int:
-    """Give a command to a live run, which takes it at its next log point. Exit code 1 where the run refuses it."""
+    """Give a command to a live run, which takes it at its next log point. Exit code 1 if the run refuses it."""
     folder = folder_of(flags.run)
     newest = next((event for event in backwards(folder / EVENTS) if event is not None), None)
     if newest is None or not _is_live(folder, newest):
@@ -81,7 +81,7 @@ def act(flags: argparse.Namespace) -> int:
 
 
 def _is_live(folder: Path, newest: Event) -> bool:
-    """Return whether a process trains. Where the file system has no locks, the log must not have ended, at least."""
+    """Return whether a process trains. If the file system has no locks, the log must not have ended, at least."""
     return is_being_written(folder) and newest["type"] not in ending_types() and (folder / commands.FOLDER).is_dir()
 
 

@@ -242,5 +242,5 @@ class Conversation:
         }
         if temperature > 0:
             return options | {"do_sample": True, "temperature": temperature}
-        # A saved config may set these, and transformers warns about them where nothing is sampled.
+        # A saved config may set these, and transformers warns about them if nothing is sampled.
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -51,7 +51,7 @@ examples:
 
 
 def doctor(argv: list[str]) -> int:
-    """Print the machine's state, and the strategy's where one is named. Returns 0, or 1 where problems were found."""
+    """Print the machine's state, and the strategy's if one is named. Returns 0, or 1 if problems were found."""
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0

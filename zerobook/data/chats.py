@@ -111,7 +111,7 @@ def checked_chat(
             position = f"after {before}" if before else "at the start"
             raise BadSample(f"turn {number} is {role} {position}: {reason}")
         before = role
-    # Checked last: the order of the turns is the better reason where both are wrong.
+    # Checked last: the order of the turns is the better reason if both are wrong.
     if not any(message["role"] == "assistant" for message in messages):
         raise BadSample(f"none of the {len(messages)} turns is the assistant's, so there is nothing to learn")
     return Chat(messages, frozenset(unsupervised), tools)
@@ -221,7 +221,7 @@ def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
     is_supervised = True
     for key in (*SUPERVISED_MARKS, *MASKED_MARKS):
         mark = _read_mark(turn.get(key), key, where)
-        # Where several marks disagree, the turn is not learnt.
+        # If several marks disagree, the turn is not learnt.
         if mark is not None and mark == (key in MASKED_MARKS):
             is_supervised = False
     return is_supervised

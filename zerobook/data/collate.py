@@ -265,7 +265,7 @@ def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
 def length_multiple(model: nn.Module) -> int:
     """Return the multiple to which lengths of batches are rounded up: 8 on a GPU, which suits tensor cores, and 1 elsewhere.
 
-    It is also 1 where the model's number of positions is not a multiple of 8: the longest rows would be padded beyond them.
+    It is also 1 if the model's number of positions is not a multiple of 8: the longest rows would be padded beyond them.
     """
     positions = getattr(text_config(model.config), "max_position_embeddings", None) or 0
     return 8 if torch.cuda.is_available() and positions % 8 == 0 else 1

@@ -31,7 +31,7 @@ TEXT_BLOCK = 16 << 20
 JSON_BLOCK = 1 << 20
 """Characters of a JSON array that are read at a time."""
 SHARD_BYTES = 64 << 20
-"""Size of a stream's shards, where a file can be cut into such small parts."""
+"""Size of a stream's shards, if a file can be cut into such small parts."""
 _EDGE = 1 << 16
 """Bytes at both ends of a file that its sketch covers, and of a compressed one that are read at a time."""
 

@@ -131,7 +131,7 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
 
 # --- the README
 def _chosen_config(folder: Path, config_name: str | None) -> dict[str, Any]:
-    """Return the README's config of that name, or its default one; an empty one where the README has no configs."""
+    """Return the README's config of that name, or its default one; an empty one if the README has no configs."""
     configs = _card_configs(folder)
     if not configs:
         if config_name not in (None, "default"):

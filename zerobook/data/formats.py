@@ -91,7 +91,7 @@ def detect(
 ) -> str:
     """Return the format of rows with these columns: the first of ``encoder_formats``, then of `FORMATS`, that has its columns.
 
-    Where the columns of a pair are named, only ``pairs`` is tried.
+    If the columns of a pair are named, only ``pairs`` is tried.
 
     Raises:
         DataError: no format fits, the named columns are not there, or the columns are those of preference data.
@@ -105,7 +105,7 @@ def detect(
         )
     by_hand = text_column is not None or summary_column is not None
     formats = {**(encoder_formats or {}), **FORMATS}
-    # The order of the formats decides where several fit.
+    # If several formats fit, their order decides.
     candidates = ["pairs"] if by_hand else list(formats)
     for candidate in candidates:
         entry = _resolve_format(candidate, text_column, summary_column, encoder_formats or {})

@@ -122,7 +122,7 @@ def prepare(
 
     Raises:
         ConfigError: packing with an objective or an encoder that cannot be packed.
-        DataError: on every rank, where the error occurred on one.
+        DataError: on every rank, if the error occurred on one.
     """
     # The text of a stream's chats is not known before the run: a saved model could lack its template.
     if isinstance(encoder, CausalEncoder) and not config.streaming:
@@ -253,7 +253,7 @@ class Library:
         )
 
     def _train_rows(self, splits: Splits) -> int | None:
-        """Return how many rows are enough where a limit needs only a part of the source; None for the whole source."""
+        """Return how many rows are enough if a limit needs only a part of the source; None for the whole source."""
         config = self.config
         # The datasets of a mixture have limits of their own.
         if config.max_train_samples is None or config.datasets:

@@ -57,7 +57,7 @@ _PAST_LIMITS = (DataError, MemoryError)
 """Errors of a rendering that are of the template, and not of the chat that it renders."""
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
 _TOOL_TEMPLATE = "tool_use"
-"""Name of the template that transformers takes for chats with tools, where a tokenizer has several templates."""
+"""Name of the template that transformers takes for chats with tools, if a tokenizer has several templates."""
 
 
 def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:
@@ -123,7 +123,7 @@ class ChatTemplate:
         Turns in ``chat.unsupervised`` are rendered and not supervised. If ``is_supervised_whole``, there is one row, the
         whole chat as the template renders it, and all of it is supervised.
 
-        Most templates need one row, the whole chat. Where a template rewrites a turn when more turns follow, a further
+        Most templates need one row, the whole chat. If a template rewrites a turn when more turns follow, a further
         row holds the chat up to that turn, as it is rendered when the model generates the turn.
 
         Raises:
@@ -314,7 +314,7 @@ class ChatTemplate:
         prompt = self._render_prompt(messages, index, tools)
         opened, closing = self._get_frame(tuple(message["role"] for message in messages[: index + 1]))
 
-        # The text before the turn is the generation prompt, or the prompt without its end where the turn lacks it.
+        # The text before the turn is the generation prompt, or the prompt without its end if the turn lacks it.
         lead = prompt
         if opened and prompt.endswith(opened) and not text.startswith(prompt):
             lead = prompt.removesuffix(opened)
@@ -433,7 +433,7 @@ class ChatTemplate:
             end_tokens = list(self._end_token.finditer(turn, trimmed_end))
             end = None
             if end_tokens:
-                # Where the template changed the content, its tokens may come first.
+                # If the template changed the content, its tokens may come first.
                 end = end_tokens[0] if trimmed_end else end_tokens[-1]
             content_end = _content_end(turn, content)
         if end:

@@ -103,7 +103,7 @@ class Mixture:
         # Each dataset's positions are at even distances in the period, from 0 to 1.
         spread = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
         datasets = np.repeat(np.arange(len(shares)), shares)
-        # Where two datasets have the same distance, the first one comes first.
+        # If two datasets have the same distance, the first one comes first.
         self._dataset = datasets[np.lexsort((datasets, spread))]
         counts_before = [np.cumsum(self._dataset == i) - (self._dataset == i) for i in range(len(shares))]
         self._before = np.stack(counts_before)

@@ -58,7 +58,7 @@ class Splits:
         """Return a sentence on what is trained on and what is held out; empty if there was nothing to choose.
 
         Args:
-            uses_held_out: the held-out split is used. It is not where the user named other held-out data.
+            uses_held_out: the held-out split is used. It is not if the user named other held-out data.
         """
         unused = list(self.unused)
         words = []

@@ -249,7 +249,7 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
 
 
 def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[Path]) -> Splits:
-    """Return the splits of a folder where no file is named after a training split: files that no split has are trained on.
+    """Return the splits of a folder without a file that is named after a training split: files of no split are trained on.
 
     Of several kinds of files, one is taken: JSON lines, else Parquet, else the one with the most files.
     """

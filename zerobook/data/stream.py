@@ -75,7 +75,7 @@ class Stream:
     """No row: a stream has no end, so no batch is filled up."""
 
     is_empty = False
-    """Not known in advance: `StreamOrder.take` raises an error where all rows are skipped."""
+    """Not known in advance: `StreamOrder.take` raises an error if all rows are skipped."""
 
     def __len__(self) -> int:
         # The rows of an epoch are not counted.

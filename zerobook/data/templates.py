@@ -69,7 +69,7 @@ def paired(
 ) -> list[Encoded | BadSample]:
     """Return the rows of ``first`` with the ids and labels of ``second`` as the extra arrays ``PREFIXids``, ``PREFIXlabels``.
 
-    A pair is a bad sample where one of its samples is bad.
+    A pair is a bad sample if one of its samples is bad.
     """
 
     rows: list[Encoded | BadSample] = []
@@ -129,7 +129,7 @@ class CausalEncoder:
         self._bos = self._control.leading
 
     def take_default_template(self) -> None:
-        """Render chats by the template `DEFAULT` where the tokenizer has none, and none was given."""
+        """Render chats by the template `DEFAULT` if the tokenizer has none, and none was given."""
         if self.template is None:
             self._default_template = open_template(self.tokenizer, read_text(template_file(DEFAULT)))
             self.template = self.tool_template = self._default_template
@@ -256,7 +256,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
 
 
 def describe_default_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a note on the chat template that a run takes where the tokenizer has none."""
+    """Return a note on the chat template that a run takes if the tokenizer has none."""
     return (
         f"note: the tokenizer has no chat template, so chats are rendered by {DEFAULT}, and turns end with "
         f"{tokenizer.eos_token!r} (--chat_template names another)"

@@ -252,7 +252,7 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
     # A tokenizer of the tokenizers library works on the samples of one call in parallel.
     results = iter(reading.encoder.encode(list(chain.from_iterable(sample_pieces))))
 
-    # A sample has several documents where the chat template rewrites earlier turns.
+    # A sample has several documents if the chat template rewrites earlier turns.
     documents: list[Encoded] = []
     weights: list[int] = []
     begins: list[bool] = []

@@ -129,7 +129,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern:
-    """Return a pattern that finds any of the texts, the longest where several begin at one position."""
+    """Return a pattern that finds any of the texts, the longest if several begin at one position."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

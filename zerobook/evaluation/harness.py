@@ -261,7 +261,7 @@ def _harness_model(scorer: HarnessScorer, strategy: Strategy | None, model: nn.M
         ) -> list[tuple[float, bool]]:
             sequences = []
             for _, context, continuation in requests:
-                # A slice from -0 is the whole list, which is right where the model has no limit.
+                # A slice from -0 is the whole list, which is right if the model has no limit.
                 ids = [*context, *continuation][-(scorer.max_length or 0) :]
                 sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
             longest = max(len(sequence.ids) for sequence in sequences)

@@ -40,7 +40,7 @@ def rows_at_once(batch_size: int, positions: int, vocabulary: int) -> int:
 
 
 def vocabulary(config: PreTrainedConfig) -> int:
-    """Return the number of logits per position, by the model's config; 1 where the config names none."""
+    """Return the number of logits per position, by the model's config; 1 if the config names none."""
     return getattr(text_config(config), "vocab_size", None) or 1
 
 

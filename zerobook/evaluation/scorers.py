@@ -28,7 +28,7 @@ def split(tasks: list[str]) -> tuple[list[str], list[str]]:
 
 
 def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind) -> list[Any]:
-    """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list where no task is named."""
+    """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list if no task is named."""
     from zerobook.models.result import context_of
 
     # Before any file is read: the refusal is about the model, and not about the tasks.

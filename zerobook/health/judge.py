@@ -178,7 +178,7 @@ class Judge:
         return all(beat.number > suspects[rank].number for rank, beat in behind.items())
 
     def _host(self, rank: int) -> str:
-        """Return the rank's host, or a name of its own where the rank never sent a heartbeat."""
+        """Return the rank's host, or a name of its own if the rank never sent a heartbeat."""
         beat = self.beats.get(rank)
         return beat.host if beat is not None else f"rank {rank}"
 

@@ -66,7 +66,7 @@ class Window(NamedTuple):
     """Seconds that this process spent between two log points: in all, waiting for data, and in forward passes.
 
     They are its own seconds, since it waits for other processes in ``backward`` alone. ``forward`` is None if forward passes
-    have collectives, in which it waits too. Where it has a GPU they are the GPU's: the host only says when work was given to
+    have collectives, in which it waits too. If it has a GPU they are the GPU's: the host only says when work was given to
     it.
     """
 

@@ -25,7 +25,7 @@ _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def listen() -> socket.socket:
-    """Listen at a free port of the address from which this host reaches the first one. Where none does, the port is local."""
+    """Listen at a free port of the address from which this host reaches the first one. If none does, the port is local."""
     address = "127.0.0.1"
     family = socket.AF_INET
     first_host = os.environ.get("MASTER_ADDR", "localhost")
@@ -69,7 +69,7 @@ class Presence:
         asked = []
         for endpoint, silence in silences.items():
             address, port = endpoint
-            # Each address is tried while all is well: where a firewall refuses, too, a refusal says nothing.
+            # Each address is tried while all is well: if a firewall refuses, too, a refusal says nothing.
             if port and (silence >= self.patience or address not in self._first_answers):
                 asked.append(endpoint)
         ended = set()

@@ -114,7 +114,7 @@ class Watch:
     def failed(self, error: BaseException) -> Verdict | None:
         """Tell the other ranks of an error that ends this one. Return the verdict if another rank is gone.
 
-        It waits for the verdict where the error is that of a connection: the other end then stops sending heartbeats.
+        It waits for the verdict if the error is that of a connection: the other end then stops sending heartbeats.
         """
         # One line, and no long one: rank 0 reads the heartbeats of all ranks.
         self._error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_LENGTH]
@@ -184,7 +184,7 @@ class Watch:
         if self.locate is not None and is_waiting:
             # The number stays: this shows no progress.
             self._exchange.send(self._beat._replace(error=GPU_SILENT))
-            # Where the GPU hangs, this may keep Python's lock, and no thread of this process goes on.
+            # If the GPU hangs, this may keep Python's lock, and no thread of this process goes on.
             here = self.locate()
         self._beat = self._beat._replace(
             number=self._beat.number + 1,

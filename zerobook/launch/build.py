@@ -243,7 +243,7 @@ def set_environment(plan: LaunchPlan) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Without it, DeepSpeed starts the program numactl at each reduction of ZeRO-3, to count the memory nodes.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # accelerate silently drops DeepSpeed and FSDP where this is set.
+        # accelerate silently drops DeepSpeed and FSDP if this is set.
         os.environ.pop("ACCELERATE_USE_CPU", None)
     if plan.loaded_in_parts:
         # transformers makes the groups, and each process reads its weights from the files.

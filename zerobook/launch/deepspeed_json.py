@@ -75,7 +75,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the stage into ``plan``, and return the section that has it. Where no stage is usable, it has stage 0."""
+    """Read the stage into ``plan``, and return the section that has it. If no stage is usable, it has stage 0."""
     # A JSON may have anything in this place, and true is 1 to Python.
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
@@ -188,7 +188,7 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], processes_of_node: int) ->
     size = processes_of_node if is_auto else setting
     where = f"{plan.config_file}: zero_optimization.{HPZ} is {json.dumps(setting)}"
     world = plan.world_size
-    # 1 is DeepSpeed's value for off. It stays where the size is not usable.
+    # 1 is DeepSpeed's value for off. It stays if the size is not usable.
     zero[HPZ] = 1
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         plan.problems.append(f'{where}, expected the number of processes of a node, or "auto", which finds it.')
@@ -295,7 +295,7 @@ def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     _copy_or_compare(plan, "train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size", draft)
     global_batch = ds.get("train_batch_size", "auto")
     micro_batches = draft.config.per_device_train_batch_size * plan.data_parallel_size
-    # Where nothing else sets the accumulation, the JSON's global batch does.
+    # If nothing else sets the accumulation, the JSON's global batch does.
     is_free = draft.sources.get("gradient_accumulation_steps", "default") == "default"
     is_free = is_free and ds.get("gradient_accumulation_steps", "auto") in ("auto", 1)
     if global_batch != "auto" and is_free and global_batch % micro_batches == 0:

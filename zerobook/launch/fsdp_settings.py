@@ -94,7 +94,7 @@ def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def read_checkpointing(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
-    """Let the recipe recompute activations where the file asks for it: accelerate would wrap each layer a second time."""
+    """Let the recipe recompute activations if the file asks for it: accelerate would wrap each layer a second time."""
     if is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")):
         recompute.request(plan, FILE, "fsdp_activation_checkpointing_offload", "offload", draft)
     elif is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING")):

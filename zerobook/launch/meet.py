@@ -83,7 +83,7 @@ def wait_for_hosts() -> None:
 def tell_refusal(reason: str, exit_code: int) -> None:
     """Tell the ranks that wait in `wait_for_hosts` why this process ends, and with which exit code."""
     environ = os.environ
-    # Where ranks are restarted, the store would keep the reason for later attempts.
+    # If ranks are restarted, the store would keep the reason for later attempts.
     if restarts_ranks(environ) or not spans_hosts(environ):
         return
     import torch.distributed as dist

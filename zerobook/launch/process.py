@@ -95,7 +95,7 @@ def _end_launcher(launcher: psutil.Process) -> None:
     """End the launcher, its other processes and this one, so that 40 lines about processes do not follow a refusal.
 
     torchrun answers each way to end it with a traceback, but for signals that it does not handle: SIGUSR1 is one.
-    Returns where the launcher does not end so, as the first process of a container.
+    Returns if the launcher does not end in this way, as when it is the first process of a container.
     """
     import psutil
 
@@ -202,7 +202,7 @@ def leave(code: int = 0) -> None:
 
     One process alone returns, or raises `SystemExit` where ``code`` is not 0.
 
-    gloo's threads drop their last tensors some time after a collective has returned. Where that falls into the
+    gloo's threads drop their last tensors some time after a collective has returned. If that falls into the
     interpreter's own shutdown, the process aborts ("terminate called without an active exception") and the launcher
     reports a finished run as failed, so a launched process ends without that shutdown.
     """

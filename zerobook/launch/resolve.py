@@ -262,7 +262,7 @@ def _name_model(launch: LaunchDraft) -> None:
 
 
 def _take_tokenizer(launch: LaunchDraft) -> None:
-    """Take the tokenizer beside an adapter that is trained further, where that adapter holds whole modules.
+    """Take the tokenizer beside an adapter that is trained further, if that adapter holds whole modules.
 
     It may have tokens that the model's own lacks: they came with new rows of the embeddings, which the adapter holds.
     """

@@ -61,7 +61,7 @@ def inspect(launch_flags: list[str]) -> Workers:
 def plain_environment(ranks: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without what a strategy file sets, with the variables of ``ranks``.
 
-    With it, the rest of a command line is checked where the strategy file cannot be resolved.
+    With it, the rest of a command line is checked if the strategy file cannot be resolved.
     """
     of_strategies = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     return {key: value for key, value in os.environ.items() if not key.startswith(of_strategies)} | dict(ranks)

@@ -148,7 +148,7 @@ def adapted(
 
     Args:
         values: the run's config.
-        revision: of the model on the hub. The saved adapter's config names the commit, or this where the commit is unknown.
+        revision: of the model on the hub. The saved adapter's config names the commit, or this if the commit is unknown.
         recorded: the adapter's config from a checkpoint. It takes the place of ``adapter_path``, whose weights are not read.
 
     Raises:

@@ -27,7 +27,7 @@ def decoding(
             they neither override the arguments nor conflict with them.
         max_tokens: maximum number of tokens of a text, with its end token and without the decoder's start token, as in labels.
         min_tokens: minimum number of tokens before the end token.
-        rules: values of `RULES`. The model's own value stays where one is None or not given.
+        rules: values of `RULES`. The model's own value stays if one is None or not given.
     """
     config = copy.deepcopy(model_settings)
     config.update(

@@ -167,7 +167,7 @@ def influence(strategy: Strategy, batches: tuple[tuple[dict[str, Any], ...], sli
     """Measure the effect of tokens that must not be seen on the logits of others. Collective.
 
     No bound for rounding is needed. The batches have one shape, so the same kernels sum the same numbers in the same order:
-    where nothing is seen, logits are equal to the last bit. Experts are the exception, since other tokens are grouped
+    if nothing is seen, logits are equal to the last bit. Experts are the exception, since other tokens are grouped
     differently. So the logits are also compared after a change in another row, which no model sees: this is the noise.
 
     Args:

@@ -105,7 +105,7 @@ def open_tokenizer(
 ) -> tuple[Any, bool]:
     """Load a tokenizer as training uses it.
 
-    Where it has no pad token, the end-of-text token pads: padding is masked from attention and loss by position, not by
+    If it has no pad token, the end-of-text token pads: padding is masked from attention and loss by position, not by
     id, so this teaches the model nothing.
 
     Args:
@@ -394,7 +394,7 @@ def fuse_tanh_gelu(model: nn.Module) -> None:
 
 
 def drop_foreign_attention(config: PreTrainedConfig) -> None:
-    """Let the model's class choose its attention where the config names a kernel on the hub: native code by others."""
+    """Let the model's class choose its attention if the config names a kernel on the hub: native code by others."""
     if "/" in str(getattr(config, "_attn_implementation", None) or ""):
         config._attn_implementation = None
 
@@ -601,7 +601,7 @@ def _config_digest(source: str, revision: str) -> str | None:
 
 
 def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return whether two initial models are the same. A config may move; where a digest is missing, names are compared."""
+    """Return whether two initial models are the same. A config may move; if a digest is missing, names are compared."""
     keys = ["seed", "config_digest"]
     if before.get("config_digest") is None or now.get("config_digest") is None:
         keys = ["seed", "config_name", "model_revision"]
@@ -610,7 +610,7 @@ def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
 
 def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
     """Return the error message about replacing the initial model of checkpoints."""
-    # Where no known value differs, all are named.
+    # If no known value differs, all are named.
     keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
     old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
     new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)

@@ -17,7 +17,7 @@ _ROUNDING = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 
 
 def check_split(strategy: Strategy, objective: Objective) -> None:
-    """Check that objective and model can work on a part of each row's tokens, where the strategy splits rows. Collective.
+    """Check that objective and model can work on a part of each row's tokens, if the strategy splits rows. Collective.
 
     Raises:
         ConfigError: the objective needs whole rows, or the model computes other logits for a split row.

@@ -352,7 +352,7 @@ class Detector:
         if excess >= settings.high:
             excursion = self._extend_excursion(point)
             excursion.high += 1
-            # Odd data lasts a number of steps. Where points are far apart, fewer of them span it.
+            # Odd data lasts a number of steps. If points are far apart, fewer of them span it.
             needed_points = max(MIN_HIGH_POINTS, math.ceil(settings.outlier_steps / stride) + 1)
             if self.evidence >= settings.evidence and excursion.high >= needed_points:
                 return self._confirm(excursion, point, excess)

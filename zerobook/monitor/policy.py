@@ -173,7 +173,7 @@ class RecoveryPolicy:
     def _decide_rollback(
         self, undecided: RecoveryAction, trouble: Trouble | None, checkpoints: list[int], quality: str, *, is_hardware: bool
     ) -> RecoveryAction:
-        """Return the next action in the order: a rollback, or a stop where all were taken.
+        """Return the next action in the order: a rollback, or a stop if all were taken.
 
         Args:
             checkpoints: steps of checkpoints from before the spike.

@@ -88,7 +88,7 @@ class Request:
     def plan(
         self, recipe: str | None, flags: dict[str, Any], cluster: Cluster, files: list[Path]
     ) -> tuple[TracedJob, list[Row]]:
-        """Plan the request with more flags, for another recipe where one is named.
+        """Plan the request with more flags, for another recipe if one is named.
 
         Raises:
             ConfigError: the flags do not suit the recipe or the model.
@@ -200,7 +200,7 @@ class Advice:
     second: Candidate | None
     alternative: Candidate | None
     shortfalls: dict[str, str]
-    # the best candidate's, where its length is known
+    # the best candidate's, if its length is known
     run: WholeRun | None = None
 
     def describe(self, cluster: Cluster) -> list[tuple[str, str]]:

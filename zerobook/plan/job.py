@@ -194,7 +194,7 @@ class Job:
         return model
 
     def _dtype(self, precision: str) -> torch.dtype:
-        """Return the dtype that the model is loaded in. Where the recipe leaves it to the model, the
+        """Return the dtype that the model is loaded in. If the recipe leaves it to the model, the
         model's config names it; otherwise it is fp32."""
         dtype = DTYPES[self.config.loaded_dtype(precision)]
         if isinstance(dtype, torch.dtype):

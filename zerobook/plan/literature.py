@@ -171,7 +171,7 @@ def _legs_text(legs: list[_Leg], sharding: ShardingSpec, density: float, *, of_n
     terms = []
     for (letter, ranks), multiple in multiples.items():
         element_bytes = float(sharding.compute_bytes)
-        # P counts frozen weights too. Where these are packed, a parameter has less than one stored element.
+        # P counts frozen weights too. If these are packed, a parameter has less than one stored element.
         if letter.startswith("P"):
             element_bytes *= density
         terms.append(f"{multiple:g} x {element_bytes:g} {letter} x {ranks - 1}/{ranks}")

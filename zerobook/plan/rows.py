@@ -161,7 +161,7 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
     if row.problems:
         return row
 
-    # Where the states alone exceed a GPU, nobody waits for a trace.
+    # If the states alone exceed a GPU, nobody waits for a trace.
     row.states = count_states(traced.model, sharding).device.total
     row.bare = row.states > cluster.device.memory
     try:
@@ -252,7 +252,7 @@ def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
     exceeds_host = _exceeds(row, "host RAM", row.memory.host, cluster.host_memory)
     exceeds_disk = _exceeds(row, "disk", row.checkpoint + row.memory.disk, cluster.disk)
     row.tight = row.memory.high > capacity
-    # Where the plan alone exceeds the GPU, and its range does not, the run may fit; the remedies hold all the same.
+    # If the plan alone exceeds the GPU, and its range does not, the run may fit; the remedies hold all the same.
     if row.memory.total > capacity:
         row.remedies += _gpu_remedies(row.memory, row.sharding, config, row.memory.total - capacity)
     elif exceeds_at_load:
@@ -303,7 +303,7 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
 
 
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
-"""Strategy files, the simplest first. Where rates differ by less than `SAME_RATE`, the simpler file comes first, unless
+"""Strategy files, the simplest first. If rates differ by less than `SAME_RATE`, the simpler file comes first, unless
 it is tight."""
 SAME_RATE = 1.1
 """Ratio of two rates that are about the same: the model of time is no more exact."""

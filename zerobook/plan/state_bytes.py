@@ -29,7 +29,7 @@ PLACEHOLDER_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of the model, listed once even where several modules share it."""
+    """A parameter of the model, listed once even if several modules share it."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Weight:
     trained: bool
     # the layer that is gathered as one; "" for a weight outside layers
     unit: str = ""
-    # number of parameters in the weight, where several share an element
+    # number of parameters in the weight, if several share an element
     packed_parameters: int = 0
     # bytes that a quantised layer keeps beside its weight, in full on every rank
     scale_bytes: int = 0
@@ -372,7 +372,7 @@ def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
 
 
 def check_nvme_buffers(model: ModelWeights, sharding: ShardingSpec) -> list[str]:
-    """Return why DeepSpeed would fail an assertion: a shard of a weight is larger than a buffer for NVMe. Empty where all
+    """Return why DeepSpeed would fail an assertion: a shard of a weight is larger than a buffer for NVMe. Empty if all
     shards fit."""
     on_nvme = weights_on_nvme(model, sharding)
     if not on_nvme:

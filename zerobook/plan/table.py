@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zerobook.plan.traced_job import TracedJob
 
 WIDTH = 150
-"""Columns of a table where the output is not a terminal."""
+"""Columns of a table if the output is not a terminal."""
 Cells = dict[str, str]
 """Header -> text of a cell, in the order of the columns."""
 _DISPENSABLE = (

@@ -20,7 +20,7 @@ from zerobook.utils.units import count, counted, duration, with_range
 BYTES_PER_TOKEN = 4
 """Bytes of a data file for each token: about what tokenizers reach on English text."""
 TOKENS = 10**9
-"""Tokens of a run whose length nobody says, where its cost is asked for."""
+"""Tokens of a run of unknown length, if its cost is requested."""
 
 
 def parse_prices(text: str) -> dict[str, float]:
@@ -102,7 +102,7 @@ def plan_whole_run(
 
 
 def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float, str]:
-    """Return the rows of the training data, and what the number follows from; "" where the file does not say it."""
+    """Return the rows of the training data, and what the number follows from; "" if the file does not say it."""
     if lengths is not None:
         kept = np.minimum(lengths, config.row_length)
         basis = f"{counted(len(lengths), 'sample')} of {kept.mean():,.0f} tokens in the mean"

@@ -42,7 +42,7 @@ def run_facts(history: History) -> dict[str, str]:
     if not starts:
         return {}
     config = starts[-1]["config"]
-    # A config may have a rank where no adapters are trained.
+    # A config may have a rank even if no adapters are trained.
     adapter_rank = config.get("lora_r") if trains_adapters(config) else None
     facts = {
         "model": model_name(config),

@@ -108,7 +108,7 @@ def _cgroup(name: str) -> int | None:
         text = Path("/sys/fs/cgroup", name).read_text().strip()
     except OSError:
         return None
-    # Where there is no limit, the text is ``max``.
+    # If there is no limit, the text is ``max``.
     return int(text) if text.isdigit() else None
 
 

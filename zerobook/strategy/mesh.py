@@ -179,7 +179,7 @@ class Mesh:
         return result
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks come here, for days where one of them tokenizes. A collective would end after an hour.
+        """Wait until all ranks come here, for days if one of them tokenizes. A collective would end after an hour.
 
         The keys say only that a rank has come: a stranger who can write to the store sends nothing through them.
         """

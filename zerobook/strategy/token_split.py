@@ -169,7 +169,7 @@ def attend_fused(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers does under `ATTENTION`, where a kernel must be fused.
 
-    Keys and values are repeated where no fused kernel of the GPU lets several query heads share them: the efficient kernel
+    Keys and values are repeated if no fused kernel of the GPU lets several query heads share them: the efficient kernel
     does not in torch 2.13, and without flash attention (in fp32, or before compute capability 8.0) it is the only one.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -51,7 +51,7 @@ def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that bitsandbytes' layers keep beside their weights, whole on every rank: scales, tables, and in an
-    int8 layer the weight itself, which is the parameter's own memory where nothing is sharded."""
+    int8 layer the weight itself, which is the parameter's own memory if nothing is sharded."""
     for module in model.modules():
         for attribute in ("quant_state", "state"):
             yield from _tensors_of(getattr(module, attribute, None))

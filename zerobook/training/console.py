@@ -89,7 +89,7 @@ class Console(Hook):
                 self.say(f"  note: columns of {name} that are not read: {', '.join(ignored)}")
 
     def _introduce_evaluation(self, config: RecipeConfig, rows: int) -> None:
-        """Print a note where an evaluation takes fewer rows at once than the config asks for."""
+        """Print a note if an evaluation takes fewer rows at once than the config asks for."""
         requested = config.per_device_eval_batch_size
         if rows >= requested:
             return
@@ -101,7 +101,7 @@ class Console(Hook):
         self.say(f"  note: an evaluation takes {rows_at_once} at once; {requested}, as per_device_eval_batch_size asks, {why}")
 
     def _introduce_padding(self, trainer: TrainerView) -> None:
-        """Print how much of a batch is padding, and flags against it where that is much."""
+        """Print how much of a batch is padding, and flags against it if that is much."""
         padding = 0.0 if trainer.config.padding_free else trainer.state.loader.padding()
         self.say(f"{padding:.1%} of a batch's tokens are padding")
         if padding >= MUCH_PADDING:

@@ -91,7 +91,7 @@ class SaveClock:
         self._begun = time.monotonic()
 
     def read(self, step: int) -> Measured:
-        """Return the mean since the last start, or the one before where no step was done since."""
+        """Return the mean since the last start, or the one before if no step was done since."""
         if self._first_step is not None and step > self._first_step:
             self._step_seconds = (time.monotonic() - self._begun) / (step - self._first_step)
         return Measured(self._step_seconds, self._save_seconds)

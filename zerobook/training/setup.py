@@ -116,7 +116,7 @@ def prepare_models(
         strategy,
         state.collate,
         keep_mask=objective.needs_attention_mask(strategy.model),
-        # Where the output layer computes the loss itself, it can leave out positions without a label.
+        # If the output layer computes the loss itself, it can leave out positions without a label.
         supervised=has_own_head and objective.takes_positions and strategy.token_split is None,
         flag=config.rows_shared_by,
     )
@@ -143,7 +143,7 @@ def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState)
 def make_timetable(
     manager: CheckpointManager, strategy: Strategy, state: RunState, *, evaluates: bool, saves: bool
 ) -> Timetable:
-    """Decide when the run evaluates and saves. Where that is automatic, measured times change it later.
+    """Decide when the run evaluates and saves. If that is automatic, measured times change it later.
 
     Args:
         evaluates: there are held-out data or scorers.

@@ -418,7 +418,7 @@ class Trainer:
         total_loss: torch.Tensor | None = None
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
-            # Where the strategy can, it reduces gradients over the ranks in the last micro-batch only.
+            # If the strategy can, it reduces gradients over the ranks in the last micro-batch only.
             with strategy.micro_batch(last=index == state.layout.accumulation - 1):
                 enter("forward")
                 with self.hooks.around_loss(self, batch):

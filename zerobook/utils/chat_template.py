@@ -10,7 +10,7 @@ READ_TOOLS = ("chatml-tools", "llama-3-tools")
 NAMES = ("chatml", "chatml-tools", "falcon", "gemma", "llama-3", "llama-3-tools", "mistral", "zephyr")
 
 DEFAULT = "zephyr"
-"""The one for chats where the tokenizer has none. It ends turns with the end-of-text token, which every model knows."""
+"""The template for chats if the tokenizer has none. It ends turns with the end-of-text token, which every model knows."""
 
 
 def template_file(name: str) -> Path:

@@ -27,7 +27,7 @@ class Device:
         attention_share: share of ``flops`` that fused attention reaches.
         peer_to_peer: whether it sends to another GPU over PCIe without the host's memory. GeForce cards do not.
         has_run: whether this project has run on it, see docs/measured/gpu.md.
-        like: the device whose speed is used for this one, where its own speed is not known.
+        like: the device whose speed is used for this one, if its own speed is not known.
     """
 
     name: str

@@ -40,7 +40,7 @@ def fetch(name: str, revision: str, *, weights: bool) -> None:
 
 
 def check_reachable(name: str, revision: str = "main") -> None:
-    """Check in seconds that the hub answers, where a model can only be there: its client tries for minutes.
+    """Check in seconds that the hub answers, if a model can only be there: its client tries for minutes.
 
     Raises:
         ConfigError: no connection to the hub, and nothing of the model in its cache on this machine.

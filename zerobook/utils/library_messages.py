@@ -50,5 +50,5 @@ def _says_more_than_the_device(record: logging.LogRecord) -> bool:
 
 
 def _says_more_than_the_absence_of_a_gpu(record: logging.LogRecord) -> bool:
-    # A CUDA build of torch says so where a compiler for CUDA is installed.
+    # A CUDA build of torch says so if a compiler for CUDA is installed.
     return not record.getMessage().startswith("No CUDA runtime is found")

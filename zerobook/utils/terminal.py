@@ -87,7 +87,7 @@ def console(width: int = 140, *, markup: bool = False) -> Console:
     """Return a rich console that prints strings as `plain` returns them. It reads no emoji names and no markup in them.
 
     Args:
-        width: columns where the output is not a terminal.
+        width: columns if the output is not a terminal.
         markup: read strings as rich markup. The caller then escapes all text that is not the code's own.
     """
     from rich.console import Console

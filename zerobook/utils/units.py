@@ -74,7 +74,7 @@ def _number(text: str) -> float | None:
 
 
 def with_range(value: float, bounds: tuple[float, float], show: Callable[[float], str]) -> str:
-    """Return a value with its range; alone where its bounds are equal, since its range is not known.
+    """Return a value with its range; alone if its bounds are equal, since its range is not known.
 
     >>> with_range(5.0, (4.0, 7.0), count), with_range(90.0, (90.0, 90.0), duration)
     ('5 (4 to 7)', '2 min')

@@ -117,7 +117,7 @@ def read_mapping(
     Args:
         kind: what the file is to be, for messages.
         parse: returns the content of its text.
-        advice: the end of the message where the file cannot be read or holds something else.
+        advice: the end of the message if the file cannot be read or holds something else.
         may_be_pipe: as of `read_text`.
 
     Raises:

@@ -84,7 +84,7 @@ def trl_dataset(foreign: Foreign, value: Any) -> Flags:
 
 
 def assistant_alone(foreign: Foreign, value: Any) -> Flags:
-    """Return no flag where the assistant's turns are learnt, and no others."""
+    """Return no flag if the assistant's turns are learnt, and no others."""
     if set(value) - {"assistant", "gpt"}:
         raise NoCounterpart(
             "assistant_only_loss is true or false here: the assistant's turns are learnt, or all tokens of a chat."
