@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from recipes.lora_finetune import LoraConfig
 from tests.harness import launch
 from tests.test_resolve import A100, CPU, HYBRID, WORKER, deepspeed, plan_for
+from zerobook.launch.resolve import Hardware
 
 
 def chosen(environ, hardware, **given):
@@ -105,8 +107,12 @@ def test_compiled_layers_recompute_what_they_left_out_in_the_thread_of_backward(
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    config, notes = chosen(WORKER, A100)
+    lacking = replace(A100, missing_compiler=Hardware.detect().missing_compiler)
+    config, notes = chosen(WORKER, lacking)
     assert not config.torch_compile and "lacks a C++ compiler" in notes
+    for key, value in (("torch_compile", True), ("attn_implementation", "flex_attention")):
+        plan, _ = plan_for(WORKER, lacking, **{key: value})
+        assert any(problem.startswith(f"{key}: ") for problem in plan.problems), key
 
 
 @pytest.mark.launch

@@ -18,31 +18,41 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SHUTDOWN_TIMEOUT_S = 30
 """Seconds without the variable."""
 WRONG_COMMAND_LINE = ZerobookError.exit_code
-FINAL_CODES = (WRONG_COMMAND_LINE, STOPPED)
-"""Exit codes that another start with the same command line would end with, too: that of a wrong command line, and that of a run
-that stops for a person to decide about a spike."""
+"""Exit code of ranks that refuse to start."""
 
 
 class Agent(LocalElasticAgent):
-    """An agent that leaves ranks the seconds of `SHUTDOWN_TIMEOUT`, and restarts none after one of `FINAL_CODES`.
+    """An agent that leaves ranks the seconds of `SHUTDOWN_TIMEOUT`, and does not restart what would end in the same way.
 
     torch leaves them these seconds only if the launcher gets a signal: 30 seconds if a machine joins, and always before 2.12.
     """
 
+    _starts = 0
+    """how often this agent has started its ranks"""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._starts += 1
+        return super()._start_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
-        if codes & set(FINAL_CODES):
+        # Ranks that ran before may be refused because of a machine that has joined and leaves again, or of a lock for a while.
+        is_refused = WRONG_COMMAND_LINE in codes and self._starts == 1
+        if is_refused or STOPPED in codes:
             self._remaining_restarts = 0
-        if WRONG_COMMAND_LINE in codes:
-            # A number of machines that changes: the others may go on without this one, whose file or GPU is missing.
+        if is_refused:
+            # This would end the launchers of other machines, which may continue without this one.
             worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        if self._pcontext:
-            self._pcontext.close(death_sig, int(os.environ.get(SHUTDOWN_TIMEOUT, SHUTDOWN_TIMEOUT_S)))
+        # Only once: torch calls this again at the end, and waits again for a rank that hangs in its driver.
+        context = self._pcontext
+        self._pcontext = None
         super()._shutdown(death_sig)
+        if context is not None:
+            context.close(death_sig, int(os.environ.get(SHUTDOWN_TIMEOUT, SHUTDOWN_TIMEOUT_S)))
 
 
 def install() -> None:

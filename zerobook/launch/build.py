@@ -117,12 +117,21 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
     }
     if plan.kind == "deepspeed":
-        return _build_zero(plan, options)
-    if plan.kind == "fsdp":
-        return _build_fully_sharded(plan, options)
-    # Otherwise DDP keeps each gradient twice.
-    options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False))
-    return ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
+        strategy = _build_zero(plan, options)
+    elif plan.kind == "fsdp":
+        strategy = _build_fully_sharded(plan, options)
+    else:
+        # Otherwise DDP keeps each gradient twice.
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
+        options["kwargs_handlers"].append(ddp)
+        strategy = ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
+    # NCCL connects the ranks at the first collective.
+    strategy.barrier()
+    meet.stop_listening()
+    if plan.kind == "deepspeed" and plan.device == "cpu":
+        # Every rank has opened the buffers of the others.
+        remove_buffer_name(os.environ)
+    return strategy
 
 
 def _prepare_process(plan: LaunchPlan) -> None:
@@ -144,6 +153,10 @@ def _prepare_process(plan: LaunchPlan) -> None:
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)
     if plan.kind == "deepspeed":
         _compile_ops(plan)
+    if plan.device == "cuda" and plan.backend:
+        # A GPU that is busy or broken fails here, where the other hosts learn the reason.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.zeros(1, device="cuda")
     meet.wait_for_hosts()
     meet.form_process_group(plan.device == "cpu", COLLECTIVE_TIMEOUT)
 
@@ -168,12 +181,7 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
 
     # A copy: accelerate writes into the config that it gets, and the plan is recorded.
     options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
-    strategy = ZeroStrategy(Accelerator(**options), plan)
-    if plan.device == "cpu":
-        # Every rank has opened the buffers of the others.
-        strategy.barrier()
-        remove_buffer_name(os.environ)
-    return strategy
+    return ZeroStrategy(Accelerator(**options), plan)
 
 
 def remove_buffer_name(environ: Mapping[str, str]) -> None:

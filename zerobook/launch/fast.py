@@ -6,7 +6,6 @@ from typing import Any
 
 from zerobook.config import ConfigDraft, RecipeConfig
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.utils.compilers import missing_compiler
 
 SHORT = 500
 """Steps under which compiling takes longer than it saves on a CPU: half a minute, against 5 % of each step."""
@@ -15,13 +14,13 @@ FAST = "flag --fast"
 """Source of the values that are set here."""
 
 
-def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | None) -> None:
     """Set what ``--fast`` turns on, unless the user has set it, and add notes that say so."""
     config = draft.config
     if not config.fast:
         return
     on_gpu = plan.device == "cuda"
-    obstacle = _obstacle_to_compiling(plan, config)
+    obstacle = _obstacle_to_compiling(plan, config, missing_compiler)
     # Setting -> its value, and why it is left out where it is.
     candidates: dict[str, tuple[Any, str | None]] = {
         "torch_compile": (True, None),
@@ -43,14 +42,13 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         plan.notes.append("fast, left out: mixed_precision bf16, which is faster and changes the numbers. Pass it yourself")
 
 
-def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig) -> str | None:
+def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig, missing_compiler: str | None) -> str | None:
     """Return with what the layers cannot be compiled, or compiling does not pay; None if it does."""
     obstacle = not_compiled(plan, config)
     if obstacle is not None:
         return obstacle
-    missing = missing_compiler()
-    if missing is not None:
-        return f"a machine that lacks {missing}"
+    if missing_compiler is not None:
+        return f"a machine that lacks {missing_compiler}"
     steps = config.max_train_steps
     if plan.device == "cpu" and steps is not None and steps < SHORT:
         return f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"

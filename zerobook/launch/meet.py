@@ -15,6 +15,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,6 +28,7 @@ from typing_extensions import TypedDict
 
 from zerobook.errors import LaunchError
 from zerobook.utils import messages
+from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -38,6 +41,9 @@ CONNECT_S = 30.0
 """Seconds to connect to the launcher's store, which is there before the ranks are started."""
 TELL_S = 3.0
 """Seconds that the host with the store stays after it refused to start, so that waiting ranks read the reason."""
+LISTEN_S = 2.0
+"""Seconds between two looks for the reason of a rank that fails."""
+_has_started = threading.Event()
 _PREFIX = "zerobook/meet"
 _REFUSAL = "refusal"
 
@@ -51,49 +57,85 @@ class Refusal(TypedDict):
 
 
 def restarts_ranks(environ: Mapping[str, str]) -> bool:
-    """Return whether torchrun may restart the ranks, and keeps its store from attempt to attempt."""
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    """Return whether torchrun may restart the ranks."""
+    return environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def spans_hosts(environ: Mapping[str, str]) -> bool:
-    """Return whether the launch has ranks on several hosts, whose launchers share a store."""
-    has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return has_store and int(environ.get("LOCAL_WORLD_SIZE", 1)) < int(environ.get("WORLD_SIZE", 1))
+def _shares_store(environ: Mapping[str, str]) -> bool:
+    """Return whether the ranks use the store of the launchers, which torchrun keeps from attempt to attempt."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _tells_hosts(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks on several hosts tell each other why they cannot start: in a launch that is the only attempt.
+
+    Where ranks are restarted, the store would keep the reason for later attempts.
+    """
+    spans_hosts = int(environ.get("LOCAL_WORLD_SIZE", 1)) < int(environ.get("WORLD_SIZE", 1))
+    return spans_hosts and _shares_store(environ) and not restarts_ranks(environ)
 
 
 def wait_for_hosts() -> None:
     """Wait until all ranks of a launch over several hosts have come. Do nothing in other launches, and if ranks are restarted.
 
+    From then on until `stop_listening`, this process ends if another rank says that it fails.
+
     Raises:
         LaunchError: names the ranks that are missing after `HOSTS_PATIENCE_S`, or the host that cannot start.
     """
     environ = os.environ
-    if restarts_ranks(environ) or not spans_hosts(environ):
+    if not _tells_hosts(environ):
         return
     import torch.distributed as dist
 
     try:
         meet(_store(CONNECT_S), int(environ["RANK"]), int(environ["WORLD_SIZE"]), HOSTS_PATIENCE_S)
     except dist.DistNetworkError:
-        raise LaunchError(
-            f"the launcher on {environ['MASTER_ADDR']} ended before all ranks had come. It has printed the reason there."
-        ) from None
+        raise _launcher_is_gone() from None
+    threading.Thread(target=_end_at_refusal, daemon=True).start()
+
+
+def _launcher_is_gone() -> LaunchError:
+    return LaunchError(
+        f"the launcher on {os.environ['MASTER_ADDR']} ended before all ranks had started. It has printed the reason there."
+    )
+
+
+def _end_at_refusal() -> None:
+    """End this process if another rank fails before the first collective. NCCL would wait for it without end."""
+    import torch.distributed as dist
+
+    try:
+        store = _store(CONNECT_S)
+        while not _has_started.wait(LISTEN_S):
+            _raise_refusal(store)
+        return
+    except LaunchError as refusal:
+        error = refusal
+    except dist.DistNetworkError:
+        error = _launcher_is_gone()
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        say(f"\nLaunchError: {error}\n", file=sys.stderr)
+    else:
+        # The launcher ends this process after the first one of the host has printed the reason.
+        time.sleep(5)
+    os._exit(error.exit_code)
+
+
+def stop_listening() -> None:
+    """Tell and end no more: all ranks have taken part in a collective, so they can start."""
+    _has_started.set()
 
 
 def tell_refusal(reason: str, exit_code: int) -> None:
-    """Tell the ranks that wait in `wait_for_hosts` why this process ends, and with which exit code."""
+    """Tell the ranks that wait in `wait_for_hosts`, or listen after it, why this process ends, and with which exit code."""
     environ = os.environ
-    # If ranks are restarted, the store would keep the reason for later attempts.
-    if restarts_ranks(environ) or not spans_hosts(environ):
-        return
-    import torch.distributed as dist
-
-    # All ranks have come.
-    if dist.is_initialized():
+    if _has_started.is_set() or not _tells_hosts(environ):
         return
     refusal = Refusal(host=socket.gethostname(), reason=reason[:4000], exit_code=exit_code)
     with suppress(RuntimeError):
-        _store(CONNECT_S).set(_REFUSAL, json.dumps(refusal))
+        # The first reason stays: errors of other ranks may be its consequence.
+        _store(CONNECT_S).compare_set(_REFUSAL, "", json.dumps(refusal))
     if environ.get("GROUP_RANK") == "0":
         time.sleep(TELL_S)
 
@@ -109,7 +151,11 @@ def _store(seconds: float) -> Store:
 
 
 def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
-    """Form the process group under keys of this attempt alone, if torchrun may restart the ranks; else do nothing."""
+    """Form the process group under keys of this attempt alone, if torchrun may restart the ranks; else do nothing.
+
+    Raises:
+        LaunchError: some rank did not come within `PATIENCE_S`.
+    """
     environ = os.environ
     if not restarts_ranks(environ):
         return
@@ -117,18 +163,22 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
 
     rank = int(environ["RANK"])
     world_size = int(environ["WORLD_SIZE"])
-    store = dist.TCPStore(
-        environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False, timeout=timeout
-    )
-    # Keys of this attempt alone: those of an earlier one hold addresses of processes that are gone.
-    attempt = meet(dist.PrefixStore(_PREFIX, store), rank, world_size)
-    dist.init_process_group(
-        "gloo" if on_cpu else "cuda:nccl,cpu:gloo",
-        store=dist.PrefixStore(f"zerobook/{attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    address = environ["MASTER_ADDR"]
+    port = int(environ["MASTER_PORT"])
+    if _shares_store(environ):
+        kept = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        # Keys of this attempt alone: those of an earlier one hold addresses of processes that are gone.
+        attempt = meet(dist.PrefixStore(_PREFIX, kept), rank, world_size)
+        store: Store = dist.PrefixStore(f"zerobook/{attempt}", kept)
+    else:
+        # torch would wait for missing ranks as long as for a collective.
+        try:
+            store = dist.TCPStore(address, port, world_size, rank == 0, timedelta(seconds=PATIENCE_S))
+        except dist.DistError as error:
+            raise LaunchError(f"not all ranks came within {PATIENCE_S:.0f} s: {error}") from None
+        store.set_timeout(timeout)
+    backend = "gloo" if on_cpu else "cuda:nccl,cpu:gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S) -> str:

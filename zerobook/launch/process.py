@@ -131,6 +131,7 @@ def quietly(launcher: Callable[[], None]) -> int:
     """
     import subprocess
 
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -156,6 +157,10 @@ def quietly(launcher: Callable[[], None]) -> int:
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     except SignalException as error:
         return 128 + int(error.sigval)
+    except DistError as error:
+        reason = str(error).partition("\n")[0]
+        say(f"The launchers of the machines did not meet: {reason}. Is each of them started?", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -52,6 +52,7 @@ class Hardware:
         unused: why torch does not see the GPUs that this process may use; None if it sees them, if there are none, or if the
             environment hides them.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
+        missing_compiler: what is missing here to compile models, see `missing_compiler`.
     """
 
     gpus: int = 0
@@ -61,6 +62,7 @@ class Hardware:
     no_flash_attention: str = "the flash-attn package is not installed"
     unused: str | None = None
     missing_ops: dict[str, str] = field(default_factory=dict)
+    missing_compiler: str | None = None
 
     @property
     def device(self) -> str:
@@ -73,7 +75,7 @@ class Hardware:
 
         if not torch.cuda.is_available():
             unused = gpus.unused(torch.__version__, torch.version.cuda)
-            return cls(unused=unused, missing_ops=ops.missing(on_gpus=False))
+            return cls(unused=unused, missing_ops=ops.missing(on_gpus=False), missing_compiler=missing_compiler())
         missing = _no_flash_attention()
         return cls(
             gpus=torch.cuda.device_count(),
@@ -82,6 +84,7 @@ class Hardware:
             flash_attention=not missing,
             no_flash_attention=missing,
             missing_ops=ops.missing(on_gpus=True),
+            missing_compiler=missing_compiler(),
         )
 
 
@@ -205,7 +208,7 @@ def resolve(
     _fill_deepspeed_config(launch)
     # What this model and this hardware can do under all of that.
     _check_model(launch)
-    fast.choose(plan, draft)
+    fast.choose(plan, draft, hardware.missing_compiler)
     _check_model_choices(launch)
     # A strategy file may have set values that the config does not take.
     plan.problems += draft.problems()
@@ -569,9 +572,10 @@ def _check_model_choices(launch: LaunchDraft) -> None:
     obstacle = fast.not_compiled(plan, config)
     if config.torch_compile and obstacle:
         plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")
-    missing = missing_compiler()
-    if config.torch_compile and missing:
-        plan.problems.append(f"torch_compile: this machine lacks {missing}, or drop torch_compile.")
+    compiled = {"torch_compile": config.torch_compile, "attn_implementation": config.attn_implementation == "flex_attention"}
+    for key, is_asked_for in compiled.items():
+        if is_asked_for and hardware.missing_compiler:
+            plan.problems.append(f"{key}: it is compiled, and this machine lacks {hardware.missing_compiler}. Or drop {key}.")
     if config.base_format is not None:
         flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
         refusal = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)

@@ -29,7 +29,6 @@ from zerobook.models.vocabulary import add_tokens
 from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
-from zerobook.utils.compilers import missing_compiler
 from zerobook.utils.files import modes_by_umask, put_in_place, staging_of
 from zerobook.utils.host_memory import freed_blocks_returned, too_many_copies
 from zerobook.utils.model_config import auto_class, text_config
@@ -181,7 +180,7 @@ def choose_attention(
     if hardware.flash_attention and is_half and supports_flash and "flash_attention_2" in kernels:
         return "flash_attention_2"
     supports_flex = getattr(model_class, "_supports_flex_attn", False)
-    if config.packing and supports_flex and not dropout and missing_compiler() is None:
+    if config.packing and supports_flex and not dropout and hardware.missing_compiler is None:
         return "flex_attention"
     return None
 
