@@ -153,7 +153,7 @@ def _prepare_process(plan: LaunchPlan) -> None:
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)
     if plan.kind == "deepspeed":
         _compile_ops(plan)
-    if plan.device == "cuda" and plan.backend:
+    if plan.device == "cuda" and meet.tells_hosts(os.environ):
         # A GPU that is busy or broken fails here, where the other hosts learn the reason.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.zeros(1, device="cuda")

@@ -66,7 +66,7 @@ def _shares_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _tells_hosts(environ: Mapping[str, str]) -> bool:
+def tells_hosts(environ: Mapping[str, str]) -> bool:
     """Return whether ranks on several hosts tell each other why they cannot start: in a launch that is the only attempt.
 
     Where ranks are restarted, the store would keep the reason for later attempts.
@@ -84,7 +84,7 @@ def wait_for_hosts() -> None:
         LaunchError: names the ranks that are missing after `HOSTS_PATIENCE_S`, or the host that cannot start.
     """
     environ = os.environ
-    if not _tells_hosts(environ):
+    if not tells_hosts(environ):
         return
     import torch.distributed as dist
 
@@ -130,7 +130,7 @@ def stop_listening() -> None:
 def tell_refusal(reason: str, exit_code: int) -> None:
     """Tell the ranks that wait in `wait_for_hosts`, or listen after it, why this process ends, and with which exit code."""
     environ = os.environ
-    if _has_started.is_set() or not _tells_hosts(environ):
+    if _has_started.is_set() or not tells_hosts(environ):
         return
     refusal = Refusal(host=socket.gethostname(), reason=reason[:4000], exit_code=exit_code)
     with suppress(RuntimeError):
