@@ -23,6 +23,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.cli.main import main
 from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints import importer
+from zerobook.interop.checkpoints.exporter import export_state
 from zerobook.interop.checkpoints.importer import flags_of, import_checkpoint
 from zerobook.runlog.writer import read
 from zerobook.training.resume import check_data
@@ -121,6 +122,29 @@ def test_an_exported_sharded_state_dict_is_imported_again(tmp_path):
     loaded = {"model": {name: torch.zeros_like(make_state()[f"weight/{name}"]) for name in names}}
     dcp.load(loaded, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
     assert all(torch.equal(loaded["model"][name], make_state()[f"weight/{name}"]) for name in names)
+
+
+def test_a_universal_checkpoint_has_every_tensor_for_all_stages(tmp_path, capsys):
+    write_zero(tmp_path / "checkpoint-3" / "global_step3", make_state(), 2, 2)
+    imported = import_checkpoint(tmp_path / "checkpoint-3", tmp_path / "run").checkpoint
+    exported = tmp_path / "exported"
+    assert main(["checkpoint", "export", str(imported), "--to", "deepspeed", "--output", str(exported)]) == 0
+    assert "load_universal" in capsys.readouterr().out
+    folder = exported / (exported / "latest_universal").read_text()
+    files = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    for name, tensor in make_state().items():
+        key, _, weight = name.partition("/")
+        # Files of plain tensors and values: nothing else is unpickled.
+        loaded = torch.load(folder / "zero" / weight / f"{files[key]}.pt", weights_only=True)
+        assert torch.equal(loaded["param"], tensor), name
+        assert torch.load(folder / "zero" / weight / "step.pt", weights_only=True) == 3
+    optimizer = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)
+    assert type(optimizer["optimizer_state_dict"]["state"][0]["step"]) is int, "ZeRO-3 gives all groups one object"
+    assert all("weight_decay" not in group for group in optimizer["param_groups"])
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        assert torch.load(folder / name, weights_only=True)["global_steps"] == 3
+    assert json.loads((exported / "trainer_state.json").read_text())["global_step"] == 3
+    assert torch.load(exported / "scheduler.pt", weights_only=True)["last_epoch"] == 3
 
 
 def assert_same(found, expected):
@@ -378,6 +402,26 @@ def test_an_import_holds_one_weight_at_most(tmp_path, monkeypatch):
     before = anonymous_bytes()
     import_checkpoint(tmp_path / "global_step3", tmp_path / "run")
     assert max(peaks) - before < total / 10
+
+
+def test_an_export_to_deepspeed_holds_one_tensor_at_most(tmp_path, monkeypatch):
+    tensors = make_state(scale=100_000)
+    write_zero(tmp_path / "global_step3", tensors, 3, 2)
+    total = sum(4 * tensor.numel() for tensor in tensors.values())
+    largest = max(4 * tensor.numel() for tensor in tensors.values())
+    del tensors
+    imported = import_checkpoint(tmp_path / "global_step3", tmp_path / "run").checkpoint
+    peaks = []
+    torch_save = torch.save
+
+    def measured(value, path):
+        torch_save(value, path)
+        peaks.append(anonymous_bytes())
+
+    monkeypatch.setattr(torch, "save", measured)
+    before = anonymous_bytes()
+    export_state(imported, tmp_path / "exported", "deepspeed")
+    assert max(peaks) - before < 2.5 * largest < total / 2
 
 
 @pytest.mark.parametrize(("epoch", "cursor"), [(0.0, 0), (1.5, 12), (2.0, 16)])

@@ -15,6 +15,7 @@ from tests.distributed.other_trainer import HALF, STEPS
 from tests.distributed.test_parity import largest_difference, record
 from tests.harness import LIMIT_S, ROOT, SETTINGS, launch, start
 from tests.test_checkpoint_import import LORA
+from zerobook.checkpoint import store
 from zerobook.cli.main import main
 from zerobook.interop.checkpoints.exporter import export_state
 from zerobook.interop.checkpoints.importer import import_checkpoint
@@ -37,6 +38,12 @@ def zero(stage):
 ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True}
 # DeepSpeed's own optimizer decays norm gains and biases too, and here only matrices decay.
 OWN_ADAMW = {"deepspeed": zero(2) | {"optimizer": {"type": "AdamW", "params": ADAMW}}, "weight_decay": 0.0}
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+# ZeRO-3 reads a plain step count, which only DeepSpeed's own optimizers take. This is DeepSpeedCPUAdam.
+OFFLOADED_ADAMW = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+}
 THEIRS = {
     "trainer-single": {"ranks": 1},
     "trainer-ddp": {"ranks": 2},
@@ -52,6 +59,14 @@ THEIRS = {
     "accelerate-fsdp2": {"ranks": 2, "strategy": "fsdp", "weight_decay": 0.0},
     "accelerate-fsdp2-full": {"ranks": 2, "strategy": "fsdp", "weight_decay": 0.0, "state_dict": "FULL_STATE_DICT"},
 }
+UNIVERSAL_READERS = {
+    "trainer-zero1-universal": {"ranks": 2, "deepspeed": zero(1) | UNIVERSAL},
+    "trainer-zero2-universal": {"ranks": 2, "deepspeed": zero(2) | UNIVERSAL},
+    "trainer-zero2-universal-on-4": {"ranks": 4, "deepspeed": zero(2) | UNIVERSAL},
+    "trainer-zero2-universal-adamw": {"ranks": 2, "deepspeed": OWN_ADAMW["deepspeed"] | UNIVERSAL, "weight_decay": 0.0},
+    "trainer-zero3-universal": {"ranks": 2, "deepspeed": zero(3) | OFFLOADED_ADAMW | UNIVERSAL, "weight_decay": 0.0},
+}
+THEIRS |= UNIVERSAL_READERS
 READERS = {
     "trainer-single": [("zero2", 2), ("single", 1)],
     "trainer-ddp": [("single", 1), ("zero3", 4), ("fsdp", 2)],
@@ -232,3 +247,37 @@ def test_accelerate_continues_an_exported_sharded_state_dict(tiny, tmp_path, the
     loss = largest_difference(run_other(tiny, tmp_path / "back", "accelerate-fsdp2", tmp_path / "state"), losses[HALF:])
     assert loss < TOLERANCE
     record("imported", trainer="accelerate-fsdp2 on 2", reader="accelerate-fsdp2 on 2", recipe="causal_lm", loss=loss)
+
+
+@pytest.fixture(scope="module")
+def ours(tiny, tmp_path_factory):
+    """The losses of our run and its checkpoint of the third step: each weight decay is launched once."""
+
+    @cache
+    def run(weight_decay):
+        folder = tmp_path_factory.mktemp("ours")
+        flags = flags_of(tiny, "trainer-zero2", 2) | {"weight_decay": weight_decay, "resume_from_checkpoint": None}
+        run = launch("fsdp", 2, "causal_lm", folder, save_steps=HALF, **flags)
+        return run.losses, folder / "checkpoints" / store.name_of(HALF)
+
+    return run
+
+
+def universal_cases():
+    for case in UNIVERSAL_READERS:
+        marks = [pytest.mark.launch, *([] if case == "trainer-zero2-universal" else [pytest.mark.full])]
+        yield pytest.param(case, marks=marks)
+
+
+@pytest.mark.parametrize("case", list(universal_cases()))
+def test_deepspeed_continues_a_universal_checkpoint_on_any_number_of_ranks(tiny, tmp_path, ours, case):
+    losses, checkpoint = ours(THEIRS[case].get("weight_decay", 0.1))
+    exported = tmp_path / f"checkpoint-{HALF}"
+    export_state(checkpoint, exported, "deepspeed")
+    (tmp_path / "back").mkdir()
+    continued = run_other(tiny, tmp_path / "back", case, exported)
+    assert len(continued) == STEPS - HALF
+    loss = largest_difference(continued, losses[HALF:])
+    assert loss < TOLERANCE
+    ranks = THEIRS[case]["ranks"]
+    record("imported", trainer="zerobook fsdp on 2", reader=f"{case} on {ranks}", recipe="causal_lm", loss=loss)

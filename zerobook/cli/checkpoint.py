@@ -40,7 +40,9 @@ def checkpoint(arguments: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, help="import: folder of the run that is made; export: folder of the checkpoint")
     parser.add_argument(
-        "--to", choices=["trainer", "dcp"], help="export: to transformers' Trainer, or to a sharded state dict as of FSDP"
+        "--to",
+        choices=["trainer", "deepspeed", "dcp"],
+        help="export: to transformers' Trainer, to DeepSpeed's universal checkpoint, or to a sharded state dict as of FSDP",
     )
     parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
     flags = parser.parse_args(arguments)
@@ -103,6 +105,8 @@ def _export(checkpoint: Path, output: Path | None, form: str | None) -> None:
         raise CheckpointError("export: give --output, the folder that is made, and --to, the trainer that continues it.")
     export_state(checkpoint, output, form)
     say(f"wrote {output}")
+    if form == "deepspeed":
+        say('DeepSpeed loads it with "checkpoint": {"load_universal": true} in its JSON.')
 
 
 def _prune(path: Path, keep: int | None) -> None:

@@ -10,15 +10,24 @@ from typing import Any, cast
 import torch
 
 from zerobook.checkpoint import store
+from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import ADAM_STEPS
 from zerobook.checkpoint.state import Reader, read_progress
 from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints.model_names import empty_model, number_orders
 from zerobook.interop.checkpoints.sharded import MODEL_FOLDER, OPTIMIZER_FOLDER
 from zerobook.interop.checkpoints.source import MOMENTS
+from zerobook.interop.checkpoints.zero import STAGE_3, STAGES_1_2
 from zerobook.runlog.facts import trains_adapters
 from zerobook.runlog.history import History
 from zerobook.utils import files
+
+_UNIVERSAL_FILES = {"weight": "fp32.pt"} | {key: f"{key}.pt" for key in MOMENTS}
+"""our name of a kind of tensor -> the file of DeepSpeed's universal checkpoint"""
+_DEEPSPEED_VERSION = "0.19.8"
+"""the version whose universal checkpoint is written"""
+_MOST_GROUPS = 64
+"""the most groups of weights that DeepSpeed's optimizer may have"""
 
 
 def export_state(checkpoint: Path, output: Path, form: str) -> None:
@@ -44,11 +53,8 @@ def export_state(checkpoint: Path, output: Path, form: str) -> None:
 
 def _write_trainer(checkpoint: Path, reader: Reader, folder: Path) -> None:
     """Write a ``checkpoint-N`` of transformers' Trainer. The moments are held in memory while they are written."""
-    from transformers import TrainerControl, TrainerState
-
     from zerobook.models.export import export_checkpoint
 
-    config = store.read_json(checkpoint / "config.json")["config"]
     # The model or adapter, with its config and tokenizer, is the one that `zerobook export` writes.
     model_folder = folder / "model"
     export_checkpoint(checkpoint, model_folder, dtype=torch.float32, merge=False)
@@ -70,32 +76,58 @@ def _write_trainer(checkpoint: Path, reader: Reader, folder: Path) -> None:
     for number, name in enumerate([*order[0], *order[1]]):
         states[number] = _state(reader, name)
     progress = read_progress(checkpoint)
-    rate = progress.following.get("learning rate", settings["lr"])
+    rate = _next_rate(progress, settings)
     for group in optimizer["param_groups"]:
         group["lr"] = rate
     torch.save({"state": states, "param_groups": optimizer["param_groups"]}, folder / "optimizer.pt")
 
-    # The schedule, and the progress.
-    count = len(groups)
-    schedule = {
-        "base_lrs": [settings["lr"]] * count,
-        "last_epoch": progress.step,
-        "_step_count": progress.step + 1,
-        "_last_lr": [rate] * count,
-        "lr_lambdas": [None] * count,
+    schedule = _schedule(progress, rate) | {"base_lrs": [settings["lr"]] * len(groups)}
+    _write_position(checkpoint, progress, schedule, folder)
+
+
+def _write_universal(checkpoint: Path, reader: Reader, folder: Path) -> None:
+    """Write DeepSpeed's universal checkpoint, with what Trainer needs beside it. One tensor is in memory at a time.
+
+    DeepSpeed divides each tensor among any number of ranks when it loads it. The files of ZeRO-1 to 3 have different names,
+    and all of them are written. Weight decay and the peak of the rate are left to DeepSpeed's own settings.
+    """
+    progress = read_progress(checkpoint)
+    settings = _settings(checkpoint)
+    tag = f"global_step{progress.step}"
+    zero_folder = folder / tag / "zero"
+    optimizer_steps = int(reader.index[ADAM_STEPS])
+    for name in reader.index["shapes"]:
+        weight_folder = zero_folder / name
+        weight_folder.mkdir(parents=True)
+        for key, file_name in _UNIVERSAL_FILES.items():
+            torch.save({"param": reader.read_tensor(f"{key}/{name}")}, weight_folder / file_name)
+        # torch's optimizers need a tensor, and DeepSpeed's take one.
+        torch.save(torch.tensor(float(optimizer_steps)), weight_folder / "step.pt")
+    # ZeRO-3 applies the settings of one group to all. They say nothing of weight decay, which only some groups have.
+    rate = _next_rate(progress, settings)
+    group = {"lr": rate, "betas": settings["betas"], "eps": settings["eps"]}
+    optimizer = {
+        "ds_version": _DEEPSPEED_VERSION,
+        # ZeRO-1 and 2 pair their groups with these, and load nothing into a group without a partner.
+        "param_groups": [group] * _MOST_GROUPS,
+        # ZeRO-3 gives all its flat groups one object. As a tensor it would be counted up by each of them in every step.
+        "optimizer_state_dict": {"state": {0: {"step": optimizer_steps}}, "param_groups": [group]},
     }
-    torch.save(schedule, folder / "scheduler.pt")
-    trainer_state = TrainerState(
-        global_step=progress.step,
-        epoch=progress.epoch,
-        max_steps=progress.total_steps,
-        train_batch_size=config["per_device_train_batch_size"],
-        logging_steps=config["logging_steps"],
-        log_history=_log_history(checkpoint),
-        # Trainer expects to find the state of its own control.
-        stateful_callbacks=cast("Any", [TrainerControl()]),
-    )
-    trainer_state.save_to_json(str(folder / "trainer_state.json"))
+    torch.save(optimizer, zero_folder / "optimizer_state.pt")
+
+    schedule = _schedule(progress, rate)
+    model_state = {
+        # A schedule of DeepSpeed's own counts from 0, under a name that Trainer's does not use.
+        "lr_scheduler": schedule | {"last_batch_iteration": progress.step - 1},
+        "global_steps": progress.step,
+        "skipped_steps": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+    }
+    for names in (STAGES_1_2, STAGE_3):
+        torch.save(model_state, folder / tag / names.model_file)
+    (folder / "latest_universal").write_text(tag)
+    _write_position(checkpoint, progress, schedule, folder)
 
 
 def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
@@ -164,6 +196,42 @@ def _settings(checkpoint: Path) -> dict[str, Any]:
     }
 
 
+def _next_rate(progress: Progress, settings: dict[str, Any]) -> float:
+    """Return the learning rate of the next step."""
+    rate: float = progress.following.get("learning rate", settings["lr"])
+    return rate
+
+
+def _schedule(progress: Progress, rate: float) -> dict[str, Any]:
+    """Return the state of Trainer's schedule without its base rates, of which there is one for each group."""
+    return {
+        "last_epoch": progress.step,
+        "_step_count": progress.step + 1,
+        # The rates of all groups are equal, and the first is logged.
+        "_last_lr": [rate],
+        "lr_lambdas": [],
+    }
+
+
+def _write_position(checkpoint: Path, progress: Progress, schedule: dict[str, Any], folder: Path) -> None:
+    """Write Trainer's ``scheduler.pt`` and ``trainer_state.json``."""
+    from transformers import TrainerControl, TrainerState
+
+    torch.save(schedule, folder / "scheduler.pt")
+    config = store.read_json(checkpoint / "config.json")["config"]
+    trainer_state = TrainerState(
+        global_step=progress.step,
+        epoch=progress.epoch,
+        max_steps=progress.total_steps,
+        train_batch_size=config["per_device_train_batch_size"],
+        logging_steps=config["logging_steps"],
+        log_history=_log_history(checkpoint),
+        # Trainer expects to find the state of its own control.
+        stateful_callbacks=cast("Any", [TrainerControl()]),
+    )
+    trainer_state.save_to_json(str(folder / "trainer_state.json"))
+
+
 def _log_history(checkpoint: Path) -> list[dict[str, Any]]:
     """Return the steps of the run up to its checkpoint, as transformers logs them; nothing if the log is elsewhere."""
     run = checkpoint.absolute().parent.parent
@@ -176,5 +244,9 @@ def _log_history(checkpoint: Path) -> list[dict[str, Any]]:
     return entries
 
 
-FORMS: dict[str, Callable[[Path, Reader, Path], None]] = {"trainer": _write_trainer, "dcp": _write_sharded}
+FORMS: dict[str, Callable[[Path, Reader, Path], None]] = {
+    "trainer": _write_trainer,
+    "deepspeed": _write_universal,
+    "dcp": _write_sharded,
+}
 """``--to`` -> the function that writes it."""
