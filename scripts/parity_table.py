@@ -76,10 +76,11 @@ IMPORTED = """# Checkpoints of other trainers, continued: measured
 Six AdamW steps on 8 chats in one batch, by transformers' Trainer and by a loop on accelerate, launched on CPU ranks. The
 checkpoint of the third step is imported with `zerobook checkpoint import`, and three more steps are taken here. *Loss* is the
 largest relative difference of these three from the other trainer's own. Rows that end with another trainer were exported again
-with `zerobook checkpoint export`, and the last steps are that trainer's. In rows that begin with `zerobook`, the six steps are ours,
-the checkpoint of the third is exported with `--to deepspeed`, and DeepSpeed's three more are compared with ours.
-`trainer-zero2-adamw`, `trainer-zero2-universal-adamw` and `trainer-zero3-universal` have the optimizer in DeepSpeed's JSON, the last
-one with offload, the others have Trainer's own. `full` is a full state dict, where others are sharded. Written by `make test-full`.
+with `zerobook checkpoint export`, and the last steps are that trainer's. In rows that begin with `zerobook`, the six steps are
+ours, the checkpoint of the third is exported with `--to deepspeed`, and DeepSpeed's three more are compared with ours.
+`trainer-zero2-adamw`, `trainer-zero2-universal-adamw` and `trainer-zero3-universal` have the optimizer in DeepSpeed's JSON, the
+last one with offload, the others have Trainer's own. `full` is a full state dict, where others are sharded. Written by `make
+test-full`.
 """
 
 HOST = """# Host RAM while a model is loaded: measured
