@@ -146,6 +146,16 @@ def test_a_universal_checkpoint_has_every_tensor_for_all_stages(tmp_path, capsys
     assert torch.load(exported / "scheduler.pt", weights_only=True)["last_epoch"] == 3
 
 
+def test_a_weight_whose_name_leads_elsewhere_is_refused_at_an_export(tmp_path, capsys, monkeypatch):
+    named_elsewhere = [{name.replace("wide", "../../elsewhere"): shape for name, shape in group.items()} for group in SHAPES]
+    monkeypatch.setitem(globals(), "SHAPES", named_elsewhere)
+    write_zero(tmp_path / "checkpoint-3" / "global_step3", make_state(), 2, 2)
+    imported = import_checkpoint(tmp_path / "checkpoint-3", tmp_path / "run").checkpoint
+    assert main(["checkpoint", "export", str(imported), "--to", "deepspeed", "--output", str(tmp_path / "out")]) == 2
+    assert "elsewhere" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("elsewhere*"))
+
+
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

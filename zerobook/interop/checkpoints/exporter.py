@@ -97,6 +97,9 @@ def _write_universal(checkpoint: Path, reader: Reader, folder: Path) -> None:
     zero_folder = folder / tag / "zero"
     optimizer_steps = int(reader.index[ADAM_STEPS])
     for name in reader.index["shapes"]:
+        # The name may be a stranger's, and becomes that of a folder.
+        if Path(name).name != name:
+            raise CheckpointError(f"{checkpoint}: {name!r} is not the name of a weight.")
         weight_folder = zero_folder / name
         weight_folder.mkdir(parents=True)
         for key, file_name in _UNIVERSAL_FILES.items():
