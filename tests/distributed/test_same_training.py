@@ -140,6 +140,8 @@ def test_an_imported_config_trains_as_transformers_trainer_does(trains_adapters,
         # Trainer has no keys for adapters, and TRL has.
         del config["train_file"]
         config |= {**LORA, "dataset_name": str(tiny / "few.jsonl"), "gradient_checkpointing": False}
+        # Trainer gets rows that learn the assistant's turns. TRL learns all tokens by default.
+        config["assistant_only_loss"] = True
         trainer = "trl"
     ours = train_imported(config, trainer, tmp_path, adapter)
 
