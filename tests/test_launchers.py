@@ -456,6 +456,27 @@ raise SystemExit({codes}[int(os.environ['TORCHELASTIC_RESTART_COUNT'])])
     assert done.returncode == codes[-1]
 
 
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_launcher_that_gets_a_second_signal_leaves_no_rank_behind(tmp_path):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    line = [*ZEROBOOK, "launch", *DDP, "--num_processes", "2", "--main_process_port", "0", str(tmp_path / "stubborn.py")]
+    environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+    with subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
+        ranks = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
+        assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+
+
 SLOW_SAVE = """
 import os, signal, sys, time
 def save(*_):

@@ -31,10 +31,10 @@ class ConfigError(ZerobookError):
 
 
 class LaunchError(ZerobookError):
-    """A launch whose processes do not all come."""
+    """A launch of which some processes did not start."""
 
     exit_code = 1
-    """That of any failure, and not of a wrong command line: another start may have all of them."""
+    """That of any failure, and not of a wrong command line: another start may succeed."""
 
 
 class DataError(ZerobookError):

@@ -47,12 +47,12 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        # Only once: torch calls this again at the end, and waits again for a rank that hangs in its driver.
-        context = self._pcontext
+        if self._pcontext is not None:
+            # A second signal can interrupt this. torch then calls this method again, which ends the ranks.
+            self._pcontext.close(death_sig, int(os.environ.get(SHUTDOWN_TIMEOUT, SHUTDOWN_TIMEOUT_S)))
+        # torch also calls this again at the end, and would wait again for a rank that hangs in its driver.
         self._pcontext = None
         super()._shutdown(death_sig)
-        if context is not None:
-            context.close(death_sig, int(os.environ.get(SHUTDOWN_TIMEOUT, SHUTDOWN_TIMEOUT_S)))
 
 
 def install() -> None:

@@ -3,11 +3,11 @@
 Over several hosts, torch's own rendezvous would wait for the time limit of collectives and name nobody. Here, a rank that
 cannot start says so to the others, and the ranks that are missing are named.
 
-Where torchrun restarts ranks, the meeting also gives the attempt a name:
-torchrun keeps its store from attempt to attempt, with the addresses of processes that are gone, and torch looks for its peers
-there (pytorch issue 135712). The agents of several hosts count their restarts separately, so the count is not a name for an
-attempt. Here, rank 0 makes a name, and each rank answers with a name of its own, which rank 0 confirms: a name that an earlier
-rank 0 left in the store is never confirmed to a new process.
+Where torchrun restarts ranks, the meeting also gives the attempt a name. torchrun keeps its store from attempt to attempt, with
+the addresses of processes that are gone, and torch looks for its peers there (pytorch issue 135712). The agents of several
+hosts count their restarts separately, so the count is not a name for an attempt. Here, rank 0 makes a name, and each rank
+answers with a name of its own, which rank 0 confirms: a name that an earlier rank 0 left in the store is never confirmed to a
+new process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import TypedDict
 
-from zerobook.errors import LaunchError
+from zerobook.errors import LaunchError, ZerobookError
 from zerobook.utils import messages
 from zerobook.utils.terminal import say
 
@@ -105,15 +105,18 @@ def _end_at_refusal() -> None:
     """End this process if another rank fails before the first collective. NCCL would wait for it without end."""
     import torch.distributed as dist
 
+    error: ZerobookError
     try:
         store = _store(CONNECT_S)
         while not _has_started.wait(LISTEN_S):
             _raise_refusal(store)
         return
-    except LaunchError as refusal:
+    except ZerobookError as refusal:
         error = refusal
     except dist.DistNetworkError:
         error = _launcher_is_gone()
+    if _has_started.is_set():
+        return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         say(f"\nLaunchError: {error}\n", file=sys.stderr)
     else:
