@@ -292,7 +292,7 @@ def write_table(folder: Path, page_path: Path | None) -> None:
     choices = "; ".join(
         f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1])
     )
-    text = f"{count}\n\n" + "\n".join(lines) + f"\n\nChosen without the source that was judged: {choices}.\n"
+    text = f"{count}\n\n" + "\n".join(lines) + f"\n\nSettings that were chosen on the other sources: {choices}.\n"
     _write_between("table", text, page_path)
 
 
