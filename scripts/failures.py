@@ -26,11 +26,11 @@ SAVES = (5.0, 60.0)
 
 def tables() -> str:
     """Return Markdown: the published rates, and what follows from one of them for numbers of GPUs."""
-    lines = ["| `--failures` | failures | GPU hours between two | source |", "|---|---:|---:|---|"]
+    lines = ["| `--failures` | failures | GPU hours between failures | source |", "|---|---:|---:|---|"]
     for name, rate in RATES.items():
         failures = f"{rate.failures:g} in {rate.days:g} days on {rate.gpus:,} GPUs"
         lines.append(f"| `{name}` | {failures} | {rate.gpu_hours:,.0f} | {rate.source} |")
-    lines += ["", f"At the rate of `llama3`, with {duration(RESTART_SECONDS)} a restart:", ""]
+    lines += ["", f"With the failures of `llama3` and restarts of {duration(RESTART_SECONDS)}:", ""]
     longest = duration(LONGEST_S)
     lines.append(f"| GPUs | failure every | a save takes | best interval (Young's) | goodput | saved every {longest} |")
     lines.append("|---:|---:|---:|---:|---:|---:|")
