@@ -79,13 +79,13 @@ class HarnessScorer:
         """Measure the tasks; all ranks return the same. Collective if there is a strategy.
 
         Returns:
-            (``task/NAME/METRIC`` of each task that was named, without the tables of `zerobook.evaluation.tasks`).
+            (metrics ``task/NAME/METRIC`` of the tasks that the user named; no rows of a table by subject).
 
         Raises:
             DivergenceError: the model's likelihoods are not numbers.
         """
         rows = self.measure(strategy, model, progress=progress)
-        # A group also reports its subtasks, which the user did not name: they are rows, and no metrics.
+        # A group also reports its subtasks. The user did not name them, so they are not metrics of the run.
         metrics = {f"task/{row['task']}/{row['metric']}": row["value"] for row in rows if row["task"] in self.names}
         return metrics, []
 
@@ -112,10 +112,8 @@ class HarnessScorer:
                 )
         finally:
             model.train(was_training)
-        # The harness computes metrics on rank 0 alone, and the others get them from there.
-        rows = []
-        if result is not None:
-            rows = _rows(dict(result))
+        # The harness returns a result only if LOCAL_RANK is 0. All ranks get the rows of rank 0.
+        rows = [] if result is None else _rows(dict(result))
         if strategy is not None:
             rows = strategy.from_main(rows)
         for row in rows:
@@ -140,7 +138,7 @@ def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     files = [Path(task).expanduser() for task in tasks if is_yaml(task)]
-    # The harness's own tasks are thousands of files, which take seconds to read.
+    # The harness's own tasks are thousands of files, which take seconds to read. Only tasks that are given by name need them.
     needs_defaults = len(files) < len(tasks)
     folders = sorted({str(file.parent) for file in files})
     manager = TaskManager(include_path=folders or None, include_defaults=needs_defaults)
@@ -160,7 +158,7 @@ def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
                     f"{task}: {loaded_task.config.task} generates text, and only likelihoods are measured here. Export the "
                     "model, and run: lm_eval --model hf --model_args pretrained=FOLDER --tasks ..."
                 )
-        # A group has a result of its own, which the harness computes from its subtasks.
+        # A group has one result, which the harness computes from those of its subtasks.
         if name in loaded["groups"]:
             names.append(name)
             objects.append(loaded["groups"][name])
@@ -212,14 +210,14 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 Window = tuple[None, list[int], list[int]]
-"""No text, the ids of the context, and those whose likelihood is measured."""
+"""(None, ids of the context, ids whose likelihood is measured): a request of the harness without its text."""
 
 
 def _windows(ids: list[int], prefix_id: int, max_length: int | None) -> list[Window]:
-    """Cut a text into windows of ``max_length`` tokens, so that each token is measured once."""
+    """Cut a text into windows of at most ``max_length`` tokens. Each token's likelihood is measured in one window."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    # Without a limit, the prefix token and the whole text are one window.
+    # Without a limit, one window holds the prefix token and the whole text.
     length = max_length or len(ids) + 1
     windows = []
     for overlapping in get_rolling_token_windows(ids, prefix_id, max_seq_len=length - 1, context_len=1):
@@ -228,62 +226,80 @@ def _windows(ids: list[int], prefix_id: int, max_length: int | None) -> list[Win
     return windows
 
 
+class _HarnessMethods:
+    """The methods of a model that the harness calls. To it, each process is the only one: all compute all answers together."""
+
+    def __init__(self, scorer: HarnessScorer, strategy: Strategy | None, model: nn.Module, progress: bool):
+        super().__init__()
+        self.scorer = scorer
+        self.strategy = strategy
+        self.model = model
+        self.progress = progress
+        self.tokenizer = scorer.tokenizer
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has no context, so that its first token has a likelihood, too."""
+        return self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        # None: as the tokenizer does by default.
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return self.tokenizer(string, verbose=False, **options)["input_ids"]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return render_prompt(self.tokenizer, chat_history, opens_turn=add_generation_prompt)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood of the continuation, whether greedy decoding gives it) of (text, context, continuation)."""
+        sequences = []
+        for _, context, continuation in requests:
+            # A request that is too long loses its beginning. Without a limit, the slice from -0 is the whole list.
+            ids = [*context, *continuation][-(self.scorer.max_length or 0) :]
+            # The first token has no likelihood, since no token precedes it.
+            sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
+        longest = max(len(sequence.ids) for sequence in sequences)
+        scores = likelihoods(
+            self.strategy,
+            self.model,
+            sequences,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            batch_size=rows_at_once(self.scorer.batch_size, longest, len(self.tokenizer)),
+            progress=self.progress,
+        )
+        return [(score.log_probability, score.is_greedy) for score in scores]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each text, which may be longer than the model's limit."""
+        # The windows of all texts are scored in one call, so that batches are full.
+        windows: list[Window] = []
+        request_of_window: list[int] = []
+        for index, request in enumerate(requests):
+            request_windows = _windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.scorer.max_length)
+            windows += request_windows
+            request_of_window += [index] * len(request_windows)
+        totals = [0.0] * len(requests)
+        for index, (log_probability, _) in zip(request_of_window, self._loglikelihood_tokens(windows), strict=True):
+            totals[index] += log_probability
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        raise NotImplementedError("refused when the task is loaded")
+
+
 def _harness_model(scorer: HarnessScorer, strategy: Strategy | None, model: nn.Module, progress: bool) -> Any:
-    """Return the model as the harness calls it. Every rank gets all requests, and all answers."""
+    """Return ``model`` as an object of the harness's model class."""
     from lm_eval.api.model import TemplateLM
 
-    tokenizer = scorer.tokenizer
-
-    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness may not be installed
-        tokenizer_name = str(tokenizer.name_or_path)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokenizer = tokenizer
-
-        @property
-        def eot_token_id(self) -> int:
-            return tokenizer.eos_token_id
-
-        @property
-        def prefix_token_id(self) -> int:
-            return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            return tokenizer(string, verbose=False, **options)["input_ids"]
-
-        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            return render_prompt(tokenizer, chat_history, opens_turn=add_generation_prompt)
-
-        def _loglikelihood_tokens(
-            self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
-        ) -> list[tuple[float, bool]]:
-            sequences = []
-            for _, context, continuation in requests:
-                # A slice from -0 is the whole list, which is right if the model has no limit.
-                ids = [*context, *continuation][-(scorer.max_length or 0) :]
-                sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
-            longest = max(len(sequence.ids) for sequence in sequences)
-            batch_size = rows_at_once(scorer.batch_size, longest, len(tokenizer))
-            pad = tokenizer.pad_token_id or 0
-            scores = likelihoods(strategy, model, sequences, pad_token_id=pad, batch_size=batch_size, progress=progress)
-            return [(score.log_probability, score.is_greedy) for score in scores]
-
-        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-            windows: list[Window] = []
-            request_numbers: list[int] = []
-            for number, request in enumerate(requests):
-                request_windows = _windows(self.tok_encode(request.args[0]), self.prefix_token_id, scorer.max_length)
-                windows += request_windows
-                request_numbers += [number] * len(request_windows)
-            totals = [0.0] * len(requests)
-            scores = self._loglikelihood_tokens(windows)
-            for number, (log_probability, _) in zip(request_numbers, scores, strict=True):
-                totals[number] += log_probability
-            return totals
-
-        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-            raise NotImplementedError("refused when the task is loaded")
-
-    return HarnessModel()
+    # The class is made here, since the harness may not be installed when this module is imported.
+    return type("HarnessModel", (_HarnessMethods, TemplateLM), {})(scorer, strategy, model, progress)
