@@ -8,7 +8,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000
 TEXT_PIECE = 1 << 20
-"""Characters. Longer texts are tokenized in pieces, cut at line ends, since a tokenizer uses about 100 bytes of memory per
-token."""
+"""Characters. Longer texts are tokenized in pieces, which end at line ends if possible, since a tokenizer uses about 100 bytes
+of memory per token."""
 SAMPLE_LIMIT = 16 << 20
 """Bytes of a JSON line that is not running text."""
 
@@ -45,8 +44,8 @@ Chunk = list[tuple[str, Any]]
 class Reading:
     """Settings that convert the samples of a source to token ids. Sent to worker processes.
 
-    ``detected``: the user did not name the format, so columns that it does not read may be a mistake. ``is_held_out``: no
-    sample is trained on.
+    ``detected``: the user did not name the format, so a column that the format does not read may be a mistake.
+    ``is_held_out``: no sample is trained on.
     """
 
     format: str
@@ -69,10 +68,11 @@ class Reading:
 
 @dataclass
 class EncodedChunk:
-    """Encoded documents: ``ids``, ``labels`` (None: equal to the ids), and ``extra`` arrays by name.
+    """Encoded documents. A sample has several if the chat template rewrites earlier turns.
 
-    ``weights``, int32 [documents], are the objective's; ``begins``, bool [documents], marks the first of each sample;
-    ``bad`` holds (location, reason) of bad samples; ``counts`` says what was done.
+    ``ids`` and ``labels`` (None: equal to the ids) are the documents' tokens, ``extra`` their further arrays by name.
+    ``weights``, int32 [documents], are the objective's; ``begins``, bool [documents], marks the first document of each sample.
+    ``bad`` holds (location, reason) of bad samples; ``counts`` says what was done to samples, and how often.
     """
 
     ids: Ragged
@@ -88,11 +88,11 @@ def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
     """Yield items in chunks of about a megabyte. Advances ``bar`` by the amount that was read."""
     chunk: Chunk = []
     size = 0
-    for where, row, cost in items:
-        chunk.append((where, row))
+    for location, row, cost in items:
+        chunk.append((location, row))
         size += _size(row)
         bar.update(cost)
-        # Two limits: short samples would make a chunk of a megabyte too many to encode at once.
+        # The number is limited, too: a megabyte of short samples would be too many to encode at once.
         if size >= CHUNK_BYTES or len(chunk) >= CHUNK_SAMPLES:
             yield chunk
             chunk = []
@@ -121,7 +121,7 @@ def detect(
     Args:
         columns: the columns of a pair that the user named.
         encoder_formats: the formats of the encoder.
-        skip: pass over samples that fit no format; if none fits, the error is that of the first one.
+        skip: try the next sample if one fits no format. If none fits, the error is that of the first one.
 
     Raises:
         DataError: there is no readable sample, or its columns fit no format.
@@ -134,7 +134,7 @@ def detect(
         try:
             return formats.detect(row, encoder_formats=encoder_formats, **columns)
         except DataError as error:
-            # The first sample is the one that the user looks at.
+            # Report the first sample: it is the one that the user sees at the head of the file.
             first_error = first_error or error
             if not skip:
                 break
@@ -154,40 +154,41 @@ def ignored(chunk: Chunk, reading: Reading) -> list[str]:
 
 
 def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
-    """Yield encoded chunks in their order. Memory holds about two chunks a worker."""
+    """Yield encoded chunks in their order. Memory holds about two chunks per worker."""
     if workers == 1:
         for chunk in raw_chunks:
             yield _encode(reading, chunk)
         return
     # A fork would copy locks that other threads hold.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(reading,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(reading,)) as pool:
         # Results are taken in the order of the chunks, however fast each is.
         submitted: deque[Future] = deque()
         for chunk in raw_chunks:
-            submitted.append(pool.submit(_work, chunk))
+            submitted.append(pool.submit(_encode_in_worker, chunk))
             if len(submitted) > 2 * workers:
                 yield submitted.popleft().result()
-        # The source has ended, and up to two chunks a worker are still on their way.
+        # The source has ended, and up to two chunks per worker are not yielded yet.
         while submitted:
             yield submitted.popleft().result()
 
 
-_READING: list[Reading] = []  # of this worker process
+_READING: list[Reading] = []
+"""In a worker process, the one that the process was started with. It is sent once, and not with each chunk."""
 
 
-def _start(reading: Reading) -> None:
-    # The tokenizers library reads these when it is first used; the processes share the cores.
+def _start_worker(reading: Reading) -> None:
+    # One thread per worker, since the workers share the cores. The tokenizers library reads this at its first use.
     os.environ.update({"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
     _READING[:] = [reading]
 
 
-def _work(chunk: Chunk) -> EncodedChunk:
+def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
     return _encode(_READING[0], chunk)
 
 
 def parsed(row: object) -> object:
-    """Return a sample; the object of a JSON line, or `Malformed`."""
+    """Return the object of a JSON line, or `Malformed`. A row that is not bytes is returned as it is."""
     if not isinstance(row, bytes):
         return row
     import orjson
@@ -196,10 +197,10 @@ def parsed(row: object) -> object:
         return orjson.loads(row)
     except orjson.JSONDecodeError as error:
         try:
-            # orjson does not say that the bytes are no UTF-8, which is the more useful reason.
+            # If the bytes are not UTF-8, that is the more useful reason, and orjson does not give it.
             row.decode()
-        except UnicodeDecodeError as wrong:
-            return Malformed(not_utf8(wrong.start))
+        except UnicodeDecodeError as decode_error:
+            return Malformed(not_utf8(decode_error.start))
         return Malformed(f"{json_problem(error)} (column {error.colno})")
 
 
@@ -208,7 +209,7 @@ def _reason(row: object) -> str:
 
 
 def read_sample(reading: Reading, raw: object) -> Any:
-    """Return the sample of a row, as every run reads it.
+    """Return the sample in a row. Runs and ``zerobook data`` both read rows by this function, so they refuse the same ones.
 
     Raises:
         BadSample: it cannot be used.
@@ -235,43 +236,34 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
     bad: list[tuple[str, str]] = []
     counts: Counter = Counter()
 
-    # Read the samples. A long text becomes several pieces, any other sample is a piece by itself.
-    locations: list[str] = []
-    sample_pieces: list[list[formats.Sample]] = []
-    for where, raw in chunk:
+    # Read the samples. A long text becomes several pieces, any other sample is one piece.
+    samples: list[tuple[str, list[formats.Sample]]] = []
+    for location, raw in chunk:
         try:
-            sample = read_sample(reading, raw)
+            samples.append((location, _split_text(read_sample(reading, raw))))
         except formats.EmptyText:
             counts["empty texts left out"] += 1
         except formats.BadSample as error:
-            bad.append(_in_a_line(where, error))
-        else:
-            locations.append(where)
-            sample_pieces.append(_pieces(sample))
+            bad.append(_describe_bad(location, error))
 
-    # A tokenizer of the tokenizers library works on the samples of one call in parallel.
-    results = iter(reading.encoder.encode(list(chain.from_iterable(sample_pieces))))
+    # One call for all pieces, since the tokenizers library works on the texts of a call in parallel.
+    results = iter(reading.encoder.encode([piece for _, pieces in samples for piece in pieces]))
 
-    # A sample has several documents if the chat template rewrites earlier turns.
     documents: list[Encoded] = []
     weights: list[int] = []
     begins: list[bool] = []
     has_default_template = getattr(reading.encoder, "has_default_template", False)
-    for where, pieces in zip(locations, sample_pieces, strict=True):
-        encoded = _join([next(results) for _ in pieces])
+    for location, pieces in samples:
+        encoded = _join_pieces([next(results) for _ in pieces])
         if isinstance(encoded, formats.BadSample):
-            bad.append(_in_a_line(where, encoded))
+            bad.append(_describe_bad(location, encoded))
             continue
-        counts["texts with the name of a special token, read as characters"] += encoded.plain
-        counts[BY_DEFAULT_TEMPLATE] += has_default_template and isinstance(pieces[0], formats.Chat)
-        counts["rows added for turns that the chat template rewrites later on"] += len(encoded.others)
-        # A later part of a long text goes on with the sample of the part before it.
+        _count_changes(counts, encoded, default_template=has_default_template and isinstance(pieces[0], formats.Chat))
+        # A file's text may be read in several segments. All but the first continue the sample that is already begun.
         begins_sample = getattr(pieces[0], "begins", True)
         for document in (encoded, *encoded.others):
-            counts["turns given an end-of-text token"] += document.added_eos
-            counts["turns of which the chat template leaves out a part"] += document.shortened
             weight = reading.weigh(document)
-            # Running text is cut into blocks later, so no document of it is dropped here.
+            # Running text is cut into blocks later, and the weights of the blocks decide, so none of it is dropped here.
             if not weight and reading.format != "text":
                 reason = DROPPED if document.cut else "dropped, nothing supervised"
                 counts[reason] += 1
@@ -280,19 +272,33 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
             documents.append(document)
             weights.append(weight)
             begins.append(begins_sample)
+            # Only the first document of a sample that is not dropped begins it.
             begins_sample = False
 
     ids = Ragged.join([document.input_ids for document in documents])
     labels = None
     if reading.format != "text":
         labels = Ragged.join([document.labels for document in documents])
-    # Arrays besides ids and labels are those of an encoder from outside this package.
     extra = _join_extra(documents)
     return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
 
 
+def _count_changes(counts: Counter, sample: Encoded, *, default_template: bool) -> None:
+    """Count what the encoder did to a sample that its user may not expect."""
+    counts["texts with the name of a special token, read as characters"] += sample.plain
+    counts[BY_DEFAULT_TEMPLATE] += default_template
+    counts["rows added for turns that the chat template rewrites later on"] += len(sample.others)
+    for document in (sample, *sample.others):
+        counts["turns given an end-of-text token"] += document.added_eos
+        counts["turns of which the chat template leaves out a part"] += document.shortened
+
+
 def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
-    """Return the further arrays of the documents by name. Raises `DataError` if documents have different ones."""
+    """Return the arrays that a user's encoder adds to ids and labels, by name.
+
+    Raises:
+        DataError: the documents have different arrays.
+    """
     if not documents:
         return {}
     names = set(documents[0].extra)
@@ -309,13 +315,13 @@ def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
     return joined
 
 
-def _in_a_line(where: str, reason: Exception) -> tuple[str, str]:
-    """Return a bad sample's location and reason, each in one line: a template's reason may quote the sample."""
-    return plain(where, lines=False), plain(str(reason), lines=False)
+def _describe_bad(location: str, reason: Exception) -> tuple[str, str]:
+    """Return a bad sample's location and reason, each in one line. A reason that a template gives may quote the sample."""
+    return plain(location, lines=False), plain(str(reason), lines=False)
 
 
-def _pieces(sample: formats.Sample) -> list[formats.Sample]:
-    """Return a long text in pieces for the tokenizer, and any other sample whole."""
+def _split_text(sample: formats.Sample) -> list[formats.Sample]:
+    """Return the pieces of a text, of at most `TEXT_PIECE` characters each. Any other sample is one piece."""
     if not isinstance(sample, formats.Text) or len(sample.text) <= TEXT_PIECE:
         return [sample]
     pieces: list[formats.Sample] = []
@@ -334,14 +340,14 @@ def _pieces(sample: formats.Sample) -> list[formats.Sample]:
     return pieces
 
 
-def _join(pieces: list[Encoded | formats.BadSample]) -> Encoded | formats.BadSample:
-    """Return the pieces of a sample as one document; the first bad piece if there is one."""
+def _join_pieces(pieces: list[Encoded | formats.BadSample]) -> Encoded | formats.BadSample:
+    """Return a sample as one document; the first bad piece if there is one."""
     for piece in pieces:
         if isinstance(piece, formats.BadSample):
             return piece
     encoded = cast("list[Encoded]", pieces)
     if len(encoded) == 1:
         return encoded[0]
-    # Only a running text has several pieces, and all of it is supervised.
+    # Only running text has several pieces. All of it is supervised, so the labels are the ids.
     ids = np.concatenate([piece.input_ids for piece in encoded])
     return Encoded(ids, ids, plain=any(piece.plain for piece in encoded))
