@@ -33,7 +33,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training that made a model, as far as its card tells it."""
+    """What a card tells about the training of its model."""
 
     run: Path
     """the run's output_dir"""
@@ -51,7 +51,9 @@ class Training:
         return cls(run=run, progress=progress, strategy=written_by["strategy"], world_size=written_by["world_size"])
 
 
-def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapter: bool, notes: Sequence[str] = ()) -> str:
+def format_card(
+    config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapter: bool, notes: Sequence[str] = ()
+) -> str:
     """Return the card: the base, the data, how it was trained, the run's figures and events, and code that loads it.
 
     It names no path of this machine: of local files and folders, only the last part.
@@ -61,30 +63,42 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
         adapter: the folder holds an adapter, and not the whole model.
         notes: limits for people, each a sentence without its full stop.
     """
-    progress = training.progress
-    base = model_name(config)
-    on_hub = _on_hub(config["model_name_or_path"])
-    data = data_names(config)
-    method = training_method(config)
+    # The hub reads the header, and links the model to its base and its data.
     library = "peft" if adapter else "transformers"
-    # The hub reads these keys.
-    head: dict[str, Any] = {"library_name": library, "tags": ["zerobook", method]}
-    trained_from = _shown(str(base))
-    if on_hub:
-        head["base_model"] = base
+    header: dict[str, Any] = {"library_name": library, "tags": ["zerobook", training_method(config)]}
+    if _is_on_hub(config["model_name_or_path"]):
+        header["base_model"] = config["model_name_or_path"]
+    hub_datasets = [name for name in data_names(config) if _is_on_hub(name)]
+    if hub_datasets:
+        header["datasets"] = hub_datasets
+
+    lines = ["---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", ""]
+    lines += [f"# {training.run.resolve().name}, step {training.progress['step']}", "", "| | |", "|---|---|"]
+    rows = _describe_training(config, training, adapter) | _describe_run(training.run)
+    # A setting that this run does not have gets no row.
+    lines += [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
+    code = LOAD[library].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
+    lines += ["", "## Use", "", "```python", code, "```", "", "## Limits", ""]
+    lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
+    lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_training(config: Mapping[str, Any], training: Training, adapter: bool) -> dict[str, Any]:
+    """Return rows on what was trained, on which data, how, and how far."""
+    progress = training.progress
+    trained_from = _public_name(model_name(config))
+    if _is_on_hub(config["model_name_or_path"]):
         trained_from += f", revision {config.get('model_revision')}"
-    hub_data = [name for name in data if _on_hub(name)]
-    if hub_data:
-        head["datasets"] = hub_data
     held_out_loss = "not measured at this step"
     loss = progress.get("eval_loss")
     if loss is not None and math.isfinite(loss):
         held_out_loss = f"{loss:.4f}"
-    rows = {
+    return {
         "trained from": trained_from,
-        "trained on": ", ".join(map(_shown, data)),
+        "trained on": ", ".join(map(_public_name, data_names(config))),
         "dataset revision": config.get("dataset_revision"),
-        "method": method,
+        "method": training_method(config),
         "adapter rank": config.get("lora_r") if adapter else None,
         "steps": f"{progress['step']:,}",
         "samples seen": f"{progress['samples']:,}",
@@ -96,21 +110,10 @@ def card(config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapte
         "strategy": f"{training.strategy}, {counted(training.world_size, 'process')}",
         "data fingerprint": progress["data_fingerprint"],
     }
-    rows |= _describe_run(training.run)
-    task = "Seq2SeqLM" if seq2seq else "CausalLM"
-    load = LOAD[library].format(task=task)
-    lines = ["---", yaml.safe_dump(head, sort_keys=False).rstrip(), "---", ""]
-    lines += [f"# {training.run.resolve().name}, step {progress['step']}", "", "| | |", "|---|---|"]
-    # A setting that this run does not have gets no row.
-    lines += [f"| {key} | {value} |" for key, value in rows.items() if value not in (None, "")]
-    lines += ["", "## Use", "", "```python", load, "```", "", "## Limits", ""]
-    lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
-    lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
-    return "\n".join(lines) + "\n"
 
 
 def _describe_run(folder: Path) -> dict[str, Any]:
-    """Return what the runlog tells of the run; nothing if there is none."""
+    """Return rows on the run's time, hardware, code and events; none if it has no runlog."""
     try:
         history = History.read(folder)
     except RunLogError:
@@ -130,7 +133,7 @@ def _describe_run(folder: Path) -> dict[str, Any]:
         rows["code"] = code_version(starts[-1])
         rows["versions"] = ", ".join(f"{name} {versions[name]}" for name in libraries)
     alarms = sum(event["alarm"] for event in history.of("spike"))
-    # A rollback has an event for its beginning, too.
+    # A rollback has two events: its beginning and its outcome.
     rollbacks = sum(event["phase"] == "outcome" for event in history.of("rollback"))
     skipped = sum(event["samples"] for event in history.of("skip"))
     counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": rollbacks, "samples left out": skipped}
@@ -138,9 +141,11 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     return rows
 
 
-def _on_hub(name: str | None) -> bool:
+def _is_on_hub(name: str | None) -> bool:
+    """Return whether a name is one of the hub: USER/NAME, and neither a local path nor ``embedded:NAME``."""
     return name is not None and ":" not in name and not Path(name).expanduser().exists() and name.count("/") <= 1
 
 
-def _shown(name: str) -> str:
-    return name if _on_hub(name) or ":" in name else Path(name).name
+def _public_name(name: str) -> str:
+    """Return the name of a model or dataset; of a local path the last part only."""
+    return name if _is_on_hub(name) or ":" in name else Path(name).name

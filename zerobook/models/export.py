@@ -14,7 +14,7 @@ from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter
-from zerobook.models.card import Training, card
+from zerobook.models.card import Training, format_card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
@@ -86,7 +86,7 @@ def export_checkpoint(
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     training = Training.of_checkpoint(checkpoint)
-    text = card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
+    text = format_card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
 
     # Write it, and compare what was written.
     with staged(folder) as staging:

@@ -169,7 +169,7 @@ def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedToken
 
 def _make_card(trainer: Trainer) -> str:
     """Return the README.md of the trained model."""
-    from zerobook.models.card import Training, card
+    from zerobook.models.card import Training, format_card
 
     config = trainer.config
     strategy = trainer.strategy
@@ -180,7 +180,7 @@ def _make_card(trainer: Trainer) -> str:
         world_size=strategy.world_size,
     )
     model: Any = strategy.unwrapped
-    return card(config.model_dump(), training, seq2seq=model.config.is_encoder_decoder, adapter=config.trains_adapters)
+    return format_card(config.model_dump(), training, seq2seq=model.config.is_encoder_decoder, adapter=config.trains_adapters)
 
 
 def _file_of(recipe: Recipe[Any]) -> Path | None:
