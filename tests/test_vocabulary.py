@@ -56,7 +56,7 @@ def test_embeddings_that_an_encoder_and_a_decoder_share_are_refused(tiny, kind):
 
     model = AutoModelForSeq2SeqLM.from_pretrained(tiny / kind)
     with pytest.raises(ConfigError, match="new_tokens"):
-        add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["all-linear"], seed=0, vocabulary=True)
+        add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["all-linear"], seed=0, trains_embeddings=True)
 
 
 @pytest.mark.parametrize("name, words", [("nowhere", "no module nowhere.*lm_head"), ("k_proj", "quantised")])

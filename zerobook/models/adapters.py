@@ -46,7 +46,7 @@ IA3_RATE = 3e-3
 
 
 LORA_KEYS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save")
-"""Keys of a recipe that a saved adapter has its own values of."""
+"""Keys of a recipe that a saved adapter brings values for."""
 
 
 class AdapterConfig(RecipeConfig):
@@ -144,7 +144,7 @@ def pattern_of(targets: list[str]) -> str | None:
 def adapted(
     model: PreTrainedModel, values: Mapping[str, Any], *, revision: str, recorded: Mapping[str, Any] | None = None
 ) -> PeftModel:
-    """Freeze ``model`` and put the adapters of a run beside its weights.
+    """Freeze ``model`` and add the adapters that a run trains: new ones, or those of a saved adapter.
 
     Args:
         values: the run's config.
@@ -157,7 +157,7 @@ def adapted(
     if recorded:
         from peft import get_peft_config
 
-        return _put_in(model, get_peft_config(dict(recorded)), revision)
+        return _insert_adapter(model, get_peft_config(dict(recorded)), revision)
     if values.get("adapter_path"):
         return continue_adapter(model, Path(values["adapter_path"]).expanduser(), revision=revision)
     return add_adapter(
@@ -170,7 +170,7 @@ def adapted(
         seed=values["seed"],
         revision=revision,
         modules_to_save=values.get("modules_to_save", ()),
-        vocabulary=bool(values.get("new_tokens")),
+        trains_embeddings=bool(values.get("new_tokens")),
     )
 
 
@@ -185,44 +185,50 @@ def add_adapter(
     seed: int,
     revision: str = "main",
     modules_to_save: Sequence[str] = (),
-    vocabulary: bool = False,
+    trains_embeddings: bool = False,
 ) -> PeftModel:
-    """Freeze ``model`` and put new adapters beside its ``targets``.
+    """Freeze ``model`` and add new adapters to its ``targets``.
 
     Args:
-        rank: inner size of the adapters. IA3 reads none of this and the three that follow.
+        rank: inner size of the adapters.
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
         targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
             output head. Modules that text input does not use, and routers of experts, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         modules_to_save: names of modules that are trained in full.
-        vocabulary: also train the input and output embeddings whole.
+        trains_embeddings: also train the input and output embeddings in full.
+
+    IA3 has no rank, alpha, dropout and targets.
 
     Raises:
-        ConfigError: a target that the model does not have, or an architecture for which peft has no targets of IA3.
+        ConfigError: a target or module that the model does not have, an architecture for which peft has no targets of IA3, or
+            embeddings that cannot be trained in full.
     """
     from accelerate.utils import set_seed
     from peft import IA3Config, LoraConfig
 
-    # peft draws the initial weights, which have to be equal on all ranks.
+    # peft draws the initial weights from the global random state. They have to be equal on all ranks.
     set_seed(seed)
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    excluded = _pattern_without_adapters(model)
+    excluded = _excluded_modules_pattern(model)
     if method == "ia3":
-        return _put_in(model, IA3Config(task_type=task, exclude_modules=excluded), revision)
+        return _insert_adapter(model, IA3Config(task_type=task, exclude_modules=excluded), revision)
+
+    # The modules that are trained in full: peft trains a copy of each.
     embeddings = embedding_names(model)
-    if vocabulary:
+    if trains_embeddings:
         modules_to_save = [*modules_to_save, *embeddings]
-    modules = _resolve_modules(model, modules_to_save)
-    # peft trains a copy of a module that is trained in full. Tied embeddings have to share one copy.
-    trains_tied = are_tied(model) and embeddings[0] in modules
-    if trains_tied and model.config.is_encoder_decoder:
-        setting = "new_tokens" if vocabulary else "modules_to_save"
+    full_modules = _resolve_modules(model, modules_to_save)
+    # Of tied embeddings, input and output have to share one copy.
+    ties_copies = are_tied(model) and embeddings[0] in full_modules
+    if ties_copies and model.config.is_encoder_decoder:
+        setting = "new_tokens" if trains_embeddings else "modules_to_save"
         raise ConfigError(
             f"{setting}: encoder, decoder and output of a {model.config.model_type} share their embeddings, and peft would "
             "train a copy that none of them reads. Train all weights: drop --adapter."
         )
+
     config = LoraConfig(
         r=rank,
         lora_alpha=cast("int", alpha),
@@ -232,25 +238,25 @@ def add_adapter(
         use_dora=method == "dora",
         target_modules=_peft_targets(targets),
         exclude_modules=excluded,
-        modules_to_save=modules or None,
-        ensure_weight_tying=trains_tied,
+        modules_to_save=full_modules or None,
+        ensure_weight_tying=ties_copies,
     )
-    adapted_model = _put_in(model, config, revision)
-    # Not by peft, which would change the base weights.
+    adapted_model = _insert_adapter(model, config, revision)
+    # peft has PiSSA, too (init_lora_weights="pissa"), but changes the base weights with it.
     if method == "pissa":
         _start_from_principal_components(adapted_model, config)
     return adapted_model
 
 
 def _peft_targets(targets: list[str]) -> str | list[str]:
-    """Return the targets as peft takes them: names in a list, or a text for a regular expression and for all linear layers."""
+    """Return the targets as peft takes them: a list of names, or a string that is a regular expression or ``all-linear``."""
     if targets == ["all-linear"]:
         return targets[0]
     return pattern_of(targets) or targets
 
 
 def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "main") -> PeftModel:
-    """Freeze ``model`` and put a saved adapter beside its weights, to be trained further.
+    """Freeze ``model`` and add a saved adapter, to be trained further.
 
     The model's ``base_facts`` get the adapter's config, which checkpoints record.
 
@@ -263,20 +269,21 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
     config = PeftConfig.from_pretrained(str(folder))
     # peft saves every adapter as one for inference, whose weights it would freeze.
     config.inference_mode = False
-    weights = load_peft_weights(str(folder), device="cpu")
-    # Before the adapter is put in, whose whole modules would not fit otherwise.
-    grow_for_adapter(model, folder)
     # A checkpoint records the config as JSON, which has no sets.
-    facts = {}
+    adapter_facts = {}
     for key, value in config.to_dict().items():
-        facts[key] = sorted(value) if isinstance(value, set) else value
-    adapted_model = _put_in(model, config, revision)
+        adapter_facts[key] = sorted(value) if isinstance(value, set) else value
+
+    weights = load_peft_weights(str(folder), device="cpu")
+    # A saved adapter may hold embeddings with more rows than the model's. peft copies the model's, so these are grown first.
+    grow_for_adapter(model, folder)
+    adapted_model = _insert_adapter(model, config, revision)
     try:
         result: Any = set_peft_model_state_dict(adapted_model, weights)
     except RuntimeError as error:
         raise ConfigError(f"adapter_path: {folder} does not fit this model: {error}") from error
-    # The base's own weights are missing in every adapter.
     unmatched = [*result.unexpected_keys]
+    # The weights of the base are missing in every adapter, which is right.
     unmatched += [key for key in result.missing_keys if f".{ADAPTER}" in key]
     if unmatched:
         raise ConfigError(
@@ -285,12 +292,12 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
         )
     base = getattr(model, "base_facts", None)
     if base is not None:
-        base["adapter"] = facts
+        base["adapter"] = adapter_facts
     return adapted_model
 
 
 def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Give the embeddings of ``model`` as many rows as those have that a saved adapter holds whole."""
+    """Give the embeddings of ``model`` the number of rows that they have in a saved adapter, if it holds them."""
     from safetensors import safe_open
 
     file = folder / "adapter_model.safetensors"
@@ -323,33 +330,33 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
                 initial = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
                 rank_dimension = 0 if ".lora_A." in name else 1
                 saved_weights[name] = torch.cat([weight, initial.to(weight)], rank_dimension)
-    # peft asks for tied weights under each of their names.
+    # peft looks up tied weights under each of their names.
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name = names.setdefault(parameter, name)
         if first_name in saved_weights:
             saved_weights[name] = saved_weights[first_name]
-    # The embeddings that a run changes are among the modules that it trains whole.
+    # Embeddings that the run has changed are among the modules trained in full, which are saved anyway.
     model.save_pretrained(str(folder), state_dict=saved_weights, selected_adapters=[ADAPTER], save_embedding_layers=False)
-    # peft's card is a form that nobody has filled in; see `zerobook.models.card`.
+    # peft writes a card with blanks for a person to fill in. `zerobook.models.card` replaces it.
     (folder / "README.md").unlink(missing_ok=True)
     if is_pissa:
         file = folder / "adapter_config.json"
         facts = read_json(file)
-        # Both are doubled, so that alpha / r, which scales the update, stays.
+        # Both are doubled, so alpha / r, which scales the update, does not change.
         facts |= {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names of modules to train whole, each once.
+    """Return the names of modules to train in full, each once.
 
     Raises:
         ConfigError: the model has no such module, or its weights are quantised.
     """
     modules = dict(model.named_modules())
     if are_tied(model):
-        # One weight under two names: peft takes the first, and ties the copies.
+        # The output embeddings are replaced by the input embeddings, since both are one weight, and peft ties the copies.
         paths = {id(module): path for path, module in modules.items()}
         output_name = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1]
         input_name = embedding_names(model)[0]
@@ -359,7 +366,7 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     for name in unique_names:
         matches = [path for path in modules if f".{path}".endswith(f".{name}")]
         if not matches:
-            # Modules without weights of their own, such as activations, cannot be chosen.
+            # Name those that can be trained: modules that have weights themselves.
             known_names = set()
             for path, module in modules.items():
                 if list(module.parameters(recurse=False)):
@@ -373,10 +380,10 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     return unique_names
 
 
-def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
-    """Return a regular expression for the paths of the modules that get no adapters; None if all may get them."""
+def _excluded_modules_pattern(model: PreTrainedModel) -> str | None:
+    """Return a regular expression for the paths of modules that get no adapters; None if every module may get one."""
     paths = unused_modules(model)
-    # Some linear layers return more than their product, to which peft could not add that of an adapter.
+    # These linear layers return more than their product, so peft cannot add an adapter's product to it.
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear")):
             paths.append(path)
@@ -386,7 +393,7 @@ def _pattern_without_adapters(model: PreTrainedModel) -> str | None:
     return rf"({alternatives})(\..*)?"
 
 
-def _put_in(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
+def _insert_adapter(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
     from peft import get_peft_model
 
     # The commit, if it is known: a branch may move before somebody loads the adapter.
@@ -417,7 +424,7 @@ def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> No
     from peft.utils.integrations import gather_params_ctx
     from peft.utils.other import transpose
 
-    # The copy computes the initial product alone, without dropout and without whole modules.
+    # The copy computes the initial product only, without dropout and without modules that are trained in full.
     frozen = copy.deepcopy(config)
     frozen.lora_dropout = 0.0  # type: ignore[attr-defined]  # a LoraConfig
     frozen.modules_to_save = None  # type: ignore[attr-defined]
@@ -433,24 +440,22 @@ def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> No
         weight = cast("nn.Parameter", module.get_base_layer().weight)
         with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
             first, second = _principal(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
-        # peft multiplies the product of the two by the scaling, so each is divided by its root.
+        # peft multiplies the product of A and B by the scaling, so each is divided by its square root.
         scale = module.scaling[ADAPTER] ** 0.5
         for layers, value, sign in ((module.lora_A, first, 1), (module.lora_B, second, -1)):
             trained = layers[ADAPTER]
             initial = layers[INITIAL]
             value = (value / scale).to(trained.weight).contiguous()
             trained.weight.data = value
-            # The negative product of the copy is added, so the model begins as the base.
+            # A and minus B: the two products add up to zero, so the model begins as the base.
             del initial.weight
             initial.register_buffer("weight", sign * value)
     cast("LoraModel", model.base_model).set_adapter([ADAPTER, INITIAL])
 
 
 def _principal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A, B), whose product is the best approximation of ``weight`` with that rank.
-
-    Under FSDP2, rank 0 alone has loaded the weights, and the others get its adapters. The planner has shapes only.
-    """
+    """Return (A, B), such that B A is the best approximation of ``weight`` with that rank."""
+    # Under FSDP2, only rank 0 has loaded the weights, and the others get its adapters. The planner has shapes only.
     if weight.is_meta:
         return weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
     u, s, v = torch.svd_lowrank(weight, rank, niter=PISSA_ITERATIONS)
@@ -458,7 +463,7 @@ def _principal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _unusable_adapter(folder: Path) -> list[str]:
-    """Return why an adapter in ``folder`` cannot be trained further; an empty list where it can."""
+    """Return why an adapter in ``folder`` cannot be trained further; an empty list if it can."""
     file = folder / "adapter_config.json"
     if not file.exists():
         return [f"adapter_path: there is no {file}. Give the folder of a saved adapter, such as outputs/run/adapter."]
