@@ -37,23 +37,25 @@ def inspect(arguments: list[str]) -> int:
     """Run the command. Return the exit code: 2 if samples cannot be used, since a run with this file would be refused."""
     flags = _parser().parse_args(arguments)
     encoder = _encoder(flags.model, flags.chat_template)
+
+    # Read the training data and the held-out data. A held-out file of the user replaces the held-out split of the dataset.
     splits = open_source(flags.file, config_name=flags.dataset_config_name)
-    settings: dict[str, Any] = {
+    split_use = splits.describe(uses_held_out=not flags.validation_file)
+    options: dict[str, Any] = {
         "length": flags.max_seq_length,
         "format": flags.format,
         "columns": {"text_column": flags.text_column, "summary_column": flags.summary_column},
     }
-    train = examine(splits.train, encoder, rows=flags.samples, **settings)
-    # A file of held-out data takes the place of the split that the dataset holds out itself.
+    train = examine(splits.train, encoder, rows=flags.samples, **options)
     held_out_source = open_held_out(flags.validation_file) if flags.validation_file else splits.held_out
     held_out = None
     if held_out_source is not None:
-        held_out = examine(held_out_source, encoder, **settings)
+        held_out = examine(held_out_source, encoder, **options)
+    held_out_count, shared_samples = _held_out_samples(splits, train, held_out, flags)
+
+    # Print what was found, with --json as one object on stdout, and notes on stderr.
     if train.has_chats and encoder.has_default_template:
         say(describe_default_template(encoder.tokenizer), file=sys.stderr)
-
-    held_out_count, shared_samples = _held_out_samples(splits, train, held_out, flags)
-    splits_choice = splits.describe(uses_held_out=not flags.validation_file)
     if flags.json:
         findings: dict[str, Any] = {"max_seq_length": flags.max_seq_length, "train": train.summary()}
         if held_out:
@@ -61,23 +63,23 @@ def inspect(arguments: list[str]) -> int:
         findings |= {
             "held_out_samples": held_out_count,
             "in_both": {"count": shared_samples.count, "first": shared_samples.first},
-            "splits": splits_choice,
+            "splits": split_use,
         }
         print(json.dumps(findings, indent=2, ensure_ascii=False))
     else:
-        if splits_choice:
-            say(f"{flags.file}: a run {splits_choice}")
+        if split_use:
+            say(f"{flags.file}: a run {split_use}")
         _print_findings(train, flags.max_seq_length)
         if held_out:
             _print_findings(held_out, flags.max_seq_length)
         elif held_out_count:
             chosen_by = f"--validation_split_percentage {flags.validation_split_percentage}, --seed {flags.seed}"
             say(f"{held_out_count:,} of the samples are held out ({chosen_by})")
-        _list("held-out samples that are training samples too", shared_samples)
+        _print_locations("held-out samples that are training samples too", shared_samples)
         rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
         show_rows(rows, encoder.tokenizer)
 
-    # The findings are printed before the error, since they show its cause.
+    # Errors and warnings come after the findings, which show their cause.
     problem = _held_out_problem(held_out, flags.max_seq_length)
     if problem:
         raise DataError(problem)
@@ -90,21 +92,23 @@ def inspect(arguments: list[str]) -> int:
 def _held_out_samples(
     splits: Splits, train: Examined, held_out: Examined | None, flags: argparse.Namespace
 ) -> tuple[int, Locations]:
-    """Return the number of samples that a run would hold out, and the samples among them that it would also train on."""
+    """Return the number of samples that a run would hold out, and those among them that it would also train on."""
     if held_out is not None:
         return int(held_out.is_kept.sum()), in_both(train, held_out)
-    # The end of running text is held out, and it has no samples.
+    # Of running text, a run holds out the end, which is not made of samples.
     if splits.train.lone_text:
         return 0, Locations()
     return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)
 
 
 def _warn_if_nothing_is_held_out(splits: Splits, train: Examined, held_out_count: int, flags: argparse.Namespace) -> None:
+    """Warn if the share of the training data that a run holds out is less than one row."""
     share = flags.validation_split_percentage
+    # The user wants no held-out data, or there is nothing that could be held out.
     if not share or not len(train.lengths):
         return
     held_out_rows = held_out_count
-    # A run holds out the end of a running text in whole rows, and a small share may be less than one row.
+    # A run cuts the end of running text into rows of the maximum length.
     if splits.train.lone_text:
         held_out_rows = round(int(train.lengths.sum()) * share / 100) // flags.max_seq_length
     if not held_out_rows:
@@ -130,12 +134,14 @@ def _parser() -> Parser:
 
 
 def _held_out_problem(held_out: Examined | None, length: int) -> str | None:
-    """Return why no loss can be measured on data that is all held out; None if a loss can be measured."""
+    """Return why no loss can be measured on separate held-out data; None if it can, or if there is no such data."""
+    # If samples are bad, that is what the user mends first, and it has been printed.
     if held_out is None or held_out.bad.count:
         return None
     tokens = int(held_out.lengths.sum())
-    if held_out.format == "text":
-        return short_text_problem(held_out.name, tokens, length, "max_seq_length") if tokens < length else None
+    if held_out.format == "text" and tokens < length:
+        return short_text_problem(held_out.name, tokens, length, "max_seq_length")
+    # Every sample of running text is kept.
     if held_out.is_kept.any():
         return None
     return unsupervised_problem(held_out.name, f"{len(held_out.lengths)} samples", length, "max_seq_length")
@@ -161,8 +167,10 @@ def _print_findings(data: Examined, length: int) -> None:
     """Print what a file holds, and what a run with rows of at most ``length`` tokens does with it."""
     summary = data.summary()
     console().print(f"\n{data.name}", style="bold")
-    counts = f"{summary['samples']:,} samples, {summary['tokens']:,} tokens, {data.supervised:,} of them supervised"
-    say(f"format {data.format}; {counts}")
+    say(
+        f"format {data.format}; {summary['samples']:,} samples, {summary['tokens']:,} tokens, {data.supervised:,} of them "
+        "supervised"
+    )
     # Lengths before cutting, so that a person can choose the limit by them.
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in summary["lengths"].items())
     say(f"tokens of a sample before cutting: {lengths or 'none'}")
@@ -173,16 +181,16 @@ def _print_findings(data: Examined, length: int) -> None:
     if data.format == "text":
         say("running text is cut into blocks, and loses nothing")
     elif data.cut.count or data.dropped.count:
-        _list(f"cut at --max_seq_length {length}", data.cut)
-        _list(f"left out: nothing supervised within --max_seq_length {length}", data.dropped)
+        _print_locations(f"cut at --max_seq_length {length}", data.cut)
+        _print_locations(f"left out: nothing supervised within --max_seq_length {length}", data.dropped)
         say(f"--max_seq_length {summary['needed_length']} keeps all of them whole")
     else:
         say(f"no sample is cut at --max_seq_length {length}; {summary['needed_length']} would do")
-    _list("exact duplicates", data.duplicates)
-    _list_bad_samples(data.bad)
+    _print_locations("exact duplicates", data.duplicates)
+    _print_bad_samples(data.bad)
 
 
-def _list_bad_samples(bad: BadSamples) -> None:
+def _print_bad_samples(bad: BadSamples) -> None:
     """Print the reasons why samples cannot be used, each with its first locations."""
     if not bad.count:
         return
@@ -195,10 +203,10 @@ def _list_bad_samples(bad: BadSamples) -> None:
         say(f"        {listed}")
 
 
-def _list(what: str, locations: Locations) -> None:
+def _print_locations(heading: str, locations: Locations) -> None:
     """Print the number of locations and the first of them. Print nothing if there are none."""
     if locations.count:
-        say(f"{locations.count:,} {what}:")
+        say(f"{locations.count:,} {heading}:")
         for location in locations.first:
             say(f"    {location}")
         if locations.count > len(locations.first):

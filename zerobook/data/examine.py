@@ -112,7 +112,7 @@ def examine(
     columns: dict[str, str | None] | None = None,
     rows: int = 0,
 ) -> Examined:
-    """Read a source to its end. It takes about 200 bytes of memory a sample, however long they are.
+    """Read a source to its end. This takes about 200 bytes of memory per sample, however long the samples are.
 
     Args:
         encoder: without a maximum length.
@@ -151,7 +151,7 @@ class _Examiner:
         self.reading = reading
         self.length = length
         self.rows = rows
-        # A second encoder with the length of the run: the lengths before cutting are wanted too.
+        # A second encoder has the maximum length of the run. The first has none, and gives the lengths before cutting.
         self.cutting_encoder = copy.copy(encoder)
         self.cutting_encoder.length = length
         self.lengths: list[int] = []
@@ -160,24 +160,24 @@ class _Examiner:
         self.locations: dict[int, str] = {}  # digest -> the first sample with that content
 
     def add_chunk(self, chunk: Chunk) -> None:
-        for where, sample, encoded in _encoded(chunk, self.reading):
+        for location, sample, encoded in _encode_samples(chunk, self.reading):
             if isinstance(encoded, BadSample):
-                self.examined.bad.add_reason(where, str(encoded))
+                self.examined.bad.add_reason(location, str(encoded))
             else:
-                self._add_sample(where, sample, encoded)
+                self._add_sample(location, sample, encoded)
 
-    def _add_sample(self, where: str, sample: formats.Sample, encoded: Encoded) -> None:
+    def _add_sample(self, location: str, sample: formats.Sample, encoded: Encoded) -> None:
         examined = self.examined
         examined.has_chats |= isinstance(sample, formats.Chat)
         if len(examined.first) < self.rows:
-            examined.first.append((where, encoded))
+            examined.first.append((location, encoded))
 
-        # The digest stands for the sample, so memory does not grow with the length of samples. Lone surrogates have no UTF-8.
+        # Samples are compared by digests, so memory does not grow with their length. Lone surrogates cannot be encoded.
         digest = xxhash.xxh3_64_intdigest(repr(sample).encode(errors="replace"))
         self.digests.append(digest)
         if digest in self.locations:
-            examined.duplicates.add(f"{where} (as {self.locations[digest]})")
-        self.locations.setdefault(digest, where)
+            examined.duplicates.add(f"{location} (as {self.locations[digest]})")
+        self.locations.setdefault(digest, location)
 
         documents = [encoded, *encoded.others]
         longest = max(len(document.input_ids) for document in documents)
@@ -189,15 +189,15 @@ class _Examiner:
         if examined.format == "text":
             self.is_kept.append(True)
             return
-        # A sample that is cut may lose all of its supervised tokens.
+        # Cutting may remove all supervised tokens of a sample, so the cut sample decides whether it is kept.
         result: Encoded | BadSample = encoded
         if longest > self.length:
             result = self.cutting_encoder.encode([sample])[0]
         self.is_kept.append(self._is_supervised(result))
         if not self.is_kept[-1]:
-            examined.dropped.add(f"{where} ({longest} tokens)")
+            examined.dropped.add(f"{location} ({longest} tokens)")
         elif longest > self.length:
-            examined.cut.add(f"{where} ({longest} tokens)")
+            examined.cut.add(f"{location} ({longest} tokens)")
 
     def _is_supervised(self, encoded: Encoded | BadSample) -> bool:
         """Return whether a sample has a supervised token in any of its documents."""
@@ -211,26 +211,26 @@ class _Examiner:
         self.examined.is_kept = np.array(self.is_kept, bool)
 
 
-def _encoded(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, Any]]:
+def _encode_samples(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, Any]]:
     """Yield (location, sample, its row or the `BadSample`) of each sample that is not empty."""
     locations: list[str] = []
     samples: list[Any] = []
-    for where, raw in chunk:
+    for location, raw in chunk:
         try:
             sample = read_sample(reading, raw)
         except formats.EmptyText:
             continue
         except BadSample as error:
-            yield where, None, error
+            yield location, None, error
             continue
-        locations.append(where)
+        locations.append(location)
         samples.append(sample)
     # One call for the whole chunk: a fast tokenizer works on its texts in parallel.
     yield from zip(locations, samples, reading.encoder.encode(samples), strict=True)
 
 
 def in_both(train: Examined, held_out: Examined) -> Locations:
-    """Return the held-out samples that are training samples too, by their number in the held-out data."""
+    """Return the held-out samples that are also training samples. Their locations are numbers in the held-out data."""
     locations = Locations()
     for number in np.flatnonzero(np.isin(held_out.digests, train.digests)):
         locations.add(f"sample {number + 1}")
@@ -238,13 +238,13 @@ def in_both(train: Examined, held_out: Examined) -> Locations:
 
 
 def held_out_twice(examined: Examined, share: float, seed: int) -> tuple[int, Locations]:
-    """Return (how many samples a run holds out at random, which of them are equal to training samples).
+    """Return the number of samples that a run holds out at random, and those among them that are equal to training samples.
 
     Args:
-        share: of the samples, as ``--validation_split_percentage`` gives it, divided by 100.
+        share: the share of the samples that is held out: ``--validation_split_percentage`` divided by 100.
     """
     digests = examined.digests[examined.is_kept]
-    # The same split as a run makes, which numbers only the samples that it keeps.
+    # The same split as in a run, which numbers only the samples that it keeps.
     mask = held_out_mask(len(digests), share, seed)
     locations = Locations()
     for number in np.flatnonzero(mask & np.isin(digests, digests[~mask])):
