@@ -1,7 +1,7 @@
-"""DeepSpeed's ``global_stepN``: flat partitions of ZeRO-1 to 3, a file a rank.
+"""DeepSpeed's ``global_stepN``: flat partitions of ZeRO-1 to 3, one file per rank.
 
-Each rank's partition is read as segments of weights, which our checkpoints hold as they are. So nothing is gathered, and any
-number of ranks can be read at the same time.
+Each rank's partition is read as segments of weights, and the imported checkpoint holds these segments as they are. So nothing
+is gathered, and any number of ranks can be read at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_state
 
 
 class Names(NamedTuple):
-    """What the stages of ZeRO call the same."""
+    """Names that differ between the stages of ZeRO.
+
+    ``masters`` is the key of the fp32 weights, a flat tensor for each group; ``optimizer`` is that of the optimizer's state.
+    """
 
     masters: str
     optimizer: str
@@ -36,13 +39,13 @@ STAGES_1_2 = Names("single_partition_of_fp32_groups", "base_optimizer_state", "m
 
 
 class Segment(NamedTuple):
-    """Elements of a weight in a rank's flat partition."""
+    """Adjacent elements of a weight in a rank's flat partition of a group."""
 
     name: str
     weight_start: int
-    """first of them in the flattened weight"""
+    """index of the first element in the flattened weight"""
     flat_start: int
-    """first of them in the partition"""
+    """index of the first element in the partition"""
     length: int
 
 
@@ -63,55 +66,65 @@ def read_zero(folder: Path) -> Source:
         CheckpointError: a file is missing or damaged, or the model's layers were divided among ranks.
     """
     files = rank_files(folder)
-    first_state = _optimizer_state(files[0])
-    _check_ranks(folder, files, first_state)
-    names = STAGE_3 if STAGE_3.masters in first_state else STAGES_1_2
+    # What all ranks have in common is read from the first rank's file.
+    state = _optimizer_state(files[0])
+    _check_ranks(folder, files, state)
+    names = STAGE_3 if STAGE_3.masters in state else STAGES_1_2
     model_state = load_torch_file(folder / names.model_file)
+    groups: list[dict[str, torch.Size]] = model_state["param_shapes"]
     shapes: dict[str, list[int]] = {}
-    for group in model_state["param_shapes"]:
+    for group in groups:
         for name, shape in group.items():
             shapes[name] = list(shape)
-    optimizer = first_state[names.optimizer]
-    groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
-    settings = groups[0] if groups else {}
-    moments = _moments(optimizer)[0]
+
+    optimizer = state[names.optimizer]
+    # An elastic checkpoint has a list, without the settings of groups.
+    setting_groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
+    settings = setting_groups[0] if setting_groups else {}
+    moments = _group_states(optimizer)[0]
     require_adamw(folder, moments)
-    # Some of DeepSpeed's optimizers count in the group.
+    # The count of steps is in the state of a group, or in its settings, depending on DeepSpeed's optimizer.
     steps = moments.get("step", settings.get("step", model_state["global_steps"]))
+
     buffers = {}
-    # The base of adapters is frozen, and its buffers come from the base model.
+    # With adapters, the base is frozen, and its buffers come from the base model.
     if not any(".lora_" in name for name in shapes):
         for name in model_state["buffer_names"]:
             if name in model_state["module"]:
                 buffers[name] = model_state["module"][name]
-    parts: list[Iterable[Piece]] = []
+
+    pieces: list[Iterable[Piece]] = []
     for rank, file in enumerate(files):
-        # All ranks have parts of one length, but for padding that the last one leaves out.
-        starts = [rank * master.numel() for master in first_state[names.masters]]
-        parts.append(_pieces(file, rank, len(files), starts, model_state["param_shapes"], names))
-    stage = int(first_state.get("zero_stage", 1))
+        # With ZeRO-1 and 2, all ranks' parts of a group have the length of the first's. Only the last may be shorter, since
+        # its padding is not saved.
+        starts = [rank * master.numel() for master in state[names.masters]]
+        pieces.append(_pieces_of_rank(file, rank, len(files), starts, groups, names))
     return Source(
-        trainer=f"DeepSpeed ZeRO-{stage}",
+        trainer=f"DeepSpeed ZeRO-{int(state.get('zero_stage', 1))}",
         ranks=len(files),
         shapes=shapes,
         optimizer_steps=int(steps),
         settings=settings,
-        group_count=len(groups),
-        parts=parts,
+        group_count=len(setting_groups),
+        parts=pieces,
         buffers=buffers,
-        scaler=_scaler(first_state),
+        scaler=_scaler(state),
     )
 
 
-def _check_ranks(folder: Path, files: list[Path], first_state: dict[str, Any]) -> None:
-    """Raise `CheckpointError` unless the files are those of all ranks, each of which had all layers."""
+def _check_ranks(folder: Path, files: list[Path], state: dict[str, Any]) -> None:
+    """Raise `CheckpointError` unless ``files`` has the files of all ranks, and each rank had all layers.
+
+    Args:
+        state: the optimizer state of the first rank.
+    """
     if any("_mp_rank_00_" not in file.name for file in files):
         raise CheckpointError(
             f"{folder}: its layers were divided among ranks (tensor or pipeline parallelism). Merge them with the trainer that "
             "wrote them, and import what it saves."
         )
-    # A number for each group of weights, or one for all.
-    partitions = first_state["partition_count"]
+    # One number for each group of weights, or one for all groups.
+    partitions = state["partition_count"]
     expected = max(partitions) if isinstance(partitions, list) else int(partitions)
     if expected != len(files):
         raise CheckpointError(
@@ -125,9 +138,9 @@ def _optimizer_state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _moments(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's state of each flat group of a rank."""
-    # An elastic checkpoint has a list, without the settings of groups.
+def _group_states(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the state that a rank's optimizer keeps for each flat group of weights."""
+    # An elastic checkpoint has this list itself.
     if isinstance(optimizer, list):
         return optimizer
     return [state for _, state in sorted(optimizer["state"].items())]
@@ -143,28 +156,30 @@ def _scaler(state: dict[str, Any]) -> dict[str, Any] | None:
     return {"kind": "DynamicLossScaler", "scale": scale, "state": numbers}
 
 
-def _pieces(
+def _pieces_of_rank(
     file: Path, rank: int, ranks: int, starts: list[int], groups: list[dict[str, torch.Size]], names: Names
 ) -> Iterator[Piece]:
     """Yield the pieces of a rank. Its tensors are read from the mapped file as they are used.
 
     Args:
-        starts: where the rank's part of each group begins, with ZeRO-1 and 2.
+        starts: index in each group of the first element of the rank's part, with ZeRO-1 and 2.
+        groups: shapes of the weights of each group, by name, in the order in which they are flattened.
     """
     state = _optimizer_state(file)
     masters = state[names.masters]
-    moments = _moments(state[names.optimizer])
+    moments = _group_states(state[names.optimizer])
     if len(masters) != len(groups) or len(moments) != len(groups):
         raise CheckpointError(f"{file}: it has other groups of weights than the file of the model. Copy the folder again.")
     for index, group in enumerate(groups):
         if names is STAGE_3:
-            segments = _own_segments(group, rank, ranks)
+            segments = _segments_of_weights(group, rank, ranks)
         else:
             # DeepSpeed 0.19 aligns weights, and records the gaps between them.
             paddings = [0] * len(group)
             if "param_alignment_paddings" in state:
                 paddings = state["param_alignment_paddings"][index]
-            segments = _cut_segments(group, paddings, starts[index], masters[index].numel())
+            segments = _segments_of_group(group, paddings, starts[index], masters[index].numel())
+        # The weight (key None) and its moments are flattened in the same way, so the segments hold for all of them.
         tensors = {None: masters[index]} | {key: moments[index][key] for key in MOMENTS}
         for segment in segments:
             for key, tensor in tensors.items():
@@ -172,31 +187,34 @@ def _pieces(
                 yield Piece(segment.name, key, (segment.weight_start,), values)
 
 
-def _own_segments(group: dict[str, torch.Size], rank: int, ranks: int) -> Iterator[Segment]:
+def _segments_of_weights(group: dict[str, torch.Size], rank: int, ranks: int) -> Iterator[Segment]:
     """Yield a rank's segments with ZeRO-3, where each weight is cut into as many equal segments as there are ranks."""
-    position = 0
+    flat_start = 0
     for name, shape in group.items():
-        numbers = math.prod(shape)
-        size = math.ceil(numbers / ranks)
-        # The last segments are padded, or lie behind the end.
-        length = min(size, numbers - rank * size)
+        numel = math.prod(shape)
+        segment_length = math.ceil(numel / ranks)
+        weight_start = rank * segment_length
+        # The last ranks' segments are filled up with padding, in part or completely.
+        length = min(segment_length, numel - weight_start)
         if length > 0:
-            yield Segment(name, rank * size, position, length)
-        position += size
+            yield Segment(name, weight_start, flat_start, length)
+        flat_start += segment_length
 
 
-def _cut_segments(group: dict[str, torch.Size], paddings: list[int], start: int, length: int) -> Iterator[Segment]:
+def _segments_of_group(group: dict[str, torch.Size], paddings: list[int], start: int, length: int) -> Iterator[Segment]:
     """Yield a rank's segments with ZeRO-1 and 2, where all weights of a group are one flat tensor, cut into equal parts.
 
     Args:
-        paddings: unused elements behind each weight.
-        start: first element of the rank's part, and its ``length``.
+        paddings: number of unused elements after each weight.
+        start: index in the group of the first element of the rank's part.
+        length: number of elements of that part.
     """
-    position = 0
+    weight_start = 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
-        numbers = math.prod(shape)
-        first = max(position, start)
-        stop = min(position + numbers, start + length)
-        if first < stop:
-            yield Segment(name, first - position, first - start, stop - first)
-        position += numbers + padding
+        numel = math.prod(shape)
+        # The overlap of the weight and the rank's part, as indices in the group.
+        overlap_start = max(weight_start, start)
+        overlap_stop = min(weight_start + numel, start + length)
+        if overlap_start < overlap_stop:
+            yield Segment(name, overlap_start - weight_start, overlap_start - start, overlap_stop - overlap_start)
+        weight_start += numel + padding
