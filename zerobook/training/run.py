@@ -43,13 +43,13 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
 
     A user's error is printed without a traceback, and the process exits with 2.
     """
-    # Before transformers and DeepSpeed are imported.
+    # Has an effect only before transformers and DeepSpeed are imported.
     hush()
-    # The processes have not met yet: an error here ends the launcher too.
+    # There is no process group yet, so an error can end the launcher too.
     with exit_on_error(ends_launcher=True):
         parsed = read(recipe_class.config_class)
         config = parsed.config
-        # A checkpoint as the model to start from is exported first.
+        # The model to start from may be a checkpoint of a run, which is exported first.
         if config.model_name_or_path and not parsed.dry_run and not parsed.problems:
             from zerobook.models.result import exported_checkpoint
 
@@ -93,7 +93,7 @@ def train(
     from zerobook.training.trainer import Trainer
     from zerobook.training.watching import watching
 
-    # The config and the launch. A script or a notebook has not resolved them.
+    # Resolve the config and the launch. `run` has done this already; a script or a notebook has not.
     if sources is None:
         sources = from_python(recipe.config)
     if plan is None:
@@ -102,39 +102,42 @@ def train(
     config = recipe.config
     strategy = build(config, plan)
     with watching(config, strategy) as watch:
-        # The data. The model's config is checked first: preparing data can take hours.
+        # Check what can be checked without the data: preparing them can take hours.
         preflight.check(strategy, config)
         tokenizer = load_tokenizer(config, strategy)
         recipe.check_model_config(load_config(config, strategy))
+
+        # Prepare the data.
         objective = recipe.objective()
         enter("prepare data")
         data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
         preflight.check_data(strategy, data.fingerprints)
         if data.uses_default_template:
-            # The template belongs to the trained model: checkpoints, its folder and its exports have it.
+            # The data show that a template is needed. The config names it from here on, so that checkpoints, the saved model
+            # and its exports have it.
             config = config.with_chat_template(DEFAULT)
             sources["chat_template"] = "default of a tokenizer without one"
             recipe = type(recipe)(config)
             tokenizer.chat_template = config.chat_template_text
 
-        # The model.
+        # Load the model.
         enter("load")
-        model = recipe.model(tokenizer, strategy)
-        note = fit_embeddings(model, tokenizer)
+        base_model = recipe.model(tokenizer, strategy)
+        # Before adapters are added, since these copy embeddings that are trained in full.
+        note = fit_embeddings(base_model, tokenizer)
         if note and strategy.is_main:
             say(f"  note: {note}")
-        adapted = recipe.adapt(model)
-        check_fit(model, tokenizer, data)
+        model = recipe.adapt(base_model)
+        check_fit(base_model, tokenizer, data)
         reference_model = recipe.reference_model(tokenizer, strategy)
-        collate = recipe.collator(tokenizer, adapted)
-        scorers = recipe.scorers(tokenizer, adapted, data, collate)
+        collate = recipe.collator(tokenizer, model)
+        scorers = recipe.scorers(tokenizer, model, data, collate)
 
-        # The training.
         trainer = Trainer(
             config,
             sources,
             strategy,
-            adapted,
+            model,
             data,
             collate=collate,
             objective=objective,
@@ -142,13 +145,13 @@ def train(
             hooks=hooks,
             reference_model=reference_model,
             watch=watch,
-            recipe_file=_file_of(recipe),
+            recipe_file=_find_recipe_file(recipe),
         )
         return _run_to_end(trainer, strategy, tokenizer)
 
 
 def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedTokenizerBase) -> Progress:
-    """Train, write the model, and say what can be done with it. Return the final progress. Collective."""
+    """Train, save the model, and print the next commands. Return the final progress. Collective."""
     from accelerate.state import AcceleratorState
 
     from zerobook.models.save import save_model
@@ -159,10 +162,10 @@ def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedToken
         if trainer.save_results and strategy.is_main:
             say(next_commands(config))
     finally:
-        # A launched process ends, and the system closes its files. A notebook goes on.
+        # A launched process ends now, and the system closes its files. A script or a notebook goes on.
         if not launched():
             trainer.close()
-            # Another run may have another precision.
+            # accelerate keeps the precision of the first run in a process, and the next run may have another.
             AcceleratorState._reset_state(reset_partial_state=True)
     return progress
 
@@ -183,8 +186,8 @@ def _make_card(trainer: Trainer) -> str:
     return format_card(config.model_dump(), training, seq2seq=model.config.is_encoder_decoder, adapter=config.trains_adapters)
 
 
-def _file_of(recipe: Recipe[Any]) -> Path | None:
-    """Return the file of the recipe's class; None for one that a notebook defines."""
+def _find_recipe_file(recipe: Recipe[Any]) -> Path | None:
+    """Return the file that defines the recipe's class; None if a notebook defines it."""
     try:
         return Path(inspect.getfile(type(recipe))).resolve()
     except (OSError, TypeError):
@@ -192,10 +195,10 @@ def _file_of(recipe: Recipe[Any]) -> Path | None:
 
 
 def next_commands(config: RecipeConfig) -> str:
-    """Return what to type after a run."""
+    """Return the commands that a user may want after a run."""
     run = shlex.quote(config.output_dir)
     checkpoints = store.folder_of(config.output_dir)
-    # The model was written from the last step. If an earlier one was better, the command to export names it.
+    # The saved model is that of the last step. If an earlier checkpoint has a lower loss, that one is exported.
     best = store.find_best(checkpoints)
     is_last_best = best is None or best == store.list_complete(checkpoints)[-1]
     option = "" if is_last_best else " --checkpoint best"
@@ -247,7 +250,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
     for column in ("key", "value", "from"):
         table.add_column(column, overflow="fold")
     values = config.model_dump()
-    # What a person has set comes first.
+    # Values that the user has set come first.
     for key in sorted(values, key=lambda key: not sources.given(key)):
         style = "" if sources.given(key) else "dim"
         table.add_row(key, str(values[key]), sources[key], style=style)
