@@ -28,22 +28,23 @@ from zerobook.utils.units import counted
 ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]
 DEFAULT_ORDER: tuple[PolicyAction, ...] = ("replay", "skip", "lower_rate", "stop")
 MOST_TIMES = {"lower_rate": 2}
-"""Times that an action is taken at one place, 1 unless named here. A rate that was lowered twice in vain is not the cause."""
+"""Action -> how often it is taken against one trouble; once if not listed. If lowering the rate twice has not helped, the rate
+is not the cause."""
 MOST_REPLAYED = 0.1
-"""Share of the run's steps that a replay may abandon. If the data is the cause, the next action abandons them once more. Where
-hardware is the cause, leaving their samples out costs less than that: the samples of a few steps that were good."""
+"""Largest share of the run's steps that a replay may abandon. If the data are the cause, the next action abandons the same
+steps again. If hardware is the cause, leaving samples out instead costs less: the samples of a few steps that were good."""
 LEAD = 2
 """A high loss at step k is caused by earlier updates: the batch of step k - 1 and a checkpoint of step k - 1 are suspect."""
 NEAR = 16
-"""Steps after a treated range of steps in which a new spike counts as the same trouble."""
+"""A spike at most this many steps after a trouble belongs to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryAction:
     """A recovery action against a spike.
 
-    ``to_step`` is the checkpoint's step, and ``steps`` are the first and last whose samples are left out. ``by`` is who asked
-    for it; None if the monitor decided.
+    ``to_step`` is the step of the checkpoint to go back to, and ``steps`` are the first and last step whose samples are left
+    out. ``by`` is the user who asked for the action; None if the monitor decided.
     """
 
     kind: ActionKind
@@ -99,9 +100,9 @@ class RecoveryPolicy:
         state: dict[str, Any] | None = None,
     ):
         state = state or {}
-        # A command may have replaced the flag. It counts until the flag is another one.
         self._flag = on_spike
         self.on_spike: OnSpike = on_spike
+        # A command may have changed on_spike during an earlier attempt. That holds until the user changes the flag itself.
         if state.get("flag") == on_spike:
             self.on_spike = state["on_spike"]
         self.max_rollbacks = max_rollbacks
@@ -143,7 +144,7 @@ class RecoveryPolicy:
             noticed=finding.step,
         )
 
-        # What needs no checkpoint.
+        # Actions that need no checkpoint.
         if self.on_spike == "log":
             return replace(undecided, rule="on_spike is log")
         if self.on_spike == "stop":
@@ -155,7 +156,7 @@ class RecoveryPolicy:
             rule = f"{self.rollbacks} rollbacks, and max_rollbacks is {self.max_rollbacks}"
             return replace(undecided, kind="stop", rule=rule)
 
-        # The checkpoints. What was treated at this place before is suspect too.
+        # Find a checkpoint from before the spike. Steps of the same trouble that were treated before are suspect, too.
         first = onset if trouble is None else min(onset, trouble.onset)
         checkpoints = [step for step in proven if step <= first - LEAD]
         quality = "the last proven good checkpoint"
@@ -165,7 +166,7 @@ class RecoveryPolicy:
         if checkpoints:
             return self._decide_rollback(undecided, trouble, checkpoints, quality, is_hardware=hardware is not None)
         rule = f"there is no checkpoint from before step {first - LEAD + 1}"
-        # Finite weights may recover by themselves; a faulty rank and NaN do not.
+        # Finite weights may recover by themselves. With a faulty rank or NaN there is no hope of that.
         if hardware is not None or not finding.finite:
             return replace(undecided, kind="stop", rule=rule)
         return replace(undecided, rule=f"{rule}; training goes on")
@@ -190,14 +191,14 @@ class RecoveryPolicy:
         to_step = max(checkpoints)
         abandoned = undecided.noticed - to_step
         kind = self._next_action(earlier_actions, abandoned)
-        # A known fault of the hardware is not blamed on the data at once.
+        # If the hardware is known to be faulty, the data are blamed only after two replays.
         if is_hardware and earlier_actions.count("replay") < 2:
             kind = "replay"
         if kind == "stop":
             return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_actions)}")
         steps_left_out = None
         rate_factor = None
-        # With on_spike lower_rate, no data is blamed.
+        # With on_spike lower_rate, no samples are left out.
         if kind != "replay" and self.on_spike == "rollback":
             steps_left_out = (max(1, first - LEAD + 1), last)
         if kind == "lower_rate":
@@ -223,7 +224,7 @@ class RecoveryPolicy:
         if action.to_step is None:
             return
         self.rollbacks += 1
-        # The same trouble grows by the steps of this spike. A new one replaces an old one, which the run has passed.
+        # A spike of the same trouble extends it. A new trouble replaces the old one, which the run has passed.
         trouble = self._trouble_at(action.onset)
         if trouble is None:
             trouble = Trouble(onset=action.onset, last=action.noticed, tried=[], to_step=action.to_step)
@@ -247,7 +248,8 @@ class RecoveryPolicy:
             return "lower_rate"
         order = list(self.order)
         is_expensive = self.total_steps is not None and abandoned > MOST_REPLAYED * self.total_steps
-        # Nor is it taken later, when the samples are left out already.
+        # By default, a replay is only the first action, and only if it is cheap. After another action, the samples of the spike
+        # are left out already, and a replay would show nothing.
         if not self._has_own_order and (is_expensive or earlier):
             order.remove("replay")
         for action in order:
@@ -269,7 +271,7 @@ def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
         cuts: [step, factor, steps of the way back] each. At ``step``, the rate is ``factor`` times the scheduled one; then it
             rises linearly back to it.
     """
-    # Cuts add up: a later one lowers what the earlier ones have left.
+    # Cuts multiply: a later one lowers the rate that the earlier ones have left.
     share = 1.0
     for start, factor, back in cuts:
         if step >= start:

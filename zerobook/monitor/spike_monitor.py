@@ -17,18 +17,18 @@ from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
 from zerobook.monitor.settings import Settings
 
 RAISED_RATE = 1.1
-"""Factor from one step to the next from which a learning rate counts as raised."""
+"""A learning rate counts as raised if it is more than this times the rate of the step before."""
 MOST_NORM = 20.0
-"""Factor above its level from which a gradient norm speaks against a change that harms nothing: at divergences in public logs,
-the median factor was 21, at restarts of the rate 1.2."""
+"""A gradient norm of more than this times its usual level means damage, whatever was announced. In public logs, the median
+factor was 21 at divergences, and 1.2 at restarts of the learning rate."""
 HISTORY_STEPS = 10_000
-"""Steps that stay in memory, to compare with when they are done again."""
+"""Number of the last steps that stay in memory. A step that is repeated is compared with them."""
 
 
 class ReplayOutcome(NamedTuple):
-    """Whether a spike came again when its steps were done again with nothing changed.
+    """Whether a spike came again when its steps were repeated with nothing changed.
 
-    ``finding`` is the spike; None if it did not come again. ``loss_before`` is the loss of ``step`` when it was done first.
+    ``finding`` is the spike; None if it did not come again. ``loss_before`` is the loss of ``step`` before the rollback.
     """
 
     step: int
@@ -38,15 +38,18 @@ class ReplayOutcome(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Findings of a step, and the outcome of a replay that it decides."""
+    """Findings of a step, and the outcome of a replay if this step decides it."""
 
     findings: list[Finding]
     replay: ReplayOutcome | None
 
 
 class _Replay(NamedTuple):
-    """Steps ``onset`` to ``last``, which are done again. ``before`` has them as they were done first, ``base`` is the level of
-    the loss before them, and ``high`` the excess above it from which a loss was high."""
+    """The steps from ``onset`` to ``last``, which are repeated.
+
+    ``before`` has these steps as they were before the rollback. ``base`` is the level of the loss before them, and a loss is
+    high if it is at least ``high`` above that.
+    """
 
     onset: int
     last: int
@@ -56,10 +59,10 @@ class _Replay(NamedTuple):
 
 
 class SpikeMonitor:
-    """Finds spikes and decides on recovery actions. It depends on its arguments alone, so all ranks decide the same.
+    """Finds spikes and decides on recovery actions. It depends only on its arguments, so all ranks decide the same.
 
     Args:
-        on_spike: see `RecoveryPolicy`, as for ``max_rollbacks``, ``rate_factor``, ``order`` and ``total_steps``.
+        on_spike, max_rollbacks, rate_factor, order, total_steps: see `RecoveryPolicy`.
         peak_rate: highest learning rate of the schedule.
         detector: state of the detector in the checkpoint; empty for a new run.
         policy: state of the policy, as `RecoveryPolicy.state` returned it; empty for a new run.
@@ -117,10 +120,11 @@ class SpikeMonitor:
         return Observation(findings, self._compare_with_replay(point))
 
     def _expect_raised_rate(self, point: Point) -> None:
-        """Announce a learning rate that is raised or begins again. The warm-up of a new run raises it too, and is over soon."""
+        """Announce an event if the schedule raises the learning rate, such as at a warm restart."""
         rates = self.detector.rates[-1:]
+        # In its first steps a new run is in its warm-up, which is no event.
         is_new = self.detector.seen < self.settings.level_points
-        # A rate above the peak of the schedule is nothing that the run has planned, and may do harm.
+        # A rate above the peak is not one of the schedule, and may do harm. So it is not announced.
         if is_new or point.learning_rate is None or not rates or point.learning_rate > self._peak_rate:
             return
         if point.learning_rate <= RAISED_RATE * rates[0]:
@@ -128,47 +132,56 @@ class SpikeMonitor:
         self.expected.add(point.step, f"the learning rate was raised from {rates[0]:.3g} to {point.learning_rate:.3g}")
 
     def _explain(self, finding: Finding, point: Point) -> Finding:
-        """Return the finding, or a new level in the place of damage that an announced event explains."""
+        """Return the finding, with the announced event that may have caused it.
+
+        If the event explains the finding completely, a new level of the loss is returned instead, which needs no action.
+        """
         event = self.expected.at(finding.onset)
         is_explicable = finding.alarm or finding.kind == "level_shift"
+        # No event makes a loss infinite without damage.
         if event is None or not is_explicable or not finding.finite:
             return finding
-        if finding.needs_action and self._is_step(finding):
+        if finding.needs_action and self._is_harmless_step(finding):
             return self.detector.accept_level(point, f"from {finding.base:.4g} to {point.loss:.4g}, as announced: {event.what}")
         return replace(finding, reason=f"{finding.reason} (announced: {event.what})")
 
-    def _is_step(self, finding: Finding) -> bool:
-        """Return whether the loss has risen at once and by a moderate amount. What goes on rising, no event explains."""
+    def _is_harmless_step(self, finding: Finding) -> bool:
+        """Return whether the loss has risen to a new level by a moderate amount, so that an announced event can explain it."""
         excursion = self.detector.excursion
         # After a shock, the weights may be damaged whatever was announced.
         if excursion is None or self.detector.shock is not None:
             return False
-        norms = [seen.grad_norm for seen in self._history if seen.step >= finding.onset and seen.grad_norm is not None]
+        norms = [past.grad_norm for past in self._history if past.step >= finding.onset and past.grad_norm is not None]
+        # The detector has logarithms of norms.
         if norms and max(norms) > MOST_NORM * math.exp(self.detector.norm.level()):
             return False
-        late = median(excursion.losses[-3:])
-        rise = late - excursion.base
-        goes_on = late - median(excursion.losses[-6:-3]) > max(2.5 * excursion.unit, rise / 4)
-        return rise < max(abs(excursion.base), 10 * excursion.unit) and not goes_on
+        newest_level = median(excursion.losses[-3:])
+        rise = newest_level - excursion.base
+        # A loss that still rises has no new level. The last three points are then above the three before them by more than the
+        # noise, and by more than a quarter of the rise.
+        still_rises = newest_level - median(excursion.losses[-6:-3]) > max(2.5 * excursion.unit, rise / 4)
+        # A moderate rise at most doubles the loss. A loss near 0 is measured in units of its noise.
+        return rise < max(abs(excursion.base), 10 * excursion.unit) and not still_rises
 
     def decide(self, finding: Finding, proven: Sequence[int], unproven: Sequence[int], hardware: str | None) -> RecoveryAction:
         """Return the action against a finding; the arguments are those of `RecoveryPolicy.decide`.
 
-        The spike began with what armed the detector. Pass the action to ``policy.record`` if it is taken.
+        Pass the action to ``policy.record`` if it is taken.
         """
+        # A gradient norm may have armed the detector before the first high loss. Then the spike began with it.
         onset = self.detector.onset()
         if onset is not None and onset < finding.onset:
             finding = replace(finding, onset=onset)
         return self.policy.decide(finding, proven, unproven, hardware)
 
     def go_back(self, action: RecoveryAction, detector: dict[str, Any]) -> dict[int, float]:
-        """Forget the steps after ``action.to_step``. Return step -> loss of those whose losses must come again as they were.
+        """Forget the steps after ``action.to_step``. Return step -> loss of those that must have the same loss when repeated.
 
         Args:
             detector: state of the detector in the checkpoint.
         """
         assert action.to_step is not None
-        # What a high loss was is asked of the detector before it forgets.
+        # The bounds of a high loss are in the state of the detector, which is replaced below.
         excursion = self.detector.excursion
         base = math.nan
         high = math.nan
@@ -178,14 +191,14 @@ class SpikeMonitor:
         before: dict[int, Point] = {}
         while self._history and self._history[-1].step > action.to_step:
             point = self._history.pop()
-            # A step that was done several times: the newest time counts.
+            # If a step was done several times, the newest time counts.
             before.setdefault(point.step, point)
         self.detector = Detector(self.settings, detector)
         self._replay = None
         if action.kind == "replay":
             self._replay = _Replay(action.onset, action.noticed, before, base, high)
 
-        # Only steps before those that are suspect or left out are the same.
+        # Losses are the same up to the first step that is suspect, or whose samples are left out.
         first = action.onset - LEAD + 1 if action.steps is None else action.steps[0]
         losses: dict[int, float] = {}
         for step, point in sorted(before.items()):
@@ -194,14 +207,14 @@ class SpikeMonitor:
         return losses
 
     def far_above_best(self, held_out: float | None, best_held_out: float | None) -> dict[str, list[float | None]]:
-        """Return which losses end far above their best, whether or not a spike was found: name -> [value, best].
+        """Return the losses that are far above their best at the end, with or without a finding: name -> [value, best].
 
         For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
         evaluation with the best one.
         """
         losses = []
         for point in list(self._history)[-self.settings.patience :]:
-            # A NaN has no place in an order.
+            # The median needs an order, and NaN has none.
             losses.append(point.loss if math.isfinite(point.loss) else math.inf)
         loss = median(losses) if losses else None
         pairs = {"loss": (loss, self.detector.best), "held-out loss": (held_out, best_held_out)}
@@ -217,7 +230,7 @@ class SpikeMonitor:
         if replay is None or point.step < replay.onset:
             return None
         before = replay.before.get(point.step)
-        # Steps that the history has lost cannot be compared.
+        # The history may be too short to have the step.
         loss_before = None if before is None else before.loss
         if before is not None and _is_high_again(before, point, replay):
             self._replay = None
@@ -232,7 +245,7 @@ class SpikeMonitor:
                 "learning rate, not the hardware",
             )
             return ReplayOutcome(point.step, point.loss, loss_before, finding)
-        # Not before the last step: a precursor may be steps ahead of the first high loss.
+        # The spike may still come: the first high loss can be several steps after the onset.
         if point.step < replay.last:
             return None
         self._replay = None
@@ -240,9 +253,10 @@ class SpikeMonitor:
 
 
 def _is_high_again(before: Point, now: Point, replay: _Replay) -> bool:
-    """Return whether a step that was high, or not applied, is so again. Steps that were normal prove nothing."""
+    """Return whether a step that was high or not finite is so again. A step that was normal before gives False."""
     if not before.is_finite:
         return not now.is_finite
-    # Half the excess counts as again: sums over the ranks may be rounded in another order.
+    # The losses need not be equal, since sums over the ranks may be rounded in another order. More than half the excess counts.
+    # The comparison is negated, so that NaN counts, too.
     excess = before.loss - replay.base
     return excess >= replay.high and not now.loss - replay.base <= excess / 2
