@@ -8,7 +8,7 @@ from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.recovery_state import FILE, RecoveryState
 from zerobook.errors import CheckpointError
 from zerobook.runlog.writer import RunLog
-from zerobook.training.resume import earlier_decisions
+from zerobook.training.resume import restore_decisions
 
 
 class Attempt:
@@ -21,7 +21,7 @@ class Attempt:
         self.checkpoint = output_dir / "checkpoint" if step else None
         self.log = RunLog(output_dir)
         self.progress = Progress(step=step, **saved)
-        self.policy = earlier_decisions(self.progress, self, self, self.log)
+        self.policy = restore_decisions(self.progress, self, self, self.log)
         self.log.event("run_start", step=step)
 
     def on_main(self, work):

@@ -54,9 +54,10 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
 
 
 def place_in_data(progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
-    """Place the progress of another trainer's checkpoint in this run's data: as many passes are done, in the order of this run.
+    """Give the progress of another trainer's checkpoint a position in this run's data, after the same number of passes.
 
-    Which samples the other trainer has used in an unfinished pass is not known. A stream begins anew.
+    It is not known which samples the other trainer has used in an unfinished pass, so this run's order is taken for that.
+    A stream begins anew.
     """
     train = data.train
     progress.seed = config.seed
@@ -66,7 +67,7 @@ def place_in_data(progress: Progress, data: PreparedData, config: RecipeConfig) 
 
 
 def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
-    """Refuse settings by which the samples would come in another order than the checkpoint's run has begun."""
+    """Refuse settings that would change the order of the samples in the middle of a run."""
     saved = OrderSettings.from_config(store.read_json(checkpoint / "config.json")["config"])
     for field in fields(OrderSettings):
         before = getattr(saved, field.name)
@@ -79,7 +80,7 @@ def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
 
 
 def compare_held_out_data(progress: Progress, data: PreparedData, say: Callable[[str], None]) -> None:
-    """Forget the held-out losses of the checkpoint where they were measured on other data, with a warning."""
+    """Forget the held-out losses of the checkpoint if they were measured on other data, with a warning."""
     if not data.held_out:
         return
     earlier = progress.held_out_fingerprint
@@ -125,7 +126,7 @@ def _why_other_data(checkpoint: Path, config: RecipeConfig) -> str:
     saved = store.read_json(checkpoint / "config.json")["config"]
     now = config.model_dump(mode="json")
     recipe_settings = type(config).model_fields.keys() - RecipeConfig.model_fields.keys()
-    # Settings that the checkpoint's version did not have are left out.
+    # A checkpoint of an earlier version lacks some settings, which cannot be compared.
     names = (DATA_SETTINGS | recipe_settings) & saved.keys() & now.keys()
     saved_settings = {name: saved[name] for name in names}
     changed = differences(saved_settings, {name: now[name] for name in names})
@@ -142,7 +143,7 @@ ADAPTER_FACTS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "targ
 
 
 def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:
-    """Refuse a checkpoint whose weights would compute another function here: with another base model, config or LoRA setting.
+    """Refuse a checkpoint whose weights would compute other outputs here: with another base model, config or LoRA setting.
 
     A branch on the hub can move while a run is stopped, and a folder can get other content.
 
@@ -196,31 +197,34 @@ def _adapter_facts(base_facts: dict[str, Any] | None) -> dict[str, Any]:
     return (base_facts or {}).get("adapter") or {}
 
 
-def earlier_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog) -> dict[str, Any]:
+def restore_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog) -> dict[str, Any]:
     """Apply what earlier attempts decided after the checkpoint was written. Collective.
 
-    Without a checkpoint the run starts from the beginning, and only the number of steps that trackers have seen is kept.
+    A run without a checkpoint begins anew, without decisions. Only ``redone`` is kept, since trackers have seen those steps.
 
     Returns:
         The state of the recovery policy.
     """
+    # Rank 0 reads the decisions and the log.
     decisions = RecoveryState(**strategy.on_main(lambda: asdict(manager.decisions)))
     logged_step = strategy.on_main(lambda: _newest_step(log, decisions.counted_from))
+    # The last attempt may have gone on after the checkpoint. Those steps are repeated now, and not counted in ``redone`` yet.
     lost_steps = max(0, logged_step - progress.step)
-    redone = max(progress.redone, decisions.redone + lost_steps)
+    # The checkpoint's count is larger if the file with the decisions was removed.
+    progress.redone = max(progress.redone, decisions.redone + lost_steps)
     if manager.checkpoint is None:
         decisions = RecoveryState()
-    progress.redone = redone
     progress.skip_ranges = joined(progress.skip_ranges, decisions.skip_ranges)
-    # The file has the checkpoint's cuts too.
+    # The file has every cut of the run, and with them those of the checkpoint.
     progress.rate_cuts = decisions.rate_cuts or progress.rate_cuts
     manager.proven = set(decisions.proven)
-    manager.remember(**vars(decisions) | {"redone": redone, "counted_from": [log.attempt, log.branch]})
+    # A later resume counts only the steps that are logged from this attempt on.
+    manager.remember(**vars(decisions) | {"redone": progress.redone, "counted_from": [log.attempt, log.branch]})
     return decisions.policy
 
 
 def _newest_step(log: RunLog, counted_from: list[int]) -> int:
-    """Return the newest logged step of the attempt and branch ``counted_from``, or a later one; 0 if there is none."""
+    """Return the newest step in the log; 0 if there is none, or if its attempt and branch are from before ``counted_from``."""
     record = next(filter(None, backwards(log.folder / STEPS)), None)
     if record is None or [record["attempt"], record["branch"]] < counted_from:
         return 0
@@ -239,12 +243,11 @@ def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str]
     progress = state.progress
     config = state.config
     saved = store.read_json(checkpoint / "config.json")["config"]
-    # A number of steps, or what it follows from.
+    # The length is set as a number of steps, or follows from the epochs and the global batch.
     saved_length = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
     length = config.max_train_steps or (config.num_train_epochs, state.layout.global_batch)
     if length == saved_length:
         return progress.total_steps
-    # A person has asked for another length.
     if state.end_step != progress.total_steps:
         say(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
     return state.end_step
@@ -261,7 +264,7 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     if not strategy.is_main:
         return
     say(f"resumed {manager.checkpoint} at step {progress.step}")
-    # Only after the load: if that fails, a restart still finds the later checkpoints.
+    # The later checkpoints are set aside only after the load. If it had failed, a restart would still find them.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
     manager.take_back()
     manager.remember(rollback_to=None)
@@ -291,7 +294,7 @@ def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int:
     """Return the step of the undamaged checkpoint with the lowest held-out loss. Collective."""
 
     def find() -> int:
-        # Every byte is read: a damaged one must not take the place of the last step.
+        # Read every byte, since a damaged checkpoint must not be saved instead of the last step.
         best = resolve_resume(manager.folder.parent, "best", thorough=True).checkpoint
         assert best is not None
         return store.step_of(best)
@@ -300,7 +303,10 @@ def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int:
 
 
 def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool:
-    """Return whether the recorded rate is that of versions whose warm-up began at 0: after k steps, k of W parts, not k + 1."""
+    """Return whether the recorded rate is that of earlier versions, whose warm-up of W steps began at rate 0.
+
+    After k steps, their rate was k/W of the peak, and it is (k + 1)/W now.
+    """
     step = state.progress.step
     in_warm_up = step < state.config.warmup_steps(state.total_steps)
     return in_warm_up and math.isclose(recorded * (step + 1), now * step)
@@ -309,7 +315,7 @@ def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool
 def evaluation_of(log: RunLog, progress: Progress) -> dict[str, Any] | None:
     """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
     event = last_of(log.folder / EVENTS, ["eval"]).get("eval")
-    # The checkpoint names its own loss: a branch that was abandoned may have been evaluated at the same step.
+    # The losses are compared, too, since an abandoned branch may have been evaluated at the same step.
     if event is None or (event["step"], event.get("loss")) != (progress.step, progress.eval_loss):
         return None
     return {name: event[name] for name in ("loss", "perplexity", "tokens", "datasets", "metrics") if name in event}
@@ -323,7 +329,7 @@ class ResumeCheck(Hook):
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         recorded = trainer.state.earlier_losses
-        # Compared once: later log points have steps of their own.
+        # The steps of one log point are compared. At later ones, no losses are left to compare with.
         trainer.state.earlier_losses = {}
         earlier_losses: dict[int, float] = {}
         losses: dict[int, float] = {}
@@ -353,10 +359,10 @@ def amount(samples: int) -> str:
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
-    """Return step -> loss that earlier attempts recorded after ``step``, from the newest part of the log."""
+    """Return step -> loss of the steps after ``step`` at the end of the log, which earlier attempts did."""
     losses: dict[int, float] = {}
     for record in backwards(log.folder / STEPS):
-        # A record that cannot be read ends the newest part.
+        # Stop at a damaged record, since the steps before it may be of an older branch.
         if record is None or record["step"] <= step:
             break
         if record["loss"] is not None:

@@ -64,7 +64,7 @@ def first_state(
     resume.check_data(checkpoint, progress, data, config)
     resume.compare_held_out_data(progress, data, say)
     resume.check_base(checkpoint, config, model)
-    policy = resume.earlier_decisions(progress, manager, strategy, log)
+    policy = resume.restore_decisions(progress, manager, strategy, log)
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
     state.total_steps = resume.schedule_steps(state, checkpoint, say)
     state.schedule = learning_rate_schedule(
