@@ -63,24 +63,24 @@ class Recovery:
         progress = state.progress
         left_out = self._samples_of(action)
         skip_ranges = joined(progress.skip_ranges, left_out)
-        # As checkpoints and events record it: first step, share of the scheduled rate, steps until the rate is on it again.
+        # A cut is (first step, share of the scheduled rate, steps until the rate is back on its schedule), also in files.
         cut: list[Any] | None = None
         if action.rate_factor:
             first_step = progress.step if action.to_step is None else action.to_step
             cut = [first_step, action.rate_factor, state.config.rollback_lr_steps]
-        # All cuts so far and the new one: the checkpoint knows only those from before it.
+        # All cuts so far and the new one. The progress in the checkpoint has only those from before it.
         rate_cuts = list(progress.rate_cuts)
         if cut is not None:
             rate_cuts.append(cut)
         intent = self._log_intent(action, left_out, cut)
-        # Before anything is changed: an attempt that is killed in between is finished by the next one.
+        # Write the decision before anything is changed. If this attempt is killed, the next one finishes the action.
         self.manager.remember(skip_ranges=skip_ranges, rate_cuts=rate_cuts, rollback_to=action.to_step)
         if action.goes_back:
             self.go_back(action, intent, skip_ranges, rate_cuts)
         else:
             progress.skip_ranges = skip_ranges
             progress.rate_cuts = rate_cuts
-            # It begins at the next step, also if nothing is left out.
+            # A new loader takes the changed order from the next step on.
             state.build_loader()
         if left_out and state.end_step < state.total_steps:
             self.say(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
@@ -114,37 +114,44 @@ class Recovery:
     def go_back(
         self, action: RecoveryAction, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
     ) -> None:
-        """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector."""
+        """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector.
+
+        Args:
+            intent: number of the event that announced the rollback.
+            skip_ranges: samples that are left out from now on, those of ``action`` included.
+            rate_cuts: all cuts of the learning rate, that of ``action`` included.
+        """
         to_step = action.to_step
         assert to_step is not None
         state = self.state
         progress = state.progress
         manager = self.manager
         start = time.monotonic()
-        # A save in progress belongs to the steps that are abandoned.
+
+        # Load the checkpoint, after a save in progress and without the loader, whose processes hold memory.
         manager.finish(self.log)
-        # Its processes hold memory that the load may need.
         state.drop_loader()
         loaded, bytes_read = manager.load(to_step)
-        # The checkpoint of another trainer knows no data.
+        # A checkpoint that was imported from another trainer has no position in the data.
         if not loaded.data_fingerprint:
             resume.place_in_data(loaded, state.data, state.config)
-        # After loading: if that fails, a restart still finds the later checkpoints.
+        # The later checkpoints are set aside only now. If the load had failed, a restart would still find them.
         new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
-
-        steps_given_up = progress.step - loaded.step
+        abandoned_steps = progress.step - loaded.step
         self._take_progress(loaded, skip_ranges, rate_cuts)
 
-        # The losses of the next steps are compared with those of the branch that is abandoned.
+        # Losses of the abandoned branch that the repeated steps must have again: a difference means that the restored state is
+        # wrong.
         losses = self.spikes.go_back(action, loaded.detector, intent)
         if action.rate_factor:
-            # After the first update at the lower rate, losses differ.
+            # The first loss comes before the first update at the lower rate. Later ones differ.
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
         elif action.by is not None and skip_ranges != loaded.skip_ranges:
-            # A person has had samples of these steps left out since, so their losses will be others.
+            # Since the checkpoint, a user has had samples left out, so the repeated steps may have other samples.
             losses = {}
         state.earlier_losses = losses
         state.build_loader()
+        # Compare the inputs of the next step with those that the checkpoint recorded.
         verified, differing = state.verify(loaded.following)
         seconds = time.monotonic() - start
         self.log.branch += 1
@@ -153,7 +160,7 @@ class Recovery:
             phase="outcome",
             parent=intent,
             step=progress.step,
-            steps_given_up=steps_given_up,
+            steps_given_up=abandoned_steps,
             seconds=round(seconds, 3),
             bytes_read=bytes_read,
             set_aside=[str(path) for path in new_paths],
@@ -161,10 +168,10 @@ class Recovery:
             differing=differing,
         )
         manager.remember(rollback_to=None, redone=progress.redone, counted_from=[self.log.attempt, self.log.branch])
-        self.say(f"  back at step {progress.step} after {seconds:.1f} s; abandoned: {counted(steps_given_up, 'step')}")
+        self.say(f"  back at step {progress.step} after {seconds:.1f} s; abandoned: {counted(abandoned_steps, 'step')}")
 
     def _take_progress(self, loaded: Progress, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]) -> None:
-        """Set the progress to the checkpoint's, but for what was decided since, and for what belongs to this attempt."""
+        """Replace the progress by the checkpoint's, except for decisions made since then, and for facts on this attempt."""
         progress = self.state.progress
         vars(progress).update(
             vars(loaded)
@@ -178,7 +185,7 @@ class Recovery:
             }
         )
         if self.state.data.held_out:
-            # The checkpoint may be from before a resume with other held-out data.
+            # The run may have resumed with other held-out data since the checkpoint.
             progress.use_held_out_data(self.state.data.held_out_fingerprint)
 
     def protect_before(self, action: RecoveryAction) -> None:
@@ -196,7 +203,7 @@ class Recovery:
         log = self.log
         manager = self.manager
         step = self.state.progress.step
-        # Collective. The rest is rank 0's.
+        # Collective, so before the other ranks return.
         manager.finish(log)
         if not self.strategy.is_main:
             return
