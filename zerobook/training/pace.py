@@ -26,10 +26,10 @@ class Pace:
         tokens_per_second: supervised tokens, over all ranks.
         all_tokens_per_second: tokens of the rows without padding, over all ranks.
         data_wait: share of the time spent waiting for data, 0 to 1.
-        tflops: 10^12 operations of the model a second and device; None if ``flops`` is.
-        mfu: model FLOPs utilization, 0 to 1; None if ``flops`` or ``peak`` is.
-        seconds: phase of `zerobook.health.position` -> seconds since the last log point. On a GPU they are the device's: a
-            phase ends when the device has done its work. Writing the log counts as ``reduce``.
+        tflops: 10^12 operations of the model per second and device; None if ``flops`` is None.
+        mfu: model FLOPs utilization, 0 to 1; None if ``flops`` or ``peak`` is None.
+        seconds: phase of `zerobook.health.position` -> its seconds since the last log point. On a GPU, a phase ends when the
+            device has done its work. Writing the log counts as ``reduce``.
         clock: measures phases on a GPU; None on a CPU.
 
     Args:
@@ -50,11 +50,11 @@ class Pace:
         self.start()
 
     def measure_model(self, strategy: Strategy) -> None:
-        """Count the operations of the prepared model, and those that its devices can do."""
+        """Count the operations of the prepared model, and look up those that its devices can do."""
         self.flops = model_flops(strategy)
         self.peak = peak_flops(strategy)
         self.devices = strategy.world_size
-        # Weights are gathered in forward passes, and tokens or parts of layers exchanged.
+        # In these cases a forward pass waits for other ranks, which send weights, tokens or parts of layers.
         self._forward_waits = strategy.shards_parameters or strategy.mesh.data_parallel_size < strategy.world_size
 
     def start(self) -> None:
@@ -64,11 +64,11 @@ class Pace:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave out the time of something that is not a training step. Use it as a context manager."""
-        begun = time.monotonic()
+        """Return a context whose time is not measured, for what is not a training step."""
+        start = time.monotonic()
         yield
-        # As if the measurement had begun later.
-        self._since += time.monotonic() - begun
+        # Move the start of the measurement by the time that was spent.
+        self._since += time.monotonic() - start
 
     def count(self, tokens: int, all_tokens: int, rows: int) -> None:
         """Add a step, over all ranks: its supervised tokens, the tokens of its rows, and its rows."""
@@ -78,7 +78,7 @@ class Pace:
 
     def measure(self, step: int) -> None:
         """Close the measurement at a log point, update the attributes, and start a new one. The device has done its work."""
-        # On a GPU the host's times say when work was given to the device, not how long it took.
+        # On a GPU, the clock of the host shows when work was given to the device, not how long it took.
         self.seconds = position.log_point(step, self.clock.read() if self.clock else None, forward_waits=self._forward_waits)
         seconds = max(time.monotonic() - self._since, 1e-9)
         self.tokens_per_second = self._tokens / seconds
@@ -107,27 +107,29 @@ class DeviceClock:
         self._events.append((position.here(), event))
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call. The device has done its work up to the newest event."""
+        """Return the seconds of each phase since the last call. The device must have reached the newest event."""
         seconds: dict[str, float] = defaultdict(float)
-        for (begun, begin), (_, end) in pairwise(self._events):
-            seconds[begun.phase] += begin.elapsed_time(end) / 1000
-        # The phase that the newest event has begun goes on.
+        # A phase lasts from its event to the next one. torch returns milliseconds.
+        for (position_at_start, start), (_, end) in pairwise(self._events):
+            seconds[position_at_start.phase] += start.elapsed_time(end) / 1000
+        # The newest event is kept, since its phase has not ended.
         del self._events[:-1]
         return dict(seconds)
 
     def locate(self) -> position.Position:
-        """Return the phase that the device has reached, or the host's where the device has done all its work.
+        """Return the position that the device has reached, or that of the host if the device has done all its work.
 
-        The host runs ahead: if one GPU stops, all hosts soon wait in the same phase. ``since`` is when a call first saw the
-        device there. Any thread may call it. If the device hangs, it may not return, and keep Python's lock.
+        The host runs ahead of the device, so after one GPU has stopped, all hosts soon wait in the same phase. ``since`` is the
+        time at which a call first saw the device there. Any thread may call this. If the device hangs, the call may not return,
+        and may keep Python's lock.
         """
         host = position.here()
         # A copy, since the main thread adds and removes events.
         events = self._events.copy()
         count = len(events)
-        # A device that has failed raises, and the host will say so.
+        # A failed device raises an error here. The main thread will report it.
         with suppress(RuntimeError):
-            # A new thread is at the first GPU, where a query would take memory for a context of this process.
+            # A new thread uses the first GPU, and a query there would create a context of this process, which takes memory.
             if torch.cuda.is_initialized():
                 torch.cuda.set_device(self._gpu)
             while events and not events[-1][1].query():
