@@ -1,9 +1,9 @@
-"""Model FLOPs utilization (MFU): the share of the devices' peak operations that a training's own operations need.
+"""Model FLOPs utilization (MFU): the operations that training needs, as a share of the peak operations of the devices.
 
-Operations of a token are counted as in PaLM (arXiv 2204.02311, appendix B): two for each weight in the forward pass, two for
-its input's gradient, two for its own gradient, and 12 x layers x width x length for attention. Recomputed activations are not
-counted, and the output layer is counted for every token, though it computes those with a target alone. A frozen weight has no
-gradient of its own, so LoRA needs 4 operations for a weight where full finetuning needs 6.
+The operations per token are counted as in PaLM (arXiv 2204.02311, appendix B). Each weight takes two in the forward pass, two
+for the gradient of its input, and two for its own gradient. Attention takes 12 x layers x width x length. Recomputed
+activations are not counted. The output layer is counted for every token, although it computes only those that have a target. A
+frozen weight has no gradient, so LoRA needs 4 operations for a weight where full finetuning needs 6.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from zerobook.utils.model_config import text_config
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Operations of a token in training: ``weights``, and ``attention`` for each token of its row."""
+    """Operations per token in training: ``weights``, and ``attention`` times the length of the row."""
 
     weights: float
     attention: float
 
     def per_token(self, length: float) -> float:
-        """Return the operations of a token in a row of ``length`` tokens."""
+        """Return the operations per token in a row of ``length`` tokens."""
         return self.weights + self.attention * length
 
 
 def model_flops(strategy: Strategy) -> ModelFlops | None:
-    """Return the operations of a token in the prepared model.
+    """Return the operations per token of the prepared model.
 
-    None if a token does not pass all weights (encoder-decoders, experts), or if their number is not that of the
-    parameters (quantised models).
+    Returns:
+        None if a token does not pass through all weights (encoder-decoders, experts), or if the elements of the parameters are
+        not the weights (quantised models, which pack several into one).
     """
     model: Any = strategy.unwrapped
     config: Any = getattr(model, "config", None)
@@ -51,7 +52,8 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
 
-    # Weights that no token is multiplied by: rows of an embedding are looked up, and no token passes a vision tower.
+    # Weights without a matrix product are not counted: rows of the input embeddings are looked up, and text does not pass
+    # through a vision tower. Tied embeddings are multiplied in the output layer.
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding
@@ -60,7 +62,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     for path in unused_modules(base):
         skipped |= {id(weight) for weight in base.get_submodule(path).parameters()}
 
-    # Sizes of whole weights, of which a rank may hold a part.
+    # The strategy knows the shapes of complete weights, of which a rank may hold a shard.
     trained = 0
     frozen = 0
     for parameter in model.parameters():
@@ -71,7 +73,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
             trained += size
         else:
             frozen += size
-    # Heads together can be wider or narrower than the layers.
+    # The heads together can be wider or narrower than the hidden size.
     heads = getattr(text, "num_attention_heads", None)
     head_size = getattr(text, "head_dim", None)
     attention_width = heads * head_size if heads and head_size else width
@@ -79,10 +81,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
 
 
 def peak_flops(strategy: Strategy) -> float | None:
-    """Return the operations per second of all ranks' devices by their data sheet; None for an unknown device.
-
-    In fp32 it is the rate without tensor cores, as torch computes by default.
-    """
+    """Return the operations per second of all ranks' devices, by their data sheet; None for an unknown device."""
     if strategy.device.type != "cuda":
         return None
     device = find_device(torch.cuda.get_device_name(strategy.device))
