@@ -22,16 +22,23 @@ def resolve_resume(output_dir: str | Path, request: str | None, *, thorough: boo
     """Return the checkpoint that ``--resume_from_checkpoint`` refers to.
 
     Args:
-        request: None; ``auto``, the newest undamaged checkpoint under ``output_dir``, or no checkpoint if there is none yet;
-            ``best``, the one with the lowest held-out loss; a checkpoint's folder; or a run's folder, for the newest undamaged
-            checkpoint of that run.
+        request: what to resume from:
+
+            - None: nothing.
+            - ``auto``: the newest undamaged checkpoint under ``output_dir``; nothing if there are no checkpoints yet.
+            - ``best``: the undamaged checkpoint under ``output_dir`` with the lowest held-out loss.
+            - the folder of a checkpoint.
+            - the folder of a run: its newest undamaged checkpoint.
         thorough: read every byte and compare it with its digest. Otherwise no tensors are read, which is cheap enough for
             every process.
 
     Raises:
-        CheckpointError: there are checkpoints, and all of them are damaged or abandoned; the named checkpoint is damaged, or
-            it is of another run than the checkpoints in ``output_dir``, be these damaged or abandoned; ``best``, and none was
-            evaluated.
+        CheckpointError: in one of these cases:
+
+            - the named checkpoint is damaged, or all checkpoints of the named run are.
+            - ``output_dir`` has checkpoints of another run than the named one, be these damaged or abandoned.
+            - ``auto``: there are checkpoints, and all of them are damaged or abandoned.
+            - ``best``: no undamaged checkpoint was evaluated.
     """
     if request is None:
         return Resolution(None, {})
@@ -75,7 +82,7 @@ def _resolve_in_run(output_dir: str | Path, request: str, thorough: bool) -> Res
             f"{output_dir}: no complete checkpoint there was saved at a step that was evaluated, so none is the best. Let "
             "--save_steps be auto or a multiple of --eval_steps, or pass --resume_from_checkpoint auto."
         )
-    # A run that started anew in this folder would replace or prune what is there.
+    # Without a checkpoint to resume from, a run would start anew, and replace or prune the checkpoints that are there.
     if reasons:
         raise CheckpointError(_none_readable(output_dir, reasons))
     abandoned = store.list_aside(checkpoints, "abandoned")
@@ -88,7 +95,7 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
     """Return the checkpoint that the path of a checkpoint, or of a run, refers to."""
     path = Path(request).expanduser()
     checkpoints = store.folder_of(path)
-    # A checkpoint that is named has a manifest, or is damaged; a run has checkpoints in it.
+    # A folder without a manifest that has checkpoints in it is a run. Without both, it is a damaged checkpoint.
     is_run = not (path / store.MANIFEST).exists() and len(store.list_candidates(checkpoints)) > 0
     if not is_run:
         problem = store.find_damage(path, thorough=thorough)
@@ -112,7 +119,6 @@ def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
     if checkpoint.resolve().parent == own_checkpoints.resolve():
         return
     complete = store.list_complete(own_checkpoints)
-    # With both in one folder, a later ``auto`` could not choose.
     if complete:
         raise CheckpointError(
             f"{checkpoint} is of another run than the {counted(len(complete), 'checkpoint')} in {output_dir}, the newest "
@@ -136,10 +142,10 @@ def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
 
 
 def _suggest_older(damaged: Path, thorough: bool) -> str:
-    """Return advice on what to resume from instead of a damaged checkpoint. In a new folder, ``auto`` would begin anew."""
-    # Of any step if the folder's name has none, such as that of a copy.
+    """Return advice on what to resume from instead of a damaged checkpoint."""
     candidates = store.list_candidates(damaged.parent)
     damaged_step = store.step_before_suffix(damaged)
+    # The name of a copy may have no step. Then any checkpoint beside it is suggested.
     if damaged_step is not None:
         candidates = [checkpoint for checkpoint in candidates if store.step_of(checkpoint) < damaged_step]
     older = _last_undamaged(candidates, thorough).checkpoint
