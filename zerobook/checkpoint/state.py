@@ -34,17 +34,16 @@ if TYPE_CHECKING:
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
-    """Check that all nodes see one ``output_dir``, where all ranks write and read checkpoints, and that its filesystem writes
-    files as checkpoints and runlogs are written. Collective.
+    """Check that ``output_dir`` is on a filesystem that all nodes share and that can hold checkpoints and runlogs. Collective.
 
     Raises:
-        ConfigError: on every rank, naming the nodes that do not see rank 0's folder.
+        ConfigError: on every rank: rank 0 cannot write there, or nodes do not see what it writes.
     """
     folder = Path(output_dir)
     token = ""
     problem = None
     if strategy.is_main:
-        # A name that no earlier run can have left on a node's own disk.
+        # A unique name, which an earlier run cannot have left on the disk of a node.
         token = f".seen-by-all-{uuid4().hex}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,18 +53,19 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
                 (folder / token).unlink(missing_ok=True)
             problem = (
                 f"output_dir: {folder.absolute()} cannot be written to: {error.strerror or error}. Checkpoints are written "
-                "at any place of a file, and a runlog is appended to, which some mounted buckets do not allow."
+                "at any position of a file, and a runlog is appended to, which some mounted buckets do not allow."
             )
     token, problem, main_folder = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
     if problem is not None:
         raise ConfigError(problem)
-    blind_node = None if files.is_seen(folder / token) else socket.gethostname()
+    # The host of this rank, if it does not see the file.
+    blind_host = None if files.is_seen(folder / token) else socket.gethostname()
     # Collective.
-    nodes = strategy.gather(blind_node) if strategy.world_size > 1 else []
-    # After the gather, when every rank has looked for the file.
+    blind_hosts = strategy.gather(blind_host) if strategy.world_size > 1 else []
+    # The file is removed only after the gather, when every rank has looked for it.
     if strategy.is_main:
         (folder / token).unlink()
-    blind = sorted({node for node in nodes if node is not None})
+    blind = sorted({host for host in blind_hosts if host is not None})
     if blind:
         raise ConfigError(
             f"output_dir: files that rank 0 writes into {main_folder} are not visible on {', '.join(blind)}. Checkpoints are "
@@ -74,6 +74,7 @@ def check_shared(strategy: Strategy, output_dir: str) -> None:
 
 
 def _write_and_append(file: Path) -> None:
+    # Bytes out of order, as the pieces of a checkpoint are written, and then one more, as a runlog is.
     with file.open("wb") as opened:
         opened.seek(1)
         opened.write(b"1")
@@ -109,13 +110,13 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
     reader = Reader(checkpoint, index)
     _check_state(strategy, checkpoint, parameters, reader)
     buffers = read_buffers(checkpoint, dict(persistent_buffers(strategy.unwrapped)))
-    # The optimizer makes its state in its first step, so it has none yet.
+    # An optimizer makes its state in its first step. Make it now, so that there are tensors to restore.
     strategy.materialise_optimizer()
     for name, parameter in parameters:
         # The key None stands for the weight itself.
         for key in (None, *strategy.state_shapes(parameter)):
             strategy.restore(parameter, key, TensorReader(reader, f"{key or 'weight'}/{name}"))
-        # A rollback of a large model takes minutes; without this, it would be taken for a hang.
+        # Show progress, since loading a large model takes minutes, and would be taken for a hang.
         touch()
     strategy.restore_buffers(buffers)
     # The steps of AdamW have a key of their own, which earlier versions read.
@@ -210,7 +211,7 @@ class Reader:
         self.bytes_read += 4 * (stop - start)
         pieces = self.index["pieces"][name]
         if any(map(is_slice, pieces)):
-            # A slice is not a segment of the flattened tensor, so the rows around the elements are put together.
+            # The elements of a slice are not adjacent in the flattened tensor, so read the rows that contain the elements.
             row_size = max(1, math.prod(self.shape(name)[1:]))
             first_row = start // row_size
             end_row = -(-stop // row_size)
@@ -259,13 +260,13 @@ class Reader:
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the tensor ``name``. State has the shape of its weight, unless the index says otherwise."""
-        own_shape = self.index.get(STATE_SHAPES, {}).get(name)
-        return torch.Size(own_shape or self.index["shapes"][name.partition("/")[2]])
+        state_shape = self.index.get(STATE_SHAPES, {}).get(name)
+        return torch.Size(state_shape or self.index["shapes"][name.partition("/")[2]])
 
     def read_block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return the slice of ``shape`` that begins at ``offset`` in the tensor ``name``, in fp32."""
         self.bytes_read += 4 * math.prod(shape)
-        # Rows are read whole, and cut in the other dimensions afterwards.
+        # Read complete rows, and cut them in the other dimensions afterwards.
         block = self._read_rows(name, offset[0], offset[0] + shape[0])
         for dimension in range(1, len(shape)):
             block = block.narrow(dimension, offset[dimension], shape[dimension])
@@ -275,7 +276,7 @@ class Reader:
         from safetensors import safe_open
 
         if name not in self._open:
-            # The index may have been made by somebody else.
+            # The checkpoint may come from somebody else, so its index must not lead to other files.
             if Path(name).name != name:
                 raise CheckpointError(f"{self.folder / INDEX}: the file {name} leads out of the checkpoint's folder.")
             self._open[name] = safe_open(self.folder / name, framework="pt")
@@ -297,7 +298,7 @@ class TensorReader:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint, whole, by names such as ``weight/PARAMETER``."""
+    """Return all tensors of a checkpoint by names such as ``weight/PARAMETER``."""
     reader = Reader(checkpoint)
     return {name: reader.read_tensor(name) for name in reader.index["pieces"]}
 
@@ -315,7 +316,7 @@ def _check_weights(
         if shapes[name] != shape:
             problem = f"{name} has the shape {shapes[name]} in the checkpoint and {shape} in this model"
             break
-    # A weight that is in the checkpoint alone would be lost with the next save.
+    # A weight that only the checkpoint has would be missing in the next save.
     extra = set(shapes) - {name for name, _ in parameters}
     if problem is None and extra:
         problem = f"it holds weights that this model does not train, such as {min(extra)} ({len(extra)} in all)"
