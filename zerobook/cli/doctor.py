@@ -51,7 +51,7 @@ examples:
 
 
 def doctor(argv: list[str]) -> int:
-    """Print the machine's state, and the strategy's if one is named. Returns 0, or 1 if problems were found."""
+    """Print what the machine has, and how a launch with these flags is resolved. Return 1 if there are problems, else 0."""
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         return 0
@@ -60,23 +60,26 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--all_ranks", action="store_true")
     parser.add_argument("--strategy")
     flags, argv = parser.parse_known_args(argv)
+    # What is left are the flags of the launch. Replace names of strategy files in them by paths, as `zerobook launch` does.
     argv = written_out(argv, flags.strategy)
-    as_json = flags.json
-    all_ranks = flags.all_ranks
     out = console()
-    # With --json, stdout holds the object alone.
-    out.quiet = as_json
+    # With --json, only the object is printed to stdout.
+    out.quiet = flags.json
+
+    # Examine the machine and the launch.
     hardware = Hardware.detect()
     problems = _machine_problems(out, hardware)
     plan: LaunchPlan | None = None
     if argv:
-        plan, launch_problems = _examine_launch(out, argv, hardware, all_ranks=all_ranks)
+        plan, launch_problems = _examine_launch(out, argv, hardware, all_ranks=flags.all_ranks)
         problems += launch_problems
-    elif all_ranks:
+    elif flags.all_ranks:
         problems.append("--all_ranks: give the flags of the launch as well.")
     elif hardware.unused:
         problems.append(hardware.unused)
-    if as_json:
+
+    # Print the problems.
+    if flags.json:
         findings: dict[str, Any] = {"strategy": None, "notes": [], "problems": problems}
         if plan is not None:
             findings |= {"strategy": plan.line, "notes": plan.notes}
@@ -85,7 +88,7 @@ def doctor(argv: list[str]) -> int:
         out.print(f"problem {number}:", style="bold red", end=" ")
         out.print(problem)
     if problems:
-        out.print(f"{counted(len(problems), 'problem')}", style="bold red")
+        out.print(counted(len(problems), "problem"), style="bold red")
     else:
         out.print("no problems found", style="bold green")
     return 1 if problems else 0
@@ -134,20 +137,20 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
             sources = parsed.sources
             config_problems = parsed.problems
         except ConfigError as error:
-            # The launch is examined all the same, so that its problems are reported together with these.
+            # Go on to the launch, so that its problems are reported together with these.
             config_problems = error.problems
     # Accelerate's own code turns the flags and the strategy file into the environment of the workers.
     workers = inspect(launch_flags)
     plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
     problems = together(config_problems, workers.problems)
-    # The plan has problems of its own, which the caller adds to the others.
+    # The plan keeps only the problems that are not among those found before it. The caller adds them.
     plan.problems = together(problems, plan.problems)[len(problems) :]
     if not workers.has_strategy:
         return None, problems + plan.problems, config, sources
     loopback = loopback_note(plan, workers.environ)
     if loopback:
         plan.notes.append(loopback)
-    # Ranks that load a copy of the model each can fill the host's memory.
+    # If each rank loads a copy of the model, the copies can fill the host's memory.
     if config.model_name_or_path and config.base_format is None and not problems:
         name = config.model_name_or_path
         folder = embedded.converted(name) or hub.folder(name, config.model_revision)
@@ -165,7 +168,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
     from zerobook.utils.versions import versions
 
-    # The machine may have GPUs that this torch cannot use; `hardware.unused` says why, and is a problem of its own.
+    # The machine may have GPUs that this torch cannot use. `hardware.unused` is the reason, and a problem of the machine.
     if hardware.unused:
         gpus = "none that torch sees"
     elif hardware.gpus:
@@ -192,7 +195,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
     problems = []
     for lock in ops.locks():
-        # Another process may be compiling now: its lock is not a problem.
+        # The lock of a process that is compiling now is not a problem.
         if ops.is_stale(lock):
             problems.append(
                 f"{lock}: a killed compilation left this lock, and runs that need the op would wait for it forever. Remove "
