@@ -19,23 +19,23 @@ HISTOGRAM_CHARACTERS = 60
 
 
 def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print rows with their titles: supervised tokens green on a terminal, and between guillemets elsewhere.
+    """Print rows with their titles. Supervised tokens are green on a terminal, and between guillemets elsewhere.
 
-    Control characters are shown as escapes, and so are a row's own guillemets where they are marks. Rows are
-    indented, so that no row looks like the next one's heading.
+    Control characters are shown as escapes. Rows are indented, so that none looks like the title of the next.
     """
     from rich.padding import Padding
     from rich.text import Text
 
     out = console()
-    quotes = "" if out.is_terminal else "«»"
+    # If guillemets mark supervised tokens, those in the text of a row are escaped, too.
+    escaped = "" if out.is_terminal else "«»"
     for title, row in rows:
         out.print(f"\n{title}: {len(row['input_ids'])} tokens", style="bold")
         text = Text()
         for ids, is_supervised, begins_sample in _segments(row):
             if begins_sample and len(text):
                 text.append("\n")
-            piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), quotes)
+            piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), escaped)
             if is_supervised and not out.is_terminal:
                 piece = f"«{piece}»"
             text.append(piece, style="green" if is_supervised else "dim")
@@ -64,6 +64,7 @@ def _segments(row: Row) -> list[tuple[np.ndarray, bool, bool]]:
     """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
     ids = row["input_ids"]
     labels = row["labels"]
+    # A row of an encoder-decoder is a source, of which nothing is supervised, and a target.
     if len(ids) != len(labels):
         return [(ids, False, True), (labels[labels != IGNORE], True, True)]
     begins = row.get("position_ids", np.arange(len(ids))) == 0
