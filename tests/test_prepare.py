@@ -566,4 +566,4 @@ def test_data_that_another_host_has_made_are_not_made_again(tmp_path, monkeypatc
     monkeypatch.setattr(os, "open", open_and_show)
     monkeypatch.setattr(prepare, "find_damage", lambda folder, silent: None)
     library = SimpleNamespace(config=SimpleNamespace(streaming=False))
-    Library._make_unless_whole(library, folder, None, lambda: pytest.fail("made again"))
+    Library._make_if_needed(library, folder, None, lambda: pytest.fail("made again"))

@@ -124,15 +124,16 @@ def prepare(
         ConfigError: packing with an objective or an encoder that cannot be packed.
         DataError: on every rank, if the error occurred on one.
     """
-    # The text of a stream's chats is not known before the run: a saved model could lack its template.
+    # The config takes over the default template when prepared data show that it was used (see `uses_default_template`). The
+    # samples of a stream are not read before the run, so its chats need a template of the tokenizer or the user.
     if isinstance(encoder, CausalEncoder) and not config.streaming:
         encoder.take_default_template()
     library = Library(config, tokenizer, encoder, objective)
-    # One process tokenizes, unless more are asked for: each has a tokenizer of its own in memory.
+    # By default one process tokenizes, since each has a copy of the tokenizer in memory.
     workers = workers or config.preprocessing_num_workers or 1
-    # Collective: the other processes of a node wait here, and get the folders from the one that tokenizes.
-    shelves = strategy.once_per_node(lambda: [shelf.as_message() for shelf in library.tokenize(workers)])
-    data = library.open([_Shelf.of_message(*shelf) for shelf in shelves])
+    # Collective: one process of each node tokenizes. The others wait for it, and get the folders from it.
+    messages = strategy.once_per_node(lambda: [folders.as_message() for folders in library.tokenize(workers)])
+    data = library.open([_PreparedFolders.of_message(*message) for message in messages])
     if strategy.is_main:
         if data.uses_default_template:
             tqdm.write(describe_default_template(tokenizer))
@@ -141,8 +142,7 @@ def prepare(
     if config.streaming:
         # One process of each node prepares the next shards for all of them.
         prepares_shards = strategy.accelerator.is_local_main_process and read_ahead
-        ahead = workers if prepares_shards else 0
-        data = library.streaming(data, ahead)
+        data = library.streaming(data, ahead=workers if prepares_shards else 0)
     return data
 
 
@@ -179,8 +179,8 @@ def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Shelf:
-    """A dataset's prepared folders; None if it has no such part."""
+class _PreparedFolders:
+    """The prepared folders of a dataset: None if it has no training data, or no held-out data."""
 
     spec: DatasetSpec
     train: Path | None
@@ -191,7 +191,7 @@ class _Shelf:
         return self.spec.model_dump(), self.train, self.held_out
 
     @classmethod
-    def of_message(cls, spec: dict[str, Any], train: Path | None, held_out: Path | None) -> _Shelf:
+    def of_message(cls, spec: dict[str, Any], train: Path | None, held_out: Path | None) -> _PreparedFolders:
         return cls(DatasetSpec.model_validate(spec), train, held_out)
 
 
@@ -218,9 +218,9 @@ class Library:
         cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()
         self.root = cache_dir / "data"
 
-    def tokenize(self, workers: int) -> list[_Shelf]:
+    def tokenize(self, workers: int) -> list[_PreparedFolders]:
         """Make every folder that is missing. Return the folders of all datasets."""
-        shelves = []
+        all_folders = []
         for spec in self.config.dataset_specs():
             splits = self._splits(spec)
             choice = splits.describe(uses_held_out=not self.config.validation_file)
@@ -232,24 +232,27 @@ class Library:
                 train = self._folder(spec, splits.train, self._train_rows(splits), workers)
             if splits.held_out is not None and not self.config.validation_file:
                 held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
-            shelves.append(_Shelf(spec, train, held_out))
+            all_folders.append(_PreparedFolders(spec, train, held_out))
         if self.config.validation_file:
             spec = self.config.validation_spec()
-            # One file for all datasets of a run, so its shelf has no training part.
+            # The file is the held-out data of all datasets of the run, and has no training data.
             source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
-            # The same content under another name is found by its digest.
-            train_metas = [read_meta(shelf.train) for shelf in shelves if shelf.train]
+            # Digests show whether the file has the content of a training file, also under another name.
+            train_metas = [read_meta(folders.train) for folders in all_folders if folders.train]
             content = (read_meta(held_out) or {}).get("settings", {}).get("source")
             if any(meta and meta["settings"]["source"] == content for meta in train_metas):
                 tqdm.write(f"WARNING: {source.name} is also training data, so its held-out loss does not measure other data")
-            shelves.append(_Shelf(spec, None, held_out))
-        return shelves
+            all_folders.append(_PreparedFolders(spec, None, held_out))
+        return all_folders
 
     def _splits(self, spec: DatasetSpec) -> Splits:
-        streaming = self.config.streaming
         return open_source(
-            spec.path, config_name=spec.config_name, revision=spec.revision, split=spec.split, streaming=streaming
+            spec.path,
+            config_name=spec.config_name,
+            revision=spec.revision,
+            split=spec.split,
+            streaming=self.config.streaming,
         )
 
     def _train_rows(self, splits: Splits) -> int | None:
@@ -264,7 +267,7 @@ class Library:
         # Some more, since documents do not split evenly.
         return math.ceil(1.1 * config.max_train_samples / train_share) + 8
 
-    def open(self, shelves: list[_Shelf]) -> PreparedData:
+    def open(self, all_folders: list[_PreparedFolders]) -> PreparedData:
         """Return views of the prepared folders, split, cut and packed as the config says."""
         config = self.config
         train: list[View] = []
@@ -272,9 +275,9 @@ class Library:
         facts: dict[str, dict[str, Any]] = {}
         bad_samples: dict[str, list[str]] = {}
         formats: dict[str, tuple[str, list[str]]] = {}
-        for shelf in shelves:
-            name = shelf.spec.name
-            train_view, held_out_view = self._views(shelf)
+        for folders in all_folders:
+            name = folders.spec.name
+            train_view, held_out_view = self._views(folders)
             view = held_out_view if train_view is None else train_view
             if view is not None:
                 formats[name] = view.store.meta["format"], view.store.meta["ignored_columns"]
@@ -283,14 +286,14 @@ class Library:
                 if meta["bad_samples"]:
                     bad_samples[name] = meta["bad_samples"]
                 if not len(train_view):
-                    # An empty dataset of a mixture is an error too: its weight could not be kept.
-                    self._refuse_empty(shelf, train_view)
+                    # Also in a mixture, since the weight of an empty dataset could not be kept.
+                    self._refuse_empty(folders, train_view)
                 # The datasets of a mixture have limits of their own.
                 if not config.datasets:
                     train_view = _first(train_view, config.max_train_samples)
                 train.append(train_view)
                 facts[name] = meta["report"] | report(train_view, self.length)
-            if held_out_view is not None and shelf.held_out is not None:
+            if held_out_view is not None and folders.held_out is not None:
                 self._check_held_out(held_out_view)
             if held_out_view is not None and len(held_out_view):
                 held_out[name] = _first(held_out_view, config.max_eval_samples)
@@ -321,7 +324,7 @@ class Library:
         """Return ``data`` with a stream for training in place of prepared rows."""
         stream = self.stream(ahead)
         names = [spec.name for spec in self.config.dataset_specs()]
-        # Nothing else is known before the shards are read.
+        # Only the number of shards is known before they are read.
         facts = {name: {"shards": count} for name, count in zip(names, stream.counts, strict=True)}
         return replace(data, train=stream, report=facts | data.report)
 
@@ -331,7 +334,7 @@ class Library:
         keys = ("packing", "seed", "on_bad_sample")
         config_settings = {key: getattr(self.config, key) for key in keys}
         settings = [self._stream_settings(spec) for spec in specs]
-        # Other sizes of shards give other shards, and so another order of the rows.
+        # The sizes of shards decide the shards, and so the order of the rows.
         shard_sizes = [files.SHARD_BYTES, sources.SHARD_ROWS]
         counts = [len(self._shards(index)) for index in range(len(specs))]
         return Stream(
@@ -346,7 +349,7 @@ class Library:
 
     def _stream_settings(self, spec: DatasetSpec) -> dict[str, Any]:
         source = self._splits(spec).train
-        # A stream may be too large for a digest of all its content.
+        # A stream may be too large for a digest of its content.
         sketch = source.sketch or source.digest
         return self._settings(spec, sketch(), None)
 
@@ -356,24 +359,24 @@ class Library:
         source = self._shards(dataset)[index]
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Locked until the files are mapped: another process may be about to delete them.
+        # Keep the lock until the files are mapped, since another process may be about to delete them.
         with locks.locked(_lock(folder)) as alone:
 
             def make() -> None:
                 self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1, alone=bool(alone))
 
-            self._make_unless_whole(folder, source, make)
+            self._make_if_needed(folder, source, make)
             store = TokenStore(folder).mapped()
         return PreparedRows((self._cut(store, np.arange(len(store))),), store.meta["digest"])
 
     def forget(self, dataset: int, index: int) -> None:
-        """Delete a shard's folder, if it is there. Processes that have mapped its files can still read them.
+        """Delete a shard's folder, if there is one. Processes that have mapped its files can still read them.
 
-        The folder stays where another process is about to map its files, and on a file system without locks, where other
-        processes cannot be noticed.
+        The folder is not deleted if another process is about to map its files. Without locks, that is not known, so nothing is
+        deleted on a file system that has none.
         """
         folder = self._shard_folder(dataset, index)
-        # Without waiting: a folder that is in use is left to the next run.
+        # Do not wait for the lock. A folder that is in use is left to the next run.
         with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as alone:
             if alone:
                 shutil.rmtree(folder)
@@ -390,40 +393,40 @@ class Library:
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Readers cannot be pickled; another process opens them again.
+        # The readers of sources cannot be pickled. Another process opens the sources again.
         return vars(self) | {"_cut_sources": {}}
 
-    def _views(self, shelf: _Shelf) -> tuple[View | None, View | None]:
+    def _views(self, folders: _PreparedFolders) -> tuple[View | None, View | None]:
         """Return the (training, held-out) views of one dataset."""
         held_out = None
-        if shelf.held_out is not None:
-            held_out_store = TokenStore(shelf.held_out)
-            # A split of its own is held out as a whole.
+        if folders.held_out is not None:
+            held_out_store = TokenStore(folders.held_out)
+            # A separate split or file is held out completely.
             held_out = self._cut(held_out_store, np.arange(len(held_out_store)))
-        if shelf.train is None:
+        if folders.train is None:
             return None, held_out
-        store = TokenStore(shelf.train)
+        store = TokenStore(folders.train)
         if held_out is not None or self.config.validation_file:
             return self._cut(store, np.arange(len(store))), held_out
-        # Neither a split nor a file is held out, so a share of the training data is.
-        train, held_out_share = _halves(store, self.config.validation_split_percentage / 100, self.config.seed)
+        # Without either, a share of the training data is held out.
+        train, held_out_share = _split_held_out(store, self.config.validation_split_percentage / 100, self.config.seed)
         return self._cut(store, train), self._cut(store, held_out_share)
 
-    def _refuse_empty(self, shelf: _Shelf, view: View) -> None:
+    def _refuse_empty(self, folders: _PreparedFolders, view: View) -> None:
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
             raise DataError(
-                f"{shelf.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
+                f"{folders.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
                 f"once some is held out. Lower --{self.config.length_key}."
             )
         counts = _describe_counts(meta["report"])
         raise DataError(
-            f"{shelf.spec.path}: nothing is left to train on within {self.length} tokens "
+            f"{folders.spec.path}: nothing is left to train on within {self.length} tokens "
             f"({counts or 'the dataset is empty'}). --{self.config.length_key} sets the maximum."
         )
 
     def _check_held_out(self, view: View) -> None:
-        """Raise `DataError` if data that is all held out has nothing to measure a loss on."""
+        """Raise `DataError` if no loss can be measured on a split or file that is held out completely."""
         if view.loss_weights.any():
             return
         meta = view.store.meta
@@ -444,7 +447,7 @@ class Library:
         return Documents(store, chosen)
 
     def _blocks(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> Blocks:
-        # Weighed once for all blocks, since their tokens are all supervised.
+        # One weight for all blocks: they have the same length, and all of their tokens are supervised.
         weight = self.objective.weight(text_row(self.length))
         if weight < 1:
             raise ConfigError(
@@ -456,7 +459,7 @@ class Library:
     def _rows(self, views: list[View]) -> PreparedRows:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
         facts = [VERSION, self.length, self.config.seed, {key: getattr(self.config, key) for key in keys}]
-        # The length of a view changes with the limits and with the share that is held out.
+        # The length of a view shows the limits, and the share that is held out.
         facts += [(view.store.meta["digest"], len(view)) for view in views]
         return PreparedRows(tuple(views), _fingerprint(facts))
 
@@ -486,7 +489,7 @@ class Library:
         self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
     ) -> None:
         """Make ``folder`` if it is missing or damaged, or wait until another process has made it."""
-        # A complete folder is never changed, so it is read without a lock: the hosts of a run read it at the same time.
+        # A complete folder is never changed. So no lock is needed, and the hosts of a run can read it at the same time.
         if folder.exists() and find_damage(folder) is None:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -496,15 +499,15 @@ class Library:
             def make() -> None:
                 self._make(folder, spec, source, settings, rows, workers, alone=bool(alone))
 
-            self._make_unless_whole(folder, source, make)
+            self._make_if_needed(folder, source, make)
 
-    def _make_unless_whole(self, folder: Path, source: Source, make: Callable[[], None]) -> None:
+    def _make_if_needed(self, folder: Path, source: Source, make: Callable[[], None]) -> None:
         """Call ``make`` if ``folder``, which this process has locked, is missing or damaged.
 
         Raises:
             DataError: it is damaged, and the source cannot be read again.
         """
-        # Another host may have made it while this one waited.
+        # Another host may have made it during the wait for the lock.
         refresh(folder)
         if not folder.exists():
             make()
@@ -531,22 +534,25 @@ class Library:
         *,
         alone: bool,
     ) -> None:
-        """Prepare a source into ``folder``. If not ``alone``, other processes may do the same: use a separate staging path."""
+        """Prepare a source into ``folder``.
+
+        Args:
+            alone: this process has a lock. Without locks, other processes may prepare the same folder at the same time.
+        """
         suffix = "" if alone else f".{uuid4().hex}"
-        # Beside the folder, so that the rename that completes it stays on one file system.
+        # Write to a folder on the same file system, which is then renamed.
         staging = folder.with_name(f".{folder.name}{suffix}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
             writer = TokenWriter(staging)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
-            # Without locks, another process may have been faster.
+            # Without locks, another process may have made the folder in the meantime.
             refresh(folder)
             if alone or not folder.exists() or find_damage(folder, silent=True) is not None:
                 put_in_place(staging, folder)
                 stamp(folder)
         except OSError as error:
-            # A full disk is the only error that the user is told a way out of here.
             if error.errno != errno.ENOSPC:
                 raise
             written_bytes = sum(file.stat().st_size for file in staging.iterdir())
@@ -569,17 +575,17 @@ class Library:
         reading = self._detect_reading(spec, source, first_chunk)
         unread = ignored(first_chunk, reading)
 
-        # Running text and packs are cut anew from the tokens, so their rows are counted in tokens.
+        # A row of running text or of a pack is filled with tokens, and any other row is a document.
         in_tokens = reading.format == "text" or self.config.packing
         counts: Counter = Counter()
         bad_samples: list[str] = []
         reasons: Counter = Counter()
         for encoded in encode_all(reading, chain([first_chunk], raw_chunks), workers):
-            for where, reason in encoded.bad:
+            for location, reason in encoded.bad:
                 if self.config.on_bad_sample == "error":
-                    raise DataError(f"{source.name}, {where}: {reason}. Correct it, or pass --on_bad_sample skip.")
+                    raise DataError(f"{source.name}, {location}: {reason}. Correct it, or pass --on_bad_sample skip.")
                 if len(bad_samples) < LISTED:
-                    bad_samples.append(f"{where}: {reason}")
+                    bad_samples.append(f"{location}: {reason}")
                 reasons[reason] += 1
             counts += encoded.counts
             counts["bad samples skipped"] += len(encoded.bad)
@@ -588,7 +594,7 @@ class Library:
                     f"packing: rows of {type(self.encoder).__name__} have {', '.join(encoded.extra)} beside ids and "
                     "labels, and such rows cannot be packed. Drop --packing."
                 )
-            # Written as it comes: memory does not grow with the data.
+            # Write each chunk at once, so that memory does not grow with the data.
             writer.append(encoded.ids, encoded.labels, encoded.weights, begins=encoded.begins, extra=encoded.extra)
             row_count = writer.tokens // self.length if in_tokens else writer.documents
             if rows is not None and row_count >= rows:
@@ -653,7 +659,8 @@ def _identity(instance: object) -> list[str]:
         # Sorted, since the order of a set differs between processes.
         for file in sorted(filter(None, source_files)):
             digests.append(hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16])
-    except (OSError, TypeError):  # typed into an interpreter
+    except (OSError, TypeError):
+        # A class that was typed into an interpreter has no file.
         raise ConfigError(
             f"{type(instance).__name__} is not defined in a file, so a change of it could not be detected in prepared data. "
             "Put the class into a file, and import it from there."
@@ -664,7 +671,7 @@ def _identity(instance: object) -> list[str]:
 def _settings_of(instance: object) -> dict[str, Any]:
     """Return the attributes of an object that are plain values, for the fingerprint of prepared data.
 
-    Of a class of this package, integers and texts alone: prepared data of earlier versions has their fingerprint.
+    For classes of this package, only integers and strings are taken, as in the fingerprints of earlier versions.
     """
     plain: tuple[type, ...] = (int, float, str, type(None), list, tuple, dict)
     if _is_built_in(type(instance)):
@@ -698,7 +705,7 @@ def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
     count = 0
     for item in items:
         yield item
-        # Only the last part of a text counts, so all of its parts are read.
+        # A text is counted at its last part, so that all parts of the last text are read.
         count += getattr(item[1], "ends", True)
         if count == limit:
             return
@@ -720,10 +727,10 @@ def _digest_of_array(array: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, np.int64).data)
 
 
-def _halves(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return the (training, held-out) documents. Held out is a seeded share of the samples, or the end of a lone text."""
+def _split_held_out(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
+    """Return the (training, held-out) documents. A random share of the samples is held out, or the end of a lone text."""
     if store.meta["lone_text"]:
-        # The end, and not random blocks: a model that has read both neighbours of a block knows more of it.
+        # The end, and not random blocks, since a model that was trained on both neighbours of a block knows more of it.
         total = int(store.offsets[-1])
         cut = total - round(total * share)
         return slice(0, cut), slice(cut, total)
@@ -741,10 +748,10 @@ def _first(view: View, rows: int | None) -> View:
     if isinstance(view, Documents):
         return replace(view, chosen=view.chosen[:rows])
     if isinstance(view, Blocks):
-        # The ranges of tokens are cut where the last block ends; ranges after it become empty. ``ends`` are positions among the
-        # joined tokens, so their differences are the new lengths of the ranges.
+        # Cut the ranges of tokens where the last block ends. Ranges after it become empty. ``ends`` are positions in the joined
+        # ranges, so their differences are the new lengths of the ranges.
         ends = np.minimum(np.cumsum(view.stops - view.starts), rows * view.length)
         return replace(view, stops=view.starts + np.diff(ends, prepend=0))
-    # The samples of the packs that are left out stay in the view, in no row.
+    # The samples of the other packs stay in the view, but are in no row.
     offsets = view.packing.offsets[: rows + 1]
     return replace(view, packing=type(view.packing)(offsets, view.packing.members[: offsets[-1]]))
