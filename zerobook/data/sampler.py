@@ -1,8 +1,8 @@
 """The order of the samples: a permutation that is computed, not stored, and one cursor for all processes.
 
-The order depends on (seed, epoch, number of samples) alone. Position `cursor` of the run is
-position ``cursor % size`` of epoch ``cursor // size``, so any process can seek to any position at once,
-and a run that resumes on another number of processes takes the same samples in the same order.
+The order depends only on (seed, epoch, number of samples). Position ``cursor`` of the run is position ``cursor % size`` of
+epoch ``cursor // size``. So any process can seek to any position at once, and a run that resumes on another number of processes
+takes the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SampleOrder:
     SORTED = 64 * GROUP
     """Number of positions that are sorted by length at a time."""
     AHEAD = 4096
-    """Number of positions whose rows `take` computes at once: a permutation of a few costs as much."""
+    """Number of positions whose rows `take` computes at once, since a few cost as much."""
 
     def __init__(
         self,
@@ -179,11 +179,13 @@ class SampleOrder:
         return np.concatenate(pieces)
 
     def _unsorted(self, start: int, end: int) -> np.ndarray:
+        """Return what `ids` returns, in the order before rows are sorted by length."""
         if self.mixture is not None and self.shuffle:
             return self._mixed(self.mixture, start, end)
         pieces = [np.empty(0, np.int64)]
         while start < end:
             epoch, offset = divmod(start, self.size)
+            # The next epoch has another permutation.
             count = min(end - start, self.size - offset)
             ids = np.arange(offset, offset + count)
             if self.shuffle:
@@ -193,14 +195,18 @@ class SampleOrder:
         return np.concatenate(pieces)
 
     def _mixed(self, mixture: Mixture, start: int, end: int) -> np.ndarray:
+        """Return the row numbers at positions of a mixture. The rows of a dataset are repeated in a new order for each pass."""
         datasets, counts_before = mixture.locate(np.arange(start, end))
         ids = np.empty(end - start, np.int64)
+        # Rows are numbered across the datasets.
         first_row = 0
         for dataset, size in enumerate(self.sizes):
+            # The k-th sample of a dataset is in its pass k // size, at position k % size.
             passes, offsets = np.divmod(counts_before, size)
-            for number in np.unique(passes[datasets == dataset]):
-                is_in_pass = (datasets == dataset) & (passes == number)
-                ids[is_in_pass] = self._permuted(size, int(number), dataset)(offsets[is_in_pass]) + first_row
+            for pass_number in np.unique(passes[datasets == dataset]):
+                is_in_pass = (datasets == dataset) & (passes == pass_number)
+                permutation = self._permuted(size, int(pass_number), dataset)
+                ids[is_in_pass] = first_row + permutation(offsets[is_in_pass])
             first_row += size
         return ids
 
@@ -211,14 +217,15 @@ class SampleOrder:
         return first, min(first + self.SORTED, (epoch + 1) * self.size)
 
     def _by_length(self, first: int, last: int) -> np.ndarray:
+        """Return the row numbers of a segment, in which rows of similar length are neighbours."""
         if self._sorted is None or self._sorted[0] != first:
             assert self.lengths is not None
             ids = self._unsorted(first, last)
             # Stable, so that the order is the same on every machine.
             ids = ids[np.argsort(self.lengths[ids], kind="stable")]
-            # Sort the positions by length, and shuffle groups of neighbours: batches pad little and come in random order.
+            # Shuffle groups of neighbours, so that the lengths of batches come in random order.
             groups = np.array_split(ids, range(self.GROUP, len(ids), self.GROUP))
-            # The seed has the position in it: any segment can be computed without those before.
+            # The seed includes the position, so that a segment can be computed without those before it.
             order = np.random.default_rng([self.seed, first]).permutation(len(groups))
             self._sorted = (first, np.concatenate([groups[i] for i in order]))
         return self._sorted[1]
@@ -232,7 +239,7 @@ class SampleOrder:
         missing = count
         while missing and cursor < end:
             stop = min(cursor + missing, end)
-            ids = self._ahead(cursor, stop)
+            ids = self._buffered(cursor, stop)
             if self.dropped is not None:
                 ids = ids[~self.dropped[ids]]
             batches.append(ids)
@@ -240,11 +247,11 @@ class SampleOrder:
             cursor = stop
         return np.concatenate(batches), cursor
 
-    def _ahead(self, start: int, end: int) -> np.ndarray:
-        """Return what `ids` returns, from rows that are computed `AHEAD`."""
+    def _buffered(self, start: int, end: int) -> np.ndarray:
+        """Return what `ids` returns. At least `AHEAD` positions are computed at once, and kept for the next calls."""
         first, ids = self._computed
         if not first <= start <= end <= first + len(ids):
-            # Another epoch is another permutation.
+            # No further than the end of the epoch, since the next one has another permutation.
             epoch_end = (start // self.size + 1) * self.size
             first = start
             ids = self.ids(start, max(end, min(start + self.AHEAD, epoch_end)))
