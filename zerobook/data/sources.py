@@ -51,7 +51,7 @@ def open_source(
     splits = _open(path, config_name, revision, split_name or None, streaming=streaming)
     if has_rows:
         train_name = f"[{rows} of {splits.train_name or path}"
-        splits = replace(splits, train=_first_to_last(splits.train, rows.removesuffix("]")), train_name=train_name)
+        splits = replace(splits, train=_take_range(splits.train, rows.removesuffix("]")), train_name=train_name)
     return splits
 
 
@@ -74,18 +74,27 @@ def _open(path: str, config_name: str | None, revision: str | None, split: str |
     return _hub(path, config_name, revision, split, streaming=streaming)
 
 
-def _first_to_last(source: Source, rows: str) -> Source:
-    """Return the rows of a source from one to another, by numbers or percentages, as `datasets` writes them: ``10%:20%``."""
+def _take_range(source: Source, rows: str) -> Source:
+    """Return a range of a source's rows.
+
+    Args:
+        rows: the bounds as `datasets` writes them, such as ``1000:``, ``10%:20%`` or ``:-100``.
+    """
     bounds = re.fullmatch(r"(-?\d+%?)?:(-?\d+%?)?", rows)
     if bounds is None:
         raise DataError(f"{source.name}: [{rows}] of split is not a range of rows. Write it as train[:1000] or train[10%:20%].")
+    # The total of a file is in bytes, so its rows are counted.
     count = source.total if source.unit == " samples" else sum(1 for _ in source.read())
     numbers: list[Any] = []
     for bound in bounds.groups():
-        # A percentage is rounded as datasets does, so that the rows are the same.
-        factor = count if bound and bound.endswith("%") else 100
-        numbers.append(bound and round(int(bound.removesuffix("%")) * factor / 100))
+        number = int(bound.removesuffix("%")) if bound else None
+        if number is not None and bound.endswith("%"):
+            # Rounded as datasets does it, so that the rows are the same.
+            number = round(number * count / 100)
+        numbers.append(number)
+    # A slice knows what missing, negative and too large bounds mean.
     start, stop, _ = slice(*numbers).indices(count)
+    # Without a sketch, the content itself is compared. Without cuts, a stream reads the range as one shard.
     return replace(
         source,
         read=lambda: islice(source.read(), start, stop),
@@ -96,7 +105,7 @@ def _first_to_last(source: Source, rows: str) -> Source:
 
 
 def open_held_out(path: str) -> Source:
-    """Return the data that ``--validation_file`` names: its held-out split where it has one, else all of it."""
+    """Return the data that ``--validation_file`` names: its held-out split if it has one, else all of it."""
     splits = open_source(path)
     return replace(splits.held_out or splits.train, is_held_out=True)
 
@@ -174,12 +183,12 @@ def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[s
         DataError: there is no such split, no training split, or several.
     """
     if request is not None:
-        # The spelling as it was given comes first, then the name that datasets gives it.
+        # First the name as the user spelled it, then as datasets does.
         for split in (request, same_split(request)):
             if split in available:
                 return split, None
         raise DataError(f"{name}: there is no split {request!r}, only {', '.join(available)}. Name one with split.")
-    # train_sft and the like are training splits of datasets that are published for several methods.
+    # Datasets for several methods of training have splits such as train_sft.
     training = [split for split in available if _TRAINING.match(split)]
     if "train" in available:
         training = ["train"]
@@ -232,7 +241,7 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         return Splits(train=_of_split(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
-    # A README that names splits is believed, also if none of them is called train.
+    # If a README declares the splits, they are used, even if none of them is called train.
     if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
         return _without_train(path, files, layout.rest)
     if not files:
@@ -262,7 +271,7 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
     held_out = next((name for name in _HELD_OUT_SPLITS if name in splits), None)
     unused = [_describe_split(name, members) for name, members in splits.items() if name != held_out]
     unused += _others(set(rest) - set(chosen))
-    # In a folder of files alone, nothing was chosen.
+    # If all files of the folder are trained on, there is no choice to describe.
     train_name = _files(len(chosen)) if splits or unused else ""
     train = _join_sources(path, [replace(file_source(file), lone_text=False) for file in chosen])
     return Splits(train=train, train_name=train_name, **_held_out(path, splits, held_out), unused=tuple(unused))
@@ -321,8 +330,8 @@ def _join_sources(folder: Path, files: list[Source]) -> Source:
 
     def read() -> Iterator[Item]:
         for file in files:
-            for where, row, cost in file.read():
-                yield f"{Path(file.name).name}, {where}", row, cost
+            for location, row, cost in file.read():
+                yield f"{Path(file.name).name}, {location}", row, cost
 
     def digest() -> str:
         digests = [f"{file.name}:{file.digest()}".encode() for file in files]
