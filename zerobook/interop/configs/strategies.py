@@ -50,7 +50,7 @@ class Strategy(NamedTuple):
 
 
 def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over a DeepSpeed config, named or in place."""
+    """Take over a DeepSpeed config: a file's path, or the content itself."""
     config = value
     if isinstance(value, str):
         path = foreign.locate(value)
@@ -67,7 +67,7 @@ def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
 
 
 def _by_name(foreign: Foreign, name: str) -> dict[str, Any]:
-    """Choose a shipped file by the name of a JSON that is not there."""
+    """Choose a shipped strategy file by the name of a DeepSpeed JSON that does not exist."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.lower())
     if stage is None:
         raise NoCounterpart(_NO_FILE)
@@ -92,7 +92,7 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
         config = load_bounded(read_text(path))
     settings = {str(key).removeprefix("fsdp_"): setting for key, setting in config.items()}
     words = str(foreign.config.get("fsdp") or "").lower()
-    # Both versions have it, with other values.
+    # FSDP 1 has either key, with the same values. FSDP 2 has reshard_after_forward, which is true or false.
     sharding = str(settings.get("sharding_strategy", settings.get("reshard_after_forward", ""))).lower()
     for name in _SHARDING:
         if name in words:
@@ -108,17 +108,21 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
 
 
 def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over the flags of torchrun or accelerate, or the keys of TRL and Axolotl, which have the launcher's among others."""
-    if not isinstance(value, dict):
-        value = foreign.config
-    foreign.processes = int(value.get("num_processes") or value.get("nproc_per_node") or value.get("num_gpus") or 1)
-    name = str(value.get("accelerate_config") or value.get("config_file") or "")
-    known = {"single_gpu": "single", "multi_gpu": DDP, "fsdp1": "fsdp", "fsdp2": "fsdp"}
+    """Take over the number of processes, and the config of accelerate, from the settings of a launcher.
+
+    Args:
+        value: an object with these settings. If it is not one, they are among the other keys, as in TRL and Axolotl.
+    """
+    settings = value if isinstance(value, dict) else foreign.config
+    foreign.processes = int(settings.get("num_processes") or settings.get("nproc_per_node") or settings.get("num_gpus") or 1)
+    name = str(settings.get("accelerate_config") or settings.get("config_file") or "")
+    # TRL ships its configs of accelerate under these names.
+    shipped_names = {"single_gpu": "single", "multi_gpu": DDP, "fsdp1": "fsdp", "fsdp2": "fsdp"}
     stem = Path(name).stem.removeprefix("deepspeed_")
-    stem = known.get(stem, stem)
+    stem = shipped_names.get(stem, stem)
     path = foreign.locate(name)
     if path is not None:
-        # It is a strategy file already.
+        # A config of accelerate is a strategy file.
         foreign.strategy = {"name": str(path)}
     elif shipped(f"accelerate_configs/{stem}.yaml").is_file():
         foreign.strategy = {"name": stem}
@@ -140,9 +144,9 @@ def choose(foreign: Foreign) -> Strategy:
     settings = _settings(config)
     for file in sorted(shipped("ds_configs").glob("*.json")):
         shipped_settings = _settings(read_json(file))
-        more = " ".join(shipped_settings - settings)
-        # What else a shipped file says is about speed, unless it offloads.
-        if settings <= shipped_settings and "device" not in more and "hpz" not in more:
+        additional = " ".join(shipped_settings - settings)
+        # Additional settings of a shipped file change only the speed, unless they offload, or shard in another way (hpZ).
+        if settings <= shipped_settings and "device" not in additional and "hpz" not in additional:
             return Strategy(file.stem)
     foreign.files[JSON] = json.dumps(config, indent=2) + "\n"
     content = _shipped_file(f"zero{config['zero_optimization']['stage']}")
@@ -155,7 +159,7 @@ def _shipped_file(name: str) -> dict[str, Any]:
 
 
 def _settings(config: dict[str, Any], prefix: str = "") -> set[str]:
-    """Return the settings of a DeepSpeed config that are neither off, nor filled in, nor without effect here."""
+    """Return the settings of a DeepSpeed config as ``PATH VALUE``, without those that are off, ``auto`` or have no effect."""
     settings = set()
     for key, value in config.items():
         path = f"{prefix}{key}"
