@@ -75,8 +75,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the stage into ``plan``, and return the section that has it. If no stage is usable, it has stage 0."""
-    # A JSON may have anything in this place, and true is 1 to Python.
+    """Read the stage into ``plan``, and return the section that has it. Without a usable stage, the section gets stage 0."""
+    # The value of a JSON file may have any type, and True is equal to 1.
     section = config.get("zero_optimization")
     stage = section.get("stage") if isinstance(section, dict) else None
     if isinstance(section, dict) and stage in (1, 2, 3) and not isinstance(stage, bool):
@@ -92,7 +92,7 @@ def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
             f"{plan.config_file}: zero_optimization is missing. Add a section with a stage, 1 to 3, or pick a file from "
             "ds_configs/."
         )
-    # The rest of the file is checked all the same.
+    # With stage 0, the rest of the file can be checked.
     plan.zero_stage = 0
     config["zero_optimization"] = {**(section or {}), "stage": 0}
     return config["zero_optimization"]
@@ -104,23 +104,24 @@ def _offload_device(zero: dict[str, Any], key: str) -> str:
 
 
 def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
-    """Write keys of earlier versions of DeepSpeed as those that replaced them. Both at once are a problem."""
+    """Replace keys of earlier versions of DeepSpeed in ``config``. A key beside its replacement is a problem."""
     zero = _section(config, ("zero_optimization", ""))
     pin_memory = zero.pop("cpu_offload_use_pin_memory", None)
-    for key in ("bfloat16", "cpu_offload", "cpu_offload_param"):
-        section = config if key == "bfloat16" else zero
+    deprecated = (("bfloat16", config, dict), ("cpu_offload", zero, bool), ("cpu_offload_param", zero, bool))
+    for key, section, value_type in deprecated:
         value = section.pop(key, None)
-        # What is off needs no replacement.
+        # An option that is turned off is only removed.
         if value is None or value is False:
             continue
         replacement = REPLACED[key]
-        if replacement in section or not isinstance(value, bool if section is zero else dict):
+        if replacement in section or not isinstance(value, value_type):
             plan.problems.append(
                 f"{plan.config_file}: {key} is {json.dumps(value)}, and {replacement} replaced it. Write {replacement} alone."
             )
         elif key == "bfloat16":
             config["bf16"] = value
         else:
+            # The earlier keys were flags of offload to host memory.
             zero[replacement] = {"device": "cpu"}
             if pin_memory is not None:
                 zero[replacement]["pin_memory"] = pin_memory
@@ -150,7 +151,7 @@ def _section(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Add a problem for each setting of the YAML's ``deepspeed_config`` section that differs from the JSON it names.
 
-    accelerate refuses both together, and reads the JSON alone.
+    accelerate reads only the JSON, and refuses such settings beside it.
     """
     yaml_keys = environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     zero = config.get("zero_optimization") or {}
@@ -171,7 +172,7 @@ def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mappin
         if isinstance(json_value, int | float):
             # 1 and 1.0 are equal.
             json_texts |= {f"{json_value:g}", str(float(json_value))}
-        # The YAML fills in a norm that the JSON leaves open.
+        # If the JSON leaves the norm open, the YAML sets it.
         if key == "gradient_clipping" and json_value == "auto":
             config[key] = float(yaml_text)
         elif yaml_text not in json_texts:
@@ -223,7 +224,7 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "
             'to train on GPUs; to train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
         )
-    # DeepSpeed's quantisation has kernels for GPUs alone.
+    # DeepSpeed has kernels of its quantisation only for GPUs.
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
     quantised_keys = [key for key in QUANTISED if zero.get(key)]
     if plan.device == "cpu":
@@ -286,9 +287,9 @@ def find_json(path: str, strategy_file: str | Path | None) -> str:
 
 
 def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
-    """Copy the JSON's micro-batch into the draft, or add a problem if a person set another one.
+    """Copy the JSON's micro-batch into the draft, or add a problem if the user set another one.
 
-    Call it before a resumed run cuts its batch anew.
+    Call it before a resumed run divides its global batch again.
     """
     ds = plan.deepspeed_config or {}
     micro_batch = ds.get("train_micro_batch_size_per_gpu", "auto")
@@ -296,16 +297,16 @@ def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     global_batch = ds.get("train_batch_size", "auto")
     micro_batches = draft.config.per_device_train_batch_size * plan.data_parallel_size
     # If nothing else sets the accumulation, the JSON's global batch does.
-    is_free = draft.sources.get("gradient_accumulation_steps", "default") == "default"
-    is_free = is_free and ds.get("gradient_accumulation_steps", "auto") in ("auto", 1)
-    if global_batch != "auto" and is_free and global_batch % micro_batches == 0:
+    is_set_by_user = draft.sources.get("gradient_accumulation_steps", "default") != "default"
+    is_set_by_json = ds.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
+    if global_batch != "auto" and not is_set_by_user and not is_set_by_json and global_batch % micro_batches == 0:
         draft.set(f"{plan.config_file}: train_batch_size", gradient_accumulation_steps=global_batch // micro_batches)
 
 
 def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     """Write the run's sizes, clipping and optimizer into the config.
 
-    Values that the JSON fixes and no person set are copied into the ``draft``; values that both set must be equal.
+    Values that only the JSON sets are copied into the ``draft``. Values that the user sets, too, must be equal.
     """
     ds = plan.deepspeed_config
     assert ds is not None
@@ -313,7 +314,7 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     if "optimizer" in ds:
         _fill_optimizer(plan, ds, draft)
     config = draft.config
-    # DeepSpeed computes no norm if it does not clip, and the norm is reported.
+    # Without clipping, DeepSpeed does not compute the gradient norm, which the run reports.
     ds["gradient_clipping"] = config.max_grad_norm or NEVER
     global_batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
@@ -337,18 +338,20 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
                 plan.notes.append(note)
     if "activation_checkpointing" in ds:
         _read_checkpointing(plan, ds["activation_checkpointing"], draft)
-    # Otherwise DeepSpeed takes its own optimizers only.
+    # Without this, DeepSpeed accepts only its own optimizers.
     ds["zero_allow_untested_optimizer"] = True
     if config.optimizer != "adamw":
-        # accelerate would put DeepSpeed's CPU Adam in its place.
+        # Without this, accelerate would replace the optimizer by DeepSpeed's CPU Adam.
         ds["zero_force_ds_cpu_optimizer"] = False
     if ds.get("scheduler"):
         _fill_schedule(plan, ds, draft)
 
 
 def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
-    """Check the schedule that DeepSpeed is to make. One whose parameters are all auto, without warm-up, is made by
-    ``lr_scheduler_type``."""
+    """Check the schedule of the JSON, which DeepSpeed makes.
+
+    If all of its parameters are ``auto``, and the run has no warm-up, ``lr_scheduler_type`` replaces it.
+    """
     section = ds["scheduler"]
     kind = section.get("type")
     params = section.get("params") or {}
@@ -359,16 +362,16 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
             "recipe's lr_scheduler_type then sets the rate."
         )
         return
-    # Before anything is copied from it: DeepSpeed would raise its error once the model is loaded.
+    # Check this before anything is copied from the schedule. DeepSpeed itself would refuse it only after the model is loaded.
     reason = _refusal_of_schedule(kind, params)
     if reason is not None:
         plan.problems.append(f"{where}.params: {reason}.")
         return
     is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
-    # A warm-up of any length has a step in a run of one step.
+    # A warm-up of any length has at least one step, also in a run of one step.
     has_warmup = draft.config.warmup_steps(total=1) > 0
     if is_all_auto and not has_warmup:
-        # DeepSpeed's schedules have two steps of warm-up or more, and their rate is 0.
+        # DeepSpeed's schedules have at least two steps of warm-up, during which the rate is 0.
         del ds["scheduler"]
         if not draft.sources.given("lr_scheduler_type"):
             draft.set(str(plan.config_file), lr_scheduler_type=SCHEDULES[kind])
@@ -378,7 +381,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         )
         return
     peak = params.get("warmup_max_lr")
-    # Without a peak, WarmupDecayLR has a rate of its own, and WarmupLR takes the optimizer's.
+    # Without this key, the peak of WarmupDecayLR is 0.001, and WarmupLR takes the rate of the optimizer.
     if peak is None:
         peak = 0.001 if kind == "WarmupDecayLR" else "auto"
     _copy_or_compare(plan, "scheduler.params.warmup_max_lr", peak, "learning_rate", draft)
@@ -393,11 +396,11 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
 
 
 def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
-    """Return why DeepSpeed does not make this schedule; None if it does. It is made for one weight."""
+    """Return why DeepSpeed refuses this schedule; None if it accepts it. The schedule is made for a test, with one weight."""
     import torch
     from deepspeed.runtime import lr_schedules
 
-    # The parameters that accelerate fills in have an example in place of auto.
+    # Replace auto by an example, if accelerate fills in the parameter.
     values = dict(params)
     for name, value in params.items():
         if value == "auto":
@@ -406,13 +409,13 @@ def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
             return f"{name} is auto, which accelerate does not fill in for it"
     form = params.get("warmup_type", "log")
     if form not in ("log", "linear"):
-        # DeepSpeed would take log in its place.
+        # DeepSpeed would silently take log instead.
         return f"warmup_type is {json.dumps(form)}, expected log or linear"
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     try:
         getattr(lr_schedules, kind)(optimizer, **values)
     except Exception as error:
-        # Wrong names and values end in errors of many kinds.
+        # Wrong names and values raise errors of many types.
         return f"DeepSpeed refuses {json.dumps(params)}: {str(error).rstrip('.')}"
     return None
 
@@ -443,7 +446,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
     if plan.offload_optimizer == "none":
         supported = {*ADAM, *FUSED_ONLY, "fused", "foreach"}
     else:
-        # DeepSpeed's CPU Adam steps offloaded weights.
+        # Offloaded weights are updated by DeepSpeed's CPU Adam, which has other parameters.
         supported = {*ADAM, "bias_correction"}
     for key in params:
         if key not in supported:
@@ -460,7 +463,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
     _copy_or_compare(plan, "optimizer.params.betas[1]", betas[1], "adam_beta2", draft)
     params["betas"] = [draft.config.adam_beta1, draft.config.adam_beta2]
     if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ONLY} & params.keys():
-        # The run then steps as it does without the section.
+        # The run has then the same optimizer as without the section.
         params["torch_adam"] = True
         params["fused"] = True
         plan.notes.append(
@@ -470,14 +473,17 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
 
 
 def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[Any]) -> None:
-    """Read the settings of DeepSpeed's own checkpoint function (ZeRO-R). transformers' models call torch's instead, which can
-    do one of them: inputs of layers in host memory, see `zerobook.models.recompute`."""
+    """Read the settings of DeepSpeed's own checkpoint function (ZeRO-R).
+
+    transformers' models call torch's function instead, for which one of the settings has a counterpart: inputs of layers in
+    host memory, see `zerobook.models.recompute`.
+    """
     where = f"{plan.config_file}: activation_checkpointing"
     if not isinstance(section, dict):
         plan.problems.append(f"{where} is {json.dumps(section)}, expected an object of settings. Remove it or write one.")
         return
     for key, value in section.items():
-        # What is off changes nothing.
+        # A setting that is off has no effect.
         if value and (key != CPU_CHECKPOINTING or value is not True):
             plan.problems.append(
                 f"{where}.{key} is {json.dumps(value)}; transformers' models call torch's checkpoint function, which has only "
@@ -488,9 +494,9 @@ def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[An
 
 
 def _copy_or_compare(plan: LaunchPlan, json_key: str, json_value: object, key: str, draft: ConfigDraft[Any]) -> None:
-    """Copy a value of the JSON into the draft's ``key``, or add a problem if a person set another value."""
+    """Copy a value of the JSON into the draft's ``key``, or add a problem if the user set another value."""
     value = getattr(draft.config, key)
-    # Both say the same, or the JSON leaves it to the recipe.
+    # The values are equal, or the JSON leaves the value to the recipe.
     if json_value in ("auto", value):
         return
     if not isinstance(json_value, int | float):
