@@ -155,7 +155,7 @@ def _base_model(
             f"{str(error).splitlines()[0]}{advice}"
         ) from error
     freeze_unused(model)
-    # A digest reads every weight, so it is made only if there is one to compare with.
+    # A digest reads every weight, so it is computed only if the checkpoint has one to compare with.
     has_digest = (recorded.get("base") or {}).get("weights") is not None
     current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)
     origin.check(checkpoint, recorded, current, weights=not recorded.get("base_commit") or Path(source).exists())
@@ -190,7 +190,8 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
                 f"{checkpoint}: {name} is {shape} in it, and {model_shape} in the model that its config names."
             )
         value = reader.read_tensor(f"weight/{name}")
-        # lora_A is drawn, and DoRA's magnitudes are computed: another version or machine may get others.
+        # Another version or machine may start with other values of lora_A, which is drawn at random, and of DoRA's magnitudes,
+        # which are norms of the base weights. So a difference in these does not show that the adapter was trained.
         has_known_start = "lora_A" not in name and "lora_magnitude" not in name
         if not is_trained and has_known_start:
             is_trained = not torch.equal(value, parameters[name])
@@ -199,7 +200,7 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
     buffers = dict(persistent_buffers(model))
     for name, value in read_buffers(checkpoint, buffers).items():
         buffers[name].copy_(value)
-    # What the run trains and the checkpoint lacks would keep its initial values.
+    # A trained weight that the checkpoint lacks would keep its initial value.
     missing = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in shapes]
     if missing:
         raise CheckpointError(
@@ -214,9 +215,11 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
     from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config, save_weights
 
+    # Training turns the cache off, and generation needs it.
     use_cache(model, True)
+    # Only recipes of encoder-decoders have settings of generation.
     if "num_beams" in config:
-        # Checkpoints of earlier versions lack the rules.
+        # A checkpoint of an earlier version may lack some of the rules.
         rules = {name: config.get(name) for name in RULES}
         answer_as_measured(
             model,
@@ -261,11 +264,11 @@ def _compare_logits(model: Model, reloaded: Model) -> float:
     """
     reloaded_buffers = dict(persistent_buffers(reloaded))
     for name, buffer in persistent_buffers(model):
-        # PiSSA's initial weights became a part of the adapter that was written.
+        # The written adapter of PiSSA includes the initial weights, so the reloaded model has no such buffers.
         if f".{INITIAL}." in name:
             continue
         buffer.data = buffer.data.to(reloaded_buffers[name].dtype)
-    # The first ids are often special tokens, of which padding would be masked.
+    # The first ids are left out, since they are often special tokens, and padding would be masked.
     vocabulary = text_config(model.config).vocab_size
     ids = torch.randint(3, min(vocabulary, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids}
