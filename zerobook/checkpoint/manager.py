@@ -90,7 +90,7 @@ class CheckpointManager:
         return resolution.checkpoint
 
     def _find_saved_at_set_steps(self) -> list[int]:
-        """Return the steps of earlier checkpoints that automatic saves must not prune: a person set when they were saved."""
+        """Return the steps of earlier checkpoints that automatic saves must not prune, since the user had set when to save."""
         if not self.config.limits_checkpoints_itself:
             return []
         steps = []
