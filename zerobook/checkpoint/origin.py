@@ -63,7 +63,7 @@ def _add_file(digest: Any, file: Path) -> None:
     if file.suffix == ".safetensors":
         digest.update(read_safetensors_header(file))
     with open_regular(file) as handle:
-        # The first block begins where the file begins, and the last one ends where it ends.
+        # The blocks are at equal distances. The first is the beginning of the file, and the last is its end.
         for number in range(_BLOCKS):
             handle.seek(max(0, size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
             digest.update(handle.read(_BLOCK_BYTES))
