@@ -157,8 +157,8 @@ class Watch:
                 failures = 0
             except Exception as error:
                 failures += 1
-                # A store that has closed its connection is gone for good: a link that is cut for a while closes none. Where
-                # the reason is unclear, `_guard` decides, unless this rank has failed and only waits for a verdict.
+                # A closed connection means that the store is gone for good: a link that is cut for a while does not close it.
+                # After any other error, `_guard` decides, unless this rank has failed and only waits for a verdict.
                 is_closed = failures > 1 and is_connection_error(error)
                 if self.verdict is None and (is_closed or position.here().phase == "failed"):
                     self._exchange.verdict = self._store_lost(
@@ -171,7 +171,8 @@ class Watch:
                 self._has_verdict.set()
             if self._done.is_set() or self._has_main_finished():
                 return
-            # A rank that failed ends by its own error, which says more than the verdict. One that has ended misses nobody.
+            # A rank that has failed ends with its own error, which says more than the verdict. A rank that has finished does
+            # not need the others.
             if self.verdict is not None and position.here().phase not in position.FINISHED_PHASES:
                 self._end(self.verdict)
             self._wake.wait(self.interval)
