@@ -352,7 +352,7 @@ class Detector:
         if excess >= settings.high:
             excursion = self._extend_excursion(point)
             excursion.high += 1
-            # Odd data lasts a number of steps. If points are far apart, fewer of them span it.
+            # A spike has more high points than odd data can have. If the points are far apart, odd data has fewer.
             needed_points = max(MIN_HIGH_POINTS, math.ceil(settings.outlier_steps / stride) + 1)
             if self.evidence >= settings.evidence and excursion.high >= needed_points:
                 return self._confirm(excursion, point, excess)
@@ -365,7 +365,7 @@ class Detector:
             self.loss.accept(point.loss)
             return []
         excursion.add(point.loss)
-        # The evidence of the high points has to be used up by usual ones.
+        # Usual points reduce the evidence. The excursion ends when none is left.
         if self.evidence > 0.0:
             return []
         return self._end_as_outlier(excursion, point)
