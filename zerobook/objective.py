@@ -166,10 +166,10 @@ class Objective(ABC):
         return False
 
     def splits_tokens(self, model: nn.Module) -> bool:
-        """Return whether `loss` takes a part of each row's tokens: a sum over tokens, each by its own logits and target.
+        """Return whether `loss` can be computed for a part of each row's tokens.
 
-        The batch of such a part has `TARGETS`, and no ``labels``: see `with_targets`. Strategies that split rows refuse
-        objectives that return False.
+        It can if the loss is a sum over tokens, and each term depends only on the logits and the target of its token. The batch
+        of such a part has `TARGETS`, and no ``labels``: see `with_targets`. Strategies that split rows refuse other objectives.
 
         Args:
             model: as the strategy prepared it, in training mode.
