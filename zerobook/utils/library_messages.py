@@ -11,19 +11,19 @@ _LIBRARIES = r"(transformers|peft|torch|accelerate|deepspeed|bitsandbytes|huggin
 
 
 def hush() -> None:
-    """Silence messages of libraries about their own and each other's code, before those libraries are imported.
+    """Silence messages of libraries about the code of libraries. Call it before they are imported.
 
-    Deprecation notices are for this project. Other warnings of libraries are shown by rank 0 alone.
+    Deprecation warnings of libraries concern this project, and not its users. Their other warnings are shown only by rank 0.
     """
-    # Kernels that bitsandbytes would load from the hub for a CPU.
+    # It warns that it would load kernels for a CPU from the hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # The order in which sharded weights are gathered for a checkpoint, under tensor parallelism.
+    # Under tensor parallelism, it warns about the order in which sharded weights are gathered for a checkpoint.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_says_more_than_the_device)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_says_more_than_the_absence_of_a_gpu)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
-    # Nothing changes logits in place.
+    # The warning is about changes in place, and nothing changes logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     if os.environ.get("RANK", "0") != "0":
         warnings.filterwarnings("ignore", module=_LIBRARIES)
