@@ -531,7 +531,7 @@ def _fill_deepspeed_config(launch: LaunchDraft) -> None:
 
 
 def _check_model(launch: LaunchDraft) -> None:
-    """Check the model against the strategy, as far as its config.json says, where that is on this machine."""
+    """Check the model against the strategy by its config.json, if that is on this machine."""
     plan = launch.plan
     facts = model_facts(launch.draft.config)
     groups.check(plan, launch.draft, facts)
