@@ -219,7 +219,7 @@ class Detector:
         level = self.loss.level()
         for loss in losses:
             self.loss.learn(loss - level, level)
-        # What comes is not compared with the time before.
+        # Later losses are not compared with the best level from before the new one.
         self.best = None
         return self._finding_of("level_shift", point, excursion, reason)
 
@@ -265,7 +265,7 @@ class Detector:
     # --- the gradient norm, which often moves first
     def _see_norm(self, point: Point) -> list[Finding]:
         settings = self.settings
-        # Armed for nothing: calm down. The level before a shock is remembered for longer.
+        # Disarm if no spike has followed. The level before a shock is remembered for longer.
         patience = settings.patience
         if self.shock is not None:
             patience *= LONG_PATIENCE
@@ -312,7 +312,7 @@ class Detector:
         if not self.has_level:
             self.loss.accept(point.loss)
             return []
-        # A spike that was judged may rise as it likes: it is reported once.
+        # A spike that was judged already is not reported again, however high it rises.
         is_judged = excursion is not None and excursion.judged is not None
         if self._is_absurd(point.loss) and not is_judged:
             return [self._see_absurd(point)]
@@ -476,7 +476,7 @@ class Detector:
             reason = f"from {base:.4g} to {late:.4g}, and level since: {cause}"
             return [self._finding_of("level_shift", point, excursion, reason)]
 
-        # It is coming down, but too slowly.
+        # The loss is coming down, but too slowly.
         if regained >= 0.2:
             excursion.judge("damage")
             reason = f"{count} points after step {excursion.onset} the loss is {late:.4g}; before, it was {base:.4g}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 WINDOW = 32
 """Steps after an announced one in which its effect may begin."""
 EPOCH_WINDOW = 4
-"""The same after the first step of an epoch. Epochs are many, and a long window would hide damage by their data."""
+"""The same after the first step of an epoch. A run has many epochs, and a long window after each would hide damage by data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class ExpectedEvents:
     def add(self, step: int, what: str, *, window: int = WINDOW) -> None:
         """Announce ``what``, such as "the mixture changes", from ``step`` on."""
         event = ExpectedEvent(first=step, last=step + window, what=what)
-        # Steps that are done again announce it again.
+        # Steps that are repeated after a rollback announce their events again.
         if event not in self._events:
             self._events.append(event)
 

@@ -28,14 +28,14 @@ class Finding:
     """An observation on the curve. ``kind`` is one of
 
     ``armed``        a gradient norm or a first high loss that may announce a spike
-    ``outlier``      high for as long as odd data lasts, and back
+    ``outlier``      high for no longer than odd data lasts, then back at the level
     ``spike``        an alarm: high for longer than odd data lasts
     ``spike_end``    the loss came back
     ``damage``       the loss did not come back in time
     ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on
     ``slow_rise``    the level has crept far above its lowest value
-    ``level_shift``  a moderate step to a new level, which is the baseline now
-    ``reset``        the run's own beginning again: weights were initialised anew
+    ``level_shift``  a moderate step to a new level, which is accepted
+    ``reset``        the losses repeat the beginning of the run: the weights were initialised again
     ``chronic``      spikes so often that the learning rate is the cause
     """
 
@@ -60,5 +60,5 @@ class Finding:
 
     @property
     def needs_action(self) -> bool:
-        """True if something has to be done about it: the weights are, or will be, damaged."""
+        """True if a recovery action is needed: the weights are damaged, or will be."""
         return self.kind in ("damage", "divergence")

@@ -288,7 +288,7 @@ class _Search:
         return self._rank_fastest()
 
     def _plan_8_bit_states(self, files: list[Path]) -> None:
-        """Plan with Adam's states in 8 bits. They are an approximation, and so no equal of what is about as fast without."""
+        """Plan with Adam's states in 8 bits. They are an approximation, so they are kept only if they are clearly faster."""
         exact = list(self.roomy)
         fastest = max((candidate.row.tokens_per_second for candidate in exact), default=0.0)
         self._plan_strategies(files, {"optimizer": "adamw_8bit"})
