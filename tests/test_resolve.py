@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch.utils import cpp_extension
@@ -399,6 +400,44 @@ def test_nvme_without_its_op_is_one_problem(tmp_path):
     assert "async_io" in problem and "it needs libaio" in problem
 
 
+def test_each_run_swaps_in_a_folder_of_its_own(tmp_path):
+    """DeepSpeed names its files by rank and number only, so two runs in one folder would read each other's weights."""
+    nvme = {"device": "nvme", "nvme_path": "/fast"}
+    environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": nvme, "offload_param": nvme})
+
+    folders = {}
+    for output_dir in ("one", "two"):
+        plan, _ = plan_for(environ, output_dir=str(tmp_path / output_dir))
+        (folders[output_dir],) = plan.swap_folders
+        zero = plan.deepspeed_config["zero_optimization"]
+        assert {zero[key]["nvme_path"] for key in ("offload_optimizer", "offload_param")} == {folders[output_dir]}
+
+    assert len(set(folders.values())) == 2
+    assert {Path(folder).parent for folder in folders.values()} == {Path("/fast")}
+    # A run that goes on finds the same folder.
+    assert plan_for(environ, output_dir=str(tmp_path / "two"))[0].swap_folders == [folders["two"]]
+
+
+def test_nvme_needs_memory_that_may_be_locked(tmp_path):
+    """DeepSpeed aborts the process if it cannot lock its buffers, as in a container with Docker's defaults."""
+    nvme = {"device": "nvme", "nvme_path": "/fast", "buffer_count": 5, "buffer_size": 1e6}
+    limited = replace(A100, lockable_bytes=8 << 20)
+    for precision, needed in (("bf16", 10_000_000), ("no", 20_000_000)):
+        environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_param": nvme})
+        environ["ACCELERATE_MIXED_PRECISION"] = precision
+        (problem,) = plan_for(environ, limited)[0].problems
+        assert "ulimit -l" in problem and "8.39 MB" in problem
+        assert plan_for(environ, replace(A100, lockable_bytes=needed - 1))[0].problems
+        assert not plan_for(environ, replace(A100, lockable_bytes=needed))[0].problems
+        assert not plan_for(environ, A100)[0].problems
+
+    # The size of the optimizer's buffers depends on the model, which is not known yet.
+    environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": nvme})
+    assert "ulimit -l" in plan_for(environ, limited)[0].problems[0]
+    environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
+    assert not plan_for(environ, limited)[0].problems
+
+
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_an_op_is_missing_where_the_compiler_finds_no_libaio(monkeypatch, tmp_path, on_gpus):
     header = tmp_path / "libaio.h"
@@ -528,7 +567,7 @@ def test_an_inline_deepspeed_config_of_accelerate_config_works():
         environ[f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_DEVICE"] = "nvme"
     environ["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"] = "/local"
     zero = plan_for(environ)[0].deepspeed_config["zero_optimization"]
-    assert zero["offload_param"]["nvme_path"] == "/local"
+    assert Path(zero["offload_param"]["nvme_path"]).parent == Path("/local")
     assert zero["offload_optimizer"]["nvme_path"] == "outputs/run/nvme_offload"
 
 

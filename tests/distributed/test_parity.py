@@ -398,7 +398,7 @@ def assert_sharded(strategy: str, run: Run, processes: int, *, trains_all: bool)
     ranks = memory["per_rank_bytes"]
     masters = 4 * run.event("run_start")["live"]["masters"]
     if strategy == "zero3_nvme":
-        on_disk = sum(f.stat().st_size for f in (run.output / "nvme_offload").rglob("*.swp"))
+        on_disk = sum(rank["swapped_out"] for rank in ranks)
         assert on_disk >= 3 * trained - 3 * small, "masters and two moments must be on disk"
         for rank in ranks:  # the group of vectors is too small to be swapped, and its gradients have an fp32 copy
             assert rank["gradients"] <= (trained + small) / shards + 2 * padding  # the buffer that they are swapped out from

@@ -118,8 +118,9 @@ def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
     """Weights and moments that live on disk are read from it, and come back onto it."""
     nvme = flags(tiny) | {"model_name_or_path": tiny / "wide", "max_train_steps": 8, "learning_rate": 1e-3}
     whole = launch("zero3_nvme", 2, "causal_lm", tmp_path / "whole", **nvme)
-    swapped = sum(f.stat().st_size for f in (tmp_path / "whole" / "nvme_offload").rglob("*.swp"))
+    swapped = sum(rank["swapped_out"] for rank in whole.event("memory")["per_rank_bytes"])
     assert swapped > 3 * 4 * 3 * 128 * 8192, "masters and both moments of the three wide tensors must really be on disk"
+    assert not list((tmp_path / "whole").rglob("*.swp")), "files that no run can use any more must be deleted"
     checkpoint = whole.output / "checkpoints" / "step-000004"
     for strategy in ("zero3_nvme", "zero2"):
         run = launch(strategy, 2, "causal_lm", tmp_path / strategy, resume_from_checkpoint=checkpoint, **nvme)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from zerobook.config import ConfigDraft
 from zerobook.launch import deepspeed_keys, ops, recompute
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 from zerobook.utils.nearest import nearest
+from zerobook.utils.units import size
 
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
@@ -182,6 +184,29 @@ def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mappin
             )
 
 
+def _choose_swap_folders(plan: LaunchPlan, zero: dict[str, Any], output_dir: Path) -> None:
+    """Give the run a folder of its own under each ``nvme_path``; "auto" is a folder of ``output_dir``.
+
+    DeepSpeed 0.19.8 names its swap files by the rank and a counter only. With the same path, two runs would read each other's
+    weights, and the second one deletes the files of the first when it starts.
+    """
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key) or {}
+        if section.get("device") != "nvme":
+            continue
+        path = section.get("nvme_path") or "auto"
+        if path == "auto":
+            folder = output_dir / "nvme_offload"
+            note = f"NVMe offload swaps under {folder}; set nvme_path in the JSON to a fast local disk"
+        else:
+            digest = hashlib.sha256(str(output_dir.absolute()).encode()).hexdigest()[:12]
+            folder = Path(path) / f"zerobook-{digest}"
+            note = f"NVMe offload swaps under {folder}"
+        section["nvme_path"] = str(folder)
+        if note not in plan.notes:
+            plan.notes.append(note)
+
+
 def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], processes_of_node: int) -> None:
     """Read the group size of ZeRO++'s second copy of the weights. "auto" means the processes of a node."""
     setting = zero[HPZ]
@@ -251,6 +276,32 @@ def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
                 "Install that and run make setup, or change the section: in place of fused_adam, torch's Adam steps without "
                 "these params; in place of nvme, offload to cpu."
             )
+
+
+def check_locked_memory(plan: LaunchPlan, limit: int | None) -> None:
+    """Add a problem if DeepSpeed may not lock the buffers of NVMe offload in memory. Call after `fill`.
+
+    DeepSpeed 0.19.8 ends the process by SIGABRT then, after the model was loaded.
+
+    Args:
+        limit: bytes that a process may lock; None: any number.
+    """
+    if limit is None or not plan.swap_folders:
+        return
+    reason = "DeepSpeed locks the buffers of NVMe offload in memory"
+    # The buffers of the optimizer have the size of the largest group of weights, which is not known here.
+    if plan.offload_param == "nvme":
+        weights = (plan.deepspeed_config or {})["zero_optimization"]["offload_param"]
+        element_bytes = 4 if plan.precision == "no" else 2
+        # DeepSpeed's own defaults.
+        needed = int(weights.get("buffer_count", 5) * weights.get("buffer_size", 1e8) * element_bytes)
+        if needed <= limit:
+            return
+        reason = f"{reason}, {size(needed)} per rank for weights alone (buffer_count x buffer_size)"
+    plan.problems.append(
+        f"{plan.config_file}: {reason}, and a process may lock {size(limit)} on this machine (ulimit -l). Raise the "
+        "limit: ulimit -l unlimited, or docker run --ulimit memlock=-1; or offload to cpu."
+    )
 
 
 def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -329,13 +380,7 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         train_micro_batch_size_per_gpu=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
     )
-    for key in ("offload_optimizer", "offload_param"):
-        section = ds["zero_optimization"].get(key) or {}
-        if section.get("device") == "nvme" and section.get("nvme_path", "auto") in ("auto", None):
-            section["nvme_path"] = str(Path(config.output_dir) / "nvme_offload")
-            note = f"NVMe offload swaps under {section['nvme_path']}; set nvme_path in the JSON to a fast local disk"
-            if note not in plan.notes:
-                plan.notes.append(note)
+    _choose_swap_folders(plan, ds["zero_optimization"], Path(config.output_dir))
     if "activation_checkpointing" in ds:
         _read_checkpointing(plan, ds["activation_checkpointing"], draft)
     # Without this, DeepSpeed accepts only its own optimizers.

@@ -25,6 +25,7 @@ from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
 from zerobook.utils.compilers import missing_compiler
 from zerobook.utils.environment import is_true
+from zerobook.utils.host_memory import lockable_bytes
 from zerobook.utils.units import counted
 
 FLASH_CAPABILITY = (8, 0)
@@ -53,6 +54,7 @@ class Hardware:
             environment hides them.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
         missing_compiler: what is missing here to compile models, see `missing_compiler`.
+        lockable_bytes: memory that a process may lock; None: any amount.
     """
 
     gpus: int = 0
@@ -63,6 +65,7 @@ class Hardware:
     unused: str | None = None
     missing_ops: dict[str, str] = field(default_factory=dict)
     missing_compiler: str | None = None
+    lockable_bytes: int | None = None
 
     @property
     def device(self) -> str:
@@ -75,7 +78,12 @@ class Hardware:
 
         if not torch.cuda.is_available():
             unused = gpus.unused(torch.__version__, torch.version.cuda)
-            return cls(unused=unused, missing_ops=ops.missing(on_gpus=False), missing_compiler=missing_compiler())
+            return cls(
+                unused=unused,
+                missing_ops=ops.missing(on_gpus=False),
+                missing_compiler=missing_compiler(),
+                lockable_bytes=lockable_bytes(),
+            )
         missing = _no_flash_attention()
         return cls(
             gpus=torch.cuda.device_count(),
@@ -85,6 +93,7 @@ class Hardware:
             no_flash_attention=missing,
             missing_ops=ops.missing(on_gpus=True),
             missing_compiler=missing_compiler(),
+            lockable_bytes=lockable_bytes(),
         )
 
 
@@ -527,6 +536,7 @@ def _fill_deepspeed_config(launch: LaunchDraft) -> None:
     # A GPU machine that is told to use its CPU builds the ops of a CPU.
     missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
     deepspeed_json.check_ops(plan, missing_ops)
+    deepspeed_json.check_locked_memory(plan, hardware.lockable_bytes)
     deepspeed_keys.account(plan)
 
 

@@ -129,6 +129,9 @@ class Strategy(Engine):
         named = [(unwrapped_name(name), local(parameter)) for name, parameter in self.model.named_parameters()]
         return compare_replicas(self.mesh, groups, named)
 
+    def finish(self) -> None:
+        """Delete what this rank needs for training only. Call it when the model is not used any more."""
+
     def describe(self) -> dict[str, Any]:
         """Return facts about the strategy that runs, read from the live objects and not from the plan or files.
 

@@ -64,6 +64,13 @@ class LaunchPlan:
         return {"single": "one process", "ddp": "DDP"}[self.kind]
 
     @property
+    def swap_folders(self) -> list[str]:
+        """The folders under which NVMe offload writes."""
+        zero = (self.deepspeed_config or {}).get("zero_optimization", {})
+        sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+        return sorted({section["nvme_path"] for section in sections if section.get("device") == "nvme"})
+
+    @property
     def data_parallel_size(self) -> int:
         """Groups of processes that read different samples."""
         return self.world_size // (self.sequence * self.context * self.tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -226,6 +227,22 @@ class ZeroState(TrainingState):
         state = saved["state"] if is_same_kind else {"cur_scale": saved["scale"]}
         for key, value in state.items():
             setattr(scaler, key, value)
+
+    def memory(self) -> dict[str, int]:
+        # On disk, which is no tensor.
+        return {**super().memory(), "swapped_out": sum(file.stat().st_size for file in self._swap_files())}
+
+    def _swap_files(self) -> list[Path]:
+        """Return the files that hold this rank's tensors under NVMe offload."""
+        files: list[Path] = []
+        for folder in self.plan.swap_folders:
+            files += Path(folder).glob(f"zero_stage_3/*/rank{dist.get_rank()}/**/*.swp")
+        return files
+
+    def finish(self) -> None:
+        # They can be larger than the checkpoints, and another run cannot use them.
+        for file in self._swap_files():
+            file.unlink(missing_ok=True)
 
     def live_tensors(self) -> dict[str, list[torch.Tensor]]:
         tensors = super().live_tensors()

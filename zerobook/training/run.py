@@ -159,6 +159,7 @@ def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedToken
     config = trainer.config
     try:
         progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config, partial(_make_card, trainer)))
+        strategy.finish()
         if trainer.save_results and strategy.is_main:
             say(next_commands(config))
     finally:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,22 @@ WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 """Bytes of an element of safetensors' dtypes; 1 for the others."""
 LOADED = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of the dtypes that floats are loaded in; ``auto`` keeps the file's."""
+CAP_IPC_LOCK = 14
+"""Number of the capability with which Linux does not limit locked memory, see capabilities(7)."""
+
+
+def lockable_bytes() -> int | None:
+    """Return how much memory this process may lock, so that it is never swapped out; None: any amount."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return soft
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    is_unlimited = capabilities is not None and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1
+    return None if is_unlimited else soft
 
 
 @contextmanager

@@ -55,7 +55,7 @@ declare(
     "memory",
     when="After the first step.",
     fields={
-        "per_rank_bytes": "of each rank: bytes of weights, gradients and optimizer state",
+        "per_rank_bytes": "of each rank: bytes of weights, gradients and optimizer state, and of files of NVMe offload",
         "trained_parameters": "number of trained parameters",
     },
     is_quiet=True,
