@@ -149,7 +149,10 @@ def quietly(launcher: Callable[[], None]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            say(f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}.", file=sys.stderr)
+            text = f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}."
+            if -failure.exitcode == signal.SIGABRT:
+                text += " torch ends a healthy process so if NCCL has lost another one: see the lines above."
+            say(text, file=sys.stderr)
         # A negative code is a signal, for which shells have 128 and its number.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except subprocess.CalledProcessError as error:
