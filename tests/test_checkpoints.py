@@ -26,7 +26,7 @@ from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.checkpoint import checkpoint as command
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, LockedError
 from zerobook.health import position
 from zerobook.runlog.history import is_being_written
 from zerobook.runlog.writer import RunLog
@@ -448,14 +448,16 @@ def test_a_second_run_into_one_folder_is_refused(tmp_path, monkeypatch):
     try:
         assert other.stdout.readline() == "mine\n"
         with (
-            pytest.raises(CheckpointError, match=f"process {other.pid} on .* uses this folder.*--output_dir"),
+            pytest.raises(LockedError, match=f"process {other.pid} on .* uses this folder.*--output_dir") as refused,
             store.locked(tmp_path),
         ):
             pass
+        assert refused.value.exit_code == 1, "schedulers start a run with exit code 2 never again"
+        assert f"delete {tmp_path / '.lock'}" in str(refused.value)
         start = time.monotonic()
         monkeypatch.setattr(store, "_GRACE_S", 60)  # a person does not wait for a killed run's processes
         first = tmp_path / "step-000001"
-        with pytest.raises(CheckpointError, match=f"process {other.pid} on .* uses this folder"):
+        with pytest.raises(LockedError, match=f"process {other.pid} on .* uses this folder"):
             command(["prune", str(tmp_path), "--keep", "1"])
         assert time.monotonic() - start < 30
         assert [store.step_of(c) for c in store.list_complete(tmp_path)] == [1, 2]
@@ -481,7 +483,7 @@ def test_a_run_holds_its_folder_until_its_process_ends(tmp_path):
         [sys.executable, "-c", words, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )
     assert other.stdout.readline() == "mine\n"
-    with pytest.raises(CheckpointError, match=f"process {other.pid}"), store.locked(tmp_path, wait=0):
+    with pytest.raises(LockedError, match=f"process {other.pid}"), store.locked(tmp_path, wait=0):
         pass
     other.communicate("", timeout=60)
     assert other.returncode == 0 and not (tmp_path / ".lock.holder").exists()
@@ -517,5 +519,5 @@ def test_a_lock_that_another_process_holds_is_told_from_an_error(tmp_path, monke
             locks.lock(0)
     else:
         assert locks.lock(0) is False
-        with pytest.raises(CheckpointError, match="uses this folder"), store.locked(tmp_path, wait=0):
+        with pytest.raises(LockedError, match="uses this folder"), store.locked(tmp_path, wait=0):
             pass

@@ -20,7 +20,7 @@ from tests.harness import launch, staged
 from zerobook.checkpoint import store
 from zerobook.data.store import Ragged, TokenStore, TokenWriter
 from zerobook.data.views import Documents, PreparedRows
-from zerobook.errors import CheckpointError, ConfigError
+from zerobook.errors import ConfigError, LockedError
 from zerobook.launch.resolve import Hardware
 from zerobook.models.load import ORIGIN_FILE, absolute_positions, check_fit, choose_attention, fuse_tanh_gelu, load_model
 from zerobook.models.save import save_model
@@ -345,7 +345,7 @@ def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder
     other = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"process {other.pid}"):
+        with pytest.raises(LockedError, match=f"process {other.pid}"):
             start(tmp_path / "other", 1)
         assert (tmp_path / "other" / "initial_model" / ORIGIN_FILE).read_text() == "{}"
     finally:
@@ -355,7 +355,7 @@ def test_only_a_models_folder_that_a_run_made_is_replaced_and_only_by_its_holder
     )  # a note that cannot be read was still written by a run
     start(tmp_path / "other", 1)
     assert json.loads((tmp_path / "other" / "initial_model" / ORIGIN_FILE).read_text())["seed"] == 1
-    with pytest.raises(CheckpointError, match="uses this folder"), store.locked(folder):
+    with pytest.raises(LockedError, match="uses this folder"), store.locked(folder):
         pass  # the lock is held until the process ends, not only while the model is made
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.cli.main import main
-from zerobook.errors import RunLogError
+from zerobook.errors import LockedError, RunLogError
 from zerobook.runlog import writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
@@ -95,10 +96,16 @@ def test_events_are_numbered_through_and_an_attempt_goes_on_where_the_last_one_e
 def test_a_second_writer_and_a_newer_format_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "GRACE_S", 0.2)
     log = RunLog(tmp_path)
-    with pytest.raises(RunLogError, match="another process writes this log"):
+    with pytest.raises(LockedError, match="another process writes this log") as refused:
         RunLog(tmp_path)
-    log.close()
+    assert refused.value.exit_code == 1
     file = log.folder / "events.jsonl"
+    # The way out of the message, for a lock that nobody releases.
+    assert f"rename {log.folder}" in str(refused.value)
+    shutil.copytree(log.folder.rename(tmp_path / "locked"), log.folder)
+    RunLog(tmp_path).close()
+    assert [event["seq"] for event in read(file)] == [0]
+    log.close()
     file.write_bytes(encode({"seq": 0, "attempt": 1, "branch": 0, "type": "runlog", "format": 99}))
     with pytest.raises(RunLogError, match=r"format 99, and this version of Zerobook knows formats up to 2"):
         RunLog(tmp_path)

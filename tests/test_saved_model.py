@@ -27,7 +27,7 @@ from zerobook.checkpoint.resume import earlier_result
 from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
 from zerobook.cli.export import export
-from zerobook.errors import CheckpointError, ConfigError
+from zerobook.errors import CheckpointError, ConfigError, LockedError
 from zerobook.models.adapters import add_adapter, save_adapter
 from zerobook.models.generation_config import RULES, answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
@@ -618,7 +618,7 @@ def test_of_two_exports_into_one_folder_the_second_ends_in_one_sentence(tiny, tm
     run, folder = tmp_path / "run", tmp_path / "out" / "model"
     train(run, **short(tiny))
     with staged(folder) as staging:
-        with pytest.raises(ConfigError, match="another process"):
+        with pytest.raises(LockedError, match=f"another process.*delete {folder.parent}/.model.lock"):
             export([str(run), "--output", str(folder)])
         (staging / "config.json").write_text("of the first one")
     assert (folder / "config.json").read_text() == "of the first one"

@@ -56,5 +56,12 @@ class DivergenceError(ZerobookError):
     """Training produced a loss or gradient that is not finite."""
 
 
+class LockedError(ZerobookError):
+    """A folder or file that another process has locked."""
+
+    exit_code = 1
+    """That of any failure, and not of a wrong command line: when that process has ended, another start succeeds."""
+
+
 class RunLogError(ZerobookError):
     """A runlog that cannot be written or read."""

@@ -42,7 +42,8 @@ class CheckpointManager:
         decisions: what was decided about spikes; on rank 0 only. `remember` changes it.
 
     Raises:
-        CheckpointError: another run writes to the folder, or the requested checkpoint is not complete.
+        LockedError: another run writes to the folder.
+        CheckpointError: the requested checkpoint is not complete.
         ConfigError: a node does not see the folder, or the folder is an earlier run's and this run does not resume.
     """
 

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, LockedError
 from zerobook.utils import locks, reading
 from zerobook.utils.files import fsync
 from zerobook.utils.terminal import plain, say
@@ -101,7 +101,7 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
         wait: seconds to wait for another process that holds the lock. The default is long enough for a killed run to end.
 
     Raises:
-        CheckpointError: another process holds the lock; the message names it.
+        LockedError: another process holds the lock; the message names it.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
     holder = checkpoints / f"{LOCK}.holder"
@@ -110,9 +110,10 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
             holder_name = ""
             with suppress(OSError, UnicodeDecodeError):
                 holder_name = plain(reading.read_text(holder), lines=False)
-            raise CheckpointError(
+            raise LockedError(
                 f"{checkpoints}: {holder_name or 'another process'} uses this folder. Two processes there would delete each "
-                "other's checkpoints. Wait for that process or stop it, or give a new run another --output_dir."
+                "other's checkpoints. Wait for that process or stop it, or give a new run another --output_dir. If its host is "
+                f"gone for good, a network disk may keep its lock for ever: delete {checkpoints / LOCK}"
             )
         if is_locked is None:
             say(

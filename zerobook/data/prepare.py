@@ -493,7 +493,10 @@ class Library:
         if folder.exists() and find_damage(folder) is None:
             return
         folder.parent.mkdir(parents=True, exist_ok=True)
-        waiting = f"{source.name}: another process is preparing it; waiting for {folder}"
+        waiting = (
+            f"{source.name}: another process is preparing it; waiting for {folder}. If its host is gone for good, a network "
+            f"disk may keep its lock for ever: delete {_lock(folder)} and start again"
+        )
         with locks.locked(_lock(folder), before_wait=lambda: tqdm.write(waiting)) as alone:
 
             def make() -> None:

@@ -37,7 +37,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
-        # Ranks that ran before may be refused because of a machine that has joined and leaves again, or of a lock for a while.
+        # Ranks that ran before may be refused because of a machine that has joined and leaves again.
         is_refused = WRONG_COMMAND_LINE in codes and self._starts == 1
         if is_refused or STOPPED in codes:
             self._remaining_restarts = 0

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zerobook.errors import RunLogError
+from zerobook.errors import LockedError
 from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, read, repair
 from zerobook.utils import locks
 from zerobook.utils.terminal import say
@@ -42,7 +42,8 @@ class RunLog:
         attempt: True if this process trains. If False, it adds to the events of the last attempt.
 
     Raises:
-        RunLogError: another process writes this log, or a newer version did.
+        LockedError: another process writes this log.
+        RunLogError: a newer version wrote this log.
     """
 
     BACKLOG = 100_000
@@ -166,8 +167,11 @@ class _File:
         self.handle = refuse_link(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         if locks.lock(self.handle, wait=GRACE_S) is False:
             os.close(self.handle)
-            raise RunLogError(
-                f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir."
+            # The lock is on the log itself, which must not be deleted. A copy has no lock.
+            raise LockedError(
+                f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir. If its "
+                "host is gone for good, a network disk may keep its lock for ever: "
+                f"rename {path.parent}, and copy it back to its old name"
             )
 
     def append(self, content: bytes, durable: bool) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zerobook.errors import ConfigError
+from zerobook.errors import ConfigError, LockedError
 from zerobook.utils import locks
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -65,13 +65,16 @@ def staged(folder: Path) -> Iterator[Path]:
     """Return a context with an empty folder, which becomes ``folder`` if the block ends without an error.
 
     Raises:
-        ConfigError: another process writes ``folder``, or has written it meanwhile.
+        LockedError: another process writes ``folder``, or has written it meanwhile.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock_file = folder.with_name(f".{folder.name}.lock")
     with locks.locked(lock_file, wait=0, temporary=True) as locked:
         if locked is False:
-            raise ConfigError(f"{folder}: another process is writing this folder. Wait until it ends, or give another folder.")
+            raise LockedError(
+                f"{folder}: another process is writing this folder. Wait until it ends, or give another folder. If its host is "
+                f"gone for good, a network disk may keep its lock for ever: delete {lock_file}"
+            )
         # What a killed process left there is deleted: by the lock, nobody writes it now.
         staging = staging_of(folder)
         staging.mkdir()
