@@ -120,3 +120,25 @@ def test_an_op_that_a_run_needs_is_compiled_before_it_or_named(tmp_path, monkeyp
         (tmp_path / op / f"{op}.so").touch()
     ops.compile_needed(plan)
     assert not wanted, "nothing is left to compile"
+
+
+def test_machines_with_different_cpus_do_not_share_compiled_ops(tmp_path, monkeypatch):
+    """Ops are compiled for the instructions of one CPU, and would end a process on another by SIGILL."""
+    processor = "processor\t: 0\nmodel name\t: EPYC\ncpu MHz\t\t: {mhz}\nflags\t\t: fpu avx2 {flags}\n\n"
+    folders = {}
+    machines = {"login": (3000, "avx512f"), "login again": (2100, "avx512f"), "compute": (3000, "")}
+    monkeypatch.setattr(ops, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(ops.sys, "prefix", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+
+    for machine, (mhz, flags) in machines.items():
+        (tmp_path / "cpuinfo").write_text(processor.format(mhz=mhz, flags=flags) * 2)
+        folders[machine] = ops.cache_root()
+    (tmp_path / "cpuinfo").unlink()
+    folders["unknown"] = ops.cache_root()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
+
+    assert folders["login"] == folders["login again"]
+    assert len(set(folders.values())) == 3
+    assert {folder.parent for folder in folders.values()} == {tmp_path / "torch_extensions"}
+    assert ops.cache_root() == tmp_path / "chosen"

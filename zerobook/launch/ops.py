@@ -8,8 +8,10 @@ of other machines are not visible here.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -17,6 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +41,10 @@ OPS = {
 NEED_NVCC = ("async_io", "fused_adam")
 """Ops whose builders ask for a CUDA toolkit on a machine with GPUs; async_io does so for its headers and libraries."""
 
+_CPU_INFO = Path("/proc/cpuinfo")
+_CPU_KEYS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
+"""Keys of `_CPU_INFO` that tell kinds of CPUs apart: the first two on x86, the others on ARM."""
+
 STALE_AFTER_S = 5 * 60
 """No op takes as long to compile; the slowest took 78 s on two CPU cores."""
 
@@ -57,17 +64,36 @@ def own_tools() -> None:
 
 
 def cache_root() -> Path:
-    """Return the folder of compiled ops: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else torch's default."""
+    """Return the folder of compiled ops: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else torch's default.
+
+    The last two have a folder for each kind of CPU: DeepSpeed compiles for the instructions of the CPU on which it compiles,
+    and machines with different CPUs may share the disk.
+    """
     chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen_folder:
         return Path(chosen_folder)
     # Beside the packages that the ops were compiled for: another environment has others.
     environment = Path(sys.prefix)
     if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
-        return environment / "torch_extensions"
+        return environment / "torch_extensions" / _cpu_kind()
     from torch.utils.cpp_extension import get_default_build_root
 
-    return Path(get_default_build_root())
+    return Path(get_default_build_root()) / _cpu_kind()
+
+
+def _cpu_kind() -> str:
+    """Return a name for machines whose CPUs have the same architecture, model and instructions."""
+    facts = []
+    with suppress(OSError):
+        # The first processor stands for all. Values such as its current frequency change.
+        for line in _CPU_INFO.read_text().partition("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in _CPU_KEYS:
+                facts.append(value.strip())
+    architecture = platform.machine()
+    if not facts:
+        return architecture
+    return f"{architecture}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
 def locks() -> list[Path]:
