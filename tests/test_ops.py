@@ -142,3 +142,14 @@ def test_machines_with_different_cpus_do_not_share_compiled_ops(tmp_path, monkey
     assert len(set(folders.values())) == 3
     assert {folder.parent for folder in folders.values()} == {tmp_path / "torch_extensions"}
     assert ops.cache_root() == tmp_path / "chosen"
+
+
+@pytest.mark.parametrize("device, backend, is_loaded", [("cpu", None, False), ("cpu", "native", True), ("nvme", None, True)])
+def test_the_op_that_pins_memory_is_needed_only_where_deepspeed_loads_it(monkeypatch, device, backend, is_loaded):
+    plan = LaunchPlan(kind="deepspeed", zero_stage=3, device="cuda", world_size=2, backend="nccl", precision="bf16",
+                      precision_source="default", offload_optimizer=device)  # fmt: skip
+    monkeypatch.delenv("DS_PIN_MEMORY_BACKEND", raising=False)
+    if backend is not None:
+        monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
+
+    assert ("pin_memory" in ops.needed(plan)) == is_loaded

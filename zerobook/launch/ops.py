@@ -36,7 +36,7 @@ OPS = {
     "shm_comm": "ShareMemCommBuilder",
     "fused_adam": "FusedAdamBuilder",
 }
-"""Ops that the shipped strategy files use: offload, its pinned buffers, NVMe, collectives on a CPU, Adam on a GPU."""
+"""Ops that the shipped strategy files use: offload, NVMe's pinned buffers, NVMe, collectives on a CPU, Adam on a GPU."""
 
 NEED_NVCC = ("async_io", "fused_adam")
 """Ops whose builders ask for a CUDA toolkit on a machine with GPUs; async_io does so for its headers and libraries."""
@@ -221,7 +221,10 @@ def needed(plan: LaunchPlan) -> list[str]:
     if plan.device == "cpu" and plan.world_size > 1:
         ops.append("shm_comm")
     devices = {plan.offload_optimizer, plan.offload_param}
-    if devices != {"none"}:
+    # DeepSpeed takes torch's pinned buffers unless it is told otherwise.
+    pins_by_op = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"
+    # async_io takes its buffers from pin_memory.
+    if "nvme" in devices or (pins_by_op and devices != {"none"}):
         ops.append("pin_memory")
     if "nvme" in devices:
         ops.append("async_io")
