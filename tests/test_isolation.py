@@ -90,6 +90,7 @@ def strategy(model):
         plan=SimpleNamespace(precision="no"),
         sum_over_ranks=lambda t: t,
         release_gathered_parameters=lambda: None,
+        is_main=True,
         world_size=1,
     )
 
@@ -102,6 +103,21 @@ def test_a_model_is_measured_before_it_is_trained(tiny, attention):
     assert model.training, "it is left as it was"
     falcon = load(tiny, "falcon", attention)  # it does not look at the positions
     assert isolating(strategy(falcon), collate).mask is (torch.bool if attention == "sdpa" else torch.float32)
+
+
+def test_flex_attention_that_cannot_train_gives_way_to_sdpa_unless_it_was_named(tiny, capsys):
+    """On a CPU, flex attention has a forward pass alone, as on a GPU whose shared memory is too small for the backward pass."""
+    named = load(tiny, "llama", "flex_attention").train()
+    chosen = load(tiny, "llama", "flex_attention").train()
+
+    with pytest.raises(ConfigError, match=r"flex_attention.*--attn_implementation"):
+        isolating(strategy(named), PackedCollator(0))
+    collate = isolating(strategy(chosen), PackedCollator(0), chooses_attention=True)
+
+    assert chosen.config._attn_implementation == "sdpa"
+    assert "WARNING: flex attention does not run" in capsys.readouterr().out
+    assert isolating(strategy(chosen), collate) is collate
+    assert all(weight.grad is None for weight in chosen.parameters())
 
 
 def test_what_cannot_isolate_is_refused(tiny):

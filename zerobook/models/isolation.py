@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from zerobook.errors import ConfigError
 from zerobook.models.load import absolute_positions
 from zerobook.strategy import Strategy
 from zerobook.utils.dtypes import compute_dtype
+from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +31,13 @@ their noise if they kept samples apart, and 7 to 130 times their noise if they d
 
 
 def choose_isolating_collator(
-    strategy: Strategy, collate: Collate, *, keep_mask: bool = False, supervised: bool = False, flag: str | None = None
+    strategy: Strategy,
+    collate: Collate,
+    *,
+    keep_mask: bool = False,
+    supervised: bool = False,
+    flag: str | None = None,
+    chooses_attention: bool = False,
 ) -> Collate:
     """Return the cheapest form of ``collate`` under which the prepared model isolates samples and padding. Collective.
 
@@ -39,6 +47,7 @@ def choose_isolating_collator(
         keep_mask: the objective needs the mask of padded rows.
         supervised: the objective takes the positions that have a target.
         flag: name of the flag by which samples share a row, for the error.
+        chooses_attention: as of `isolating`.
 
     Raises:
         ConfigError: samples that share a row see each other in every form: see `isolating`.
@@ -49,7 +58,7 @@ def choose_isolating_collator(
         # Padding on the right, which has no mask, would count as load of the experts.
         if keep_mask and collate.flatten:
             collate = replace(collate, pad_to_multiple_of=1)
-        collate = isolating(strategy, collate, flag or "packing")
+        collate = isolating(strategy, collate, flag or "packing", chooses_attention=chooses_attention)
     elif isinstance(collate, CausalCollator) and not keep_mask:
         collate = unmasked(strategy, collate)
     if is_built_in and supervised:
@@ -93,11 +102,16 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     raise ConfigError(f"model_name_or_path: {name} fails with a batch of text ({type(failure).__name__}: {failure}).")
 
 
-def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing") -> PackedCollator:
+def isolating(
+    strategy: Strategy, collate: PackedCollator, flag: str = "packing", *, chooses_attention: bool = False
+) -> PackedCollator:
     """Return a collator under which the prepared model keeps a row's samples apart. Collective.
 
     Most models of transformers take the samples' borders from ``position_ids``, and flash attention from the lengths in
     the batch. Some models ignore the positions (Falcon) and need a full mask. A measurement decides.
+
+    Args:
+        chooses_attention: SDPA takes the place of flex attention if the GPU cannot run it. The user has named neither.
 
     Raises:
         ConfigError: no form isolates the samples, as in recurrent models, or the model takes no full mask, as models with
@@ -118,15 +132,24 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
 
     # Measure the forms from the cheapest to the dearest, and take the first that isolates.
     failures = []
+    is_flex = attention == "flex_attention"
     for candidate, marker in _packed_forms(strategy, collate):
         try:
-            influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
-            sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
-            is_isolated = sees_itself_alone and keeps_positions(strategy, candidate)
+            with _flex_backward() if is_flex else nullcontext():
+                influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
+                sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
+                is_isolated = sees_itself_alone and keeps_positions(strategy, candidate)
         except torch.OutOfMemoryError:
             raise
         # Architectures raise different errors where they take no such mask.
         except Exception as error:
+            # The GPUs of a launch are equal, so all ranks come here, or none.
+            if is_flex and chooses_attention:
+                if strategy.is_main:
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    say(f"WARNING: flex attention does not run on this device, so SDPA takes its place ({reason})")
+                cast("PreTrainedModel", strategy.unwrapped).set_attn_implementation("sdpa")
+                return isolating(strategy, collate, flag)
             failures.append(f"the model fails with {marker} ({type(error).__name__}: {error})")
             continue
         if is_isolated:
@@ -143,6 +166,34 @@ def isolating(strategy: Strategy, collate: PackedCollator, flag: str = "packing"
         f"each other: {'; '.join(failures)}. Pass --{flag} false (and --group_by_length to pad less), or another "
         "--attn_implementation."
     )
+
+
+@contextmanager
+def _flex_backward() -> Iterator[None]:
+    """Return a context in which every flex attention also runs its backward pass, of its output alone.
+
+    The kernel of the backward pass needs more of a GPU's shared memory than that of the forward pass. Where it does not fit,
+    the training would fail in its first step.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend: Any = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+
+    def attend_and_differentiate(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        # Detached from the model, whose wrapper would take a backward pass through weights for one of a training step.
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+            output, _ = attend(module, *inputs, *args, **kwargs)
+            torch.autograd.grad(output, inputs, torch.ones_like(output))
+        return output.detach(), None
+
+    ALL_ATTENTION_FUNCTIONS["flex_attention"] = attend_and_differentiate
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["flex_attention"] = attend
 
 
 def _packed_forms(strategy: Strategy, collate: PackedCollator) -> list[tuple[PackedCollator, str]]:

@@ -119,6 +119,7 @@ def prepare_models(
         # If the output layer computes the loss itself, it can leave out positions without a label.
         supervised=has_own_head and objective.takes_positions and strategy.token_split is None,
         flag=config.rows_shared_by,
+        chooses_attention=config.attn_implementation == "auto",
     )
     if config.torch_compile:
         notes.append(_compile(strategy.unwrapped, sources))
