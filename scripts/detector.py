@@ -30,9 +30,9 @@ import json
 import math
 import statistics
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -184,9 +184,21 @@ RULES = {
     "median and MAD, k = 8, 3 points": median_mad,
 }
 
-COLUMNS = ("divergences found", "long spikes found", "data outliers rolled back", "planned restarts rolled back",
-           "healthy curves with an alarm")  # fmt: skip
-GOOD = (1, 1, -1, -1, -1)
+COLUMNS = {
+    "divergences found": 1,
+    "long spikes found": 1,
+    "data outliers rolled back": -1,
+    "planned restarts rolled back": -1,
+    "healthy curves with an alarm": -1,
+    "healthy curves rolled back": -1,
+    "false alarms": -1,
+    "false rollbacks": -1,
+}
+"""What is counted, and whether a rule should do it (1) or not (-1)."""
+PER_POINT = ("false alarms", "false rollbacks")
+"""Columns that count events among all points. The others count events or curves among those that are labelled so."""
+BEFORE_ONSET = 5
+"""Logged points before a labelled event within which an alarm belongs to it."""
 
 
 def score(curve: Curve, verdict: Verdict) -> dict[str, tuple[int, int]]:
@@ -201,6 +213,11 @@ def score(curve: Curve, verdict: Verdict) -> dict[str, tuple[int, int]]:
 
     if curve.label == "healthy":
         count("healthy curves with an alarm", bool(verdict.alarms))
+        count("healthy curves rolled back", bool(verdict.rollbacks))
+    # A chronic curve spikes so often that not every spike has a label.
+    if curve.label != "chronic":
+        counts["false alarms"] = [_count_false(curve, verdict.alarms, place), len(curve.points)]
+        counts["false rollbacks"] = [_count_false(curve, verdict.rollbacks, place), len(curve.points)]
     for event in curve.events:
         onset = event["onset"]
         if event["kind"] == "divergence":
@@ -218,8 +235,26 @@ def score(curve: Curve, verdict: Verdict) -> dict[str, tuple[int, int]]:
     return {column: (hit, cases) for column, (hit, cases) in counts.items()}
 
 
-def total(curves: list[Curve], verdicts: list[Verdict]) -> dict[str, tuple[int, int]]:
-    each = [score(c, v) for c, v in zip(curves, verdicts, strict=True)]
+def _count_false(curve: Curve, reactions: list[tuple[int, int]], place: dict[int, int]) -> int:
+    """Return the number of reactions, each counted once by its onset, that belong to no labelled event.
+
+    Args:
+        place: step -> index of its point.
+    """
+    near: set[int] = set()
+    for event in curve.events:
+        start = place.get(event["onset"], 0)
+        recovered = event.get("recovered")
+        end = len(curve.points) - 1 if recovered is None else place.get(recovered, len(curve.points) - 1)
+        if event["kind"] in ("data_outlier", "schedule_or_reset"):
+            end = start + event.get("points", 0)
+        near.update(range(start - BEFORE_ONSET, end + SLACK + 1))
+    return len({began for began, noticed in reactions if place[began] not in near and place[noticed] not in near})
+
+
+def total(scores: Iterable[dict[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """Return column -> (hits, cases), summed over curves."""
+    each = list(scores)
     return {column: (sum(e[column][0] for e in each), sum(e[column][1] for e in each)) for column in COLUMNS}
 
 
@@ -236,81 +271,100 @@ def load(folder: Path) -> list[Curve]:
     return curves
 
 
-def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+def near_defaults() -> dict[str, Settings]:
+    """Return the default settings, and those in which one number is two thirds or one and a half times as large, by name."""
+    defaults = Settings()
+    options = {"the defaults": defaults}
+    for field in fields(Settings):
+        default = getattr(defaults, field.name)
+        if isinstance(default, bool):
+            continue
+        for factor in (2 / 3, 3 / 2):
+            value = round(default * factor) if isinstance(default, int) else round(default * factor, 6)
+            changes: dict[str, Any] = {field.name: value}
+            options[f"{field.name} {value:g}"] = replace(defaults, **changes)
+    return options
+
+
+def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], Counter[str]]:
     """Choose settings on all sources but one and score them on that one, for each source. Return the total scores, and how
     often each setting was chosen."""
-    options = [
-        replace(Settings(), level_points=level_points, unit_points=unit_points, drift=drift, evidence=evidence)
-        for level_points, unit_points, drift, evidence in itertools.product(
-            (16, 24, 48), (64, 128, 256), (1.0, 1.5, 2.0), (4.0, 5.0, 7.0)
-        )
-    ]
-    options.sort(key=lambda s: s != Settings())  # among equals, the defaults come first
-    marks = [[score(c, ours(c.points, s)) for c in curves] for s in tqdm(options, desc="settings", unit="setting")]
-    summed = {column: [0, 0] for column in COLUMNS}
-    chosen: dict[str, int] = {}
-    for source in sorted({c.source for c in curves}):
-        others = [i for i, c in enumerate(curves) if c.source != source]
-        worth = [_worth([mark[i] for i in others]) for mark in marks]
-        best = worth.index(max(worth))
-        names = ("level_points", "unit_points", "drift", "evidence")
-        words = ", ".join(f"{name} {getattr(options[best], name)}" for name in names)
-        chosen[words] = chosen.get(words, 0) + 1
-        for i, c in enumerate(curves):
-            if c.source == source:
-                for column in COLUMNS:
-                    for k in (0, 1):
-                        summed[column][k] += marks[best][i][column][k]
-    return {column: (hit, cases) for column, (hit, cases) in summed.items()}, chosen
+    options = near_defaults()
+    scores = {
+        name: [score(curve, ours(curve.points, settings)) for curve in curves]
+        for name, settings in tqdm(options.items(), desc="settings", unit="setting")
+    }
+    judged: list[dict[str, tuple[int, int]]] = []
+    chosen: Counter[str] = Counter()
+    for source in {curve.source for curve in curves}:
+        is_left_out = [curve.source == source for curve in curves]
+        worths = {
+            name: _worth(itertools.compress(results, (not left_out for left_out in is_left_out)))
+            for name, results in scores.items()
+        }
+        # Among equals, the first one is taken, which is the defaults.
+        best = max(worths, key=lambda name: worths[name])
+        chosen[best] += 1
+        judged += itertools.compress(scores[best], is_left_out)
+    return total(judged), chosen
 
 
-def _worth(marks: list[dict[str, tuple[int, int]]]) -> float:
-    """Return the share found minus the share of false alarms. A false alarm on a healthy curve counts as much as a missed
-    spike."""
+def _worth(scores: Iterable[dict[str, tuple[int, int]]]) -> float:
+    """Return the shares found minus the shares of false reactions. Four false ones in 100,000 points count as one percent."""
     value = 0.0
-    for column, sign in zip(COLUMNS, GOOD, strict=True):
-        cases = sum(m[column][1] for m in marks)
-        value += sign * sum(m[column][0] for m in marks) / cases if cases else 0.0
+    for column, (hits, cases) in total(scores).items():
+        weight = 0.01 * 100_000 / 4 if column in PER_POINT else 1.0
+        value += COLUMNS[column] * weight * hits / max(cases, 1)
     return value
 
 
 def row(name: str, result: dict[str, tuple[int, int]]) -> str:
-    return f"| {name} | " + " | ".join(f"{hit}/{cases}" for hit, cases in result.values()) + " |"
+    cells = [name]
+    for column, (hits, cases) in result.items():
+        cells.append(f"{100_000 * hits / max(cases, 1):.1f}" if column in PER_POINT else f"{hits}/{cases}")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _headings() -> str:
+    return " | ".join(f"{column} per 100,000 points" if column in PER_POINT else column for column in COLUMNS)
+
+
+def _choices(chosen: Counter[str]) -> str:
+    """Return a sentence on the settings that were chosen without the source that was judged."""
+    choices = "; ".join(f"{name} ({times} times)" for name, times in chosen.most_common())
+    return f"Chosen without the source that was judged, of {chosen.total()} sources: {choices}."
 
 
 def write_table(folder: Path, page_path: Path | None) -> None:
     """Print the table of all rules, and put it into a page between its marks."""
     curves = load(folder)
     sources = {c.source for c in curves}
-    lines = ["| rule | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    lines = [f"| rule | {_headings()} |", "|---|" + "---|" * len(COLUMNS)]
     for name, rule in tqdm(RULES.items(), desc="rules", unit="rule"):
-        lines.append(row(name, total(curves, [rule(c.points) for c in curves])))
+        lines.append(row(name, total(score(c, rule(c.points)) for c in curves)))
     held_out, chosen = leave_one_out(curves)
     lines.append(row("Zerobook, settings chosen on the other sources", held_out))
     points = sum(len(c.points) for c in curves)
     count = f"{len(curves)} curves from {len(sources)} sources, {points:,} points. Run on {date.today()}."
-    choices = "; ".join(
-        f"{words} ({times} of {len(sources)} times)" for words, times in sorted(chosen.items(), key=lambda x: -x[1])
-    )
-    text = f"{count}\n\n" + "\n".join(lines) + f"\n\nSettings that were chosen on the other sources: {choices}.\n"
-    _write_between("table", text, page_path)
+    _write_between("table", f"{count}\n\n" + "\n".join(lines) + f"\n\n{_choices(chosen)}\n", page_path)
 
 
 def write_sets(folders: list[Path], page_path: Path | None) -> None:
     """Print what is found on several sets of curves, where each logged point counts as a step."""
-    lines = [
-        "| set | curves | points | " + " | ".join(COLUMNS) + " | healthy curves rolled back |",
-        "|---|---|---|" + "---|" * (len(COLUMNS) + 1),
-    ]
+    lines = [f"| set | curves | points | {_headings()} |", "|---|---|---|" + "---|" * len(COLUMNS)]
+    all_curves: list[Curve] = []
+
+    def add_row(name: str, curves: list[Curve], result: dict[str, tuple[int, int]]) -> None:
+        points = sum(len(curve.points) for curve in curves)
+        lines.append(row(f"{name} | {len(curves)} | {points:,}", result))
+
     for folder in tqdm(folders, desc="sets", unit="set"):
         curves = [_with_points_as_steps(curve) for curve in load(folder)]
-        verdicts = [ours(curve.points) for curve in curves]
-        healthy = [verdict for curve, verdict in zip(curves, verdicts, strict=True) if curve.label == "healthy"]
-        rolled_back = sum(bool(verdict.rollbacks) for verdict in healthy)
-        points = sum(len(curve.points) for curve in curves)
-        found = row(f"{folder.name} | {len(curves)} | {points:,}", total(curves, verdicts))
-        lines.append(f"{found} {rolled_back}/{len(healthy)} |")
-    _write_between("sets", f"Run on {date.today()}.\n\n" + "\n".join(lines) + "\n", page_path)
+        add_row(folder.name, curves, total(score(curve, ours(curve.points)) for curve in curves))
+        all_curves += curves
+    held_out, chosen = leave_one_out(all_curves)
+    add_row("all, settings chosen on the other sources", all_curves, held_out)
+    _write_between("sets", f"Run on {date.today()}.\n\n" + "\n".join(lines) + f"\n\n{_choices(chosen)}\n", page_path)
 
 
 def _with_points_as_steps(curve: Curve) -> Curve:

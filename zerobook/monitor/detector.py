@@ -36,25 +36,9 @@ RECENT_RATES = 32
 """Points whose learning rates are remembered."""
 CHRONIC_POINTS = 1000
 """Points within which spikes are counted for a ``chronic`` finding."""
-LONG_PATIENCE = 8
-"""Factor on the patience after a shock, and until a loss that stays high is taken as the new level."""
-MIN_HIGH_POINTS = 3
-"""Minimum number of high points for an alarm, whatever the logging interval."""
-SMALL_STEP = 0.2
-"""Largest rise to a new level that is accepted without a known cause, as a share of the loss. Other data causes such rises."""
-STEP_OF_RAISED_RATE = 0.75
-"""Largest rise to a new level that a raised learning rate explains, as a share of the loss. A rate that is too high causes a
-larger one."""
-STEP_OF_UNKNOWN_RATE = 0.1
-"""The same if the log has no learning rates, as a share of the fall of the loss since the start of the log."""
-SLOW_RISE = 0.25
-"""Largest slow rise of a loss that is not reported, as a share of its lowest level."""
 DEAD_LEVEL = 0.02
 """A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
 by step."""
-MIN_NORM_UNIT = 0.1
-"""Smallest unit of the logarithm of the gradient norm. It is absolute: differences of logarithms are ratios, so they need no
-division by the level, and a tenfold norm counts the same in every run."""
 
 
 class Detector:
@@ -268,7 +252,7 @@ class Detector:
         # Disarm if no spike has followed. The level before a shock is remembered for longer.
         patience = settings.patience
         if self.shock is not None:
-            patience *= LONG_PATIENCE
+            patience *= settings.long_patience
         if self.armed is not None and self.excursion is None and self.seen - self.armed_at > patience:
             self._disarm()
         norm = point.grad_norm
@@ -280,7 +264,7 @@ class Detector:
             self.norm.accept(log_norm)
             return []
         excess = log_norm - self.norm.level()
-        if excess < settings.precursor * max(self.norm.upper_unit(), MIN_NORM_UNIT):
+        if excess < settings.precursor * max(self.norm.upper_unit(), settings.min_norm_unit):
             self.norm.accept(log_norm)
             return []
 
@@ -353,7 +337,7 @@ class Detector:
             excursion = self._extend_excursion(point)
             excursion.high += 1
             # A spike has more high points than odd data can have. If the points are far apart, odd data has fewer.
-            needed_points = max(MIN_HIGH_POINTS, math.ceil(settings.outlier_steps / stride) + 1)
+            needed_points = max(settings.min_high_points, math.ceil(settings.outlier_steps / stride) + 1)
             if self.evidence >= settings.evidence and excursion.high >= needed_points:
                 return self._confirm(excursion, point, excess)
             if self.armed is None and excess >= settings.evidence_cap:
@@ -445,7 +429,7 @@ class Detector:
             excursion.touched = False
             reason = f"from {base:.4g} to {point.loss:.4g} in {count} points: it is higher than when it was judged"
             return [self._finding_of("divergence", point, excursion, reason)]
-        if count >= LONG_PATIENCE * settings.patience:
+        if count >= settings.long_patience * settings.patience:
             self._close(excursion.losses[-settings.level_points :])
             reason = f"still {self.loss.level():.4g} after {count} points, {base:.4g} before: taken as the new level"
             return [self._finding_of("level_shift", point, excursion, reason)]
@@ -505,22 +489,23 @@ class Detector:
             return None
         previous_level = excursion.base
         loss_size = self.loss.size(previous_level)
+        settings = self.settings
         # Small steps add up: compare with the lowest level since the last accepted one.
         lowest_level = previous_level if self.lowest is None else min(previous_level, self.lowest)
         # The level of a young run lags behind a falling loss, so the step is larger than it looks.
-        max_share = SMALL_STEP / 2 if self.loss.is_young else SMALL_STEP
+        max_share = settings.small_step / 2 if self.loss.is_young else settings.small_step
         if new_level - lowest_level < max_share * loss_size:
             return "a small step, as of other data"
         # In a live run, `SpikeMonitor` knows when the schedule raises the learning rate, and accepts the step itself.
-        if self.settings.is_one_run:
+        if settings.is_one_run:
             return None
         if excursion.rate is not None:
-            if self._rate_was_raised() and new_level - lowest_level < STEP_OF_RAISED_RATE * loss_size:
+            if self._rate_was_raised() and new_level - lowest_level < settings.step_of_raised_rate * loss_size:
                 return "the learning rate was raised"
             return None
         # The log has no learning rates. A raised rate is assumed if the rise undoes little of the fall since the start.
         assert self.loss.first is not None
-        if new_level - previous_level < min(loss_size, STEP_OF_UNKNOWN_RATE * (self.loss.first - previous_level)):
+        if new_level - previous_level < min(loss_size, settings.step_of_unknown_rate * (self.loss.first - previous_level)):
             return "the learning rate, which is not known, may have been raised"
         return None
 
@@ -560,16 +545,17 @@ class Detector:
             self.lowest = level
             self.lowest_at = point.step
         # A spike is judged by other rules, and after one the level is that of few points.
-        if self.excursion is not None or len(self.loss.accepted) < self.settings.level_points:
+        settings = self.settings
+        if self.excursion is not None or len(self.loss.accepted) < settings.level_points:
             return []
         rise = level - self.lowest
-        is_far = rise > SLOW_RISE * self.loss.size(self.lowest) and rise > self.settings.high * self.unit()
+        is_far = rise > settings.slow_rise * self.loss.size(self.lowest) and rise > settings.high * self.unit()
         # Points count only in a row: one that is back at the level starts the count again.
         if is_far:
             self.risen += 1
         else:
             self.risen = 0
-        if self.risen < self.settings.level_points:
+        if self.risen < settings.level_points:
             return []
         finding = Finding(
             kind="slow_rise",

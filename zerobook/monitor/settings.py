@@ -29,10 +29,27 @@ class Settings:
     """odd data lasts this many steps at most"""
     patience: int = 8
     """points that a spike may take to come back before it counts as damage"""
+    long_patience: int = 8
+    """factor on the patience after a shock, and until a loss that stays high is taken as the new level"""
+    min_high_points: int = 3
+    """minimum number of high points for an alarm, whatever the logging interval"""
+    small_step: float = 0.2
+    """largest rise to a new level that is accepted without a known cause, as a share of the loss. Other data causes such
+    rises."""
+    step_of_raised_rate: float = 0.75
+    """largest rise to a new level that a raised learning rate explains, as a share of the loss; a rate that is too high causes
+    a larger one"""
+    step_of_unknown_rate: float = 0.1
+    """the same if the log has no learning rates, as a share of the fall of the loss since the start of the log"""
+    slow_rise: float = 0.25
+    """largest slow rise of a loss that is not reported, as a share of its lowest level"""
     absurd_factor: float = 40.0
     """factor above the level, or above the run's first loss, that no data causes with sound weights"""
     precursor: float = 8.0
     """excess of a gradient norm that arms the detector"""
+    min_norm_unit: float = 0.1
+    """smallest unit of the logarithm of the gradient norm. It is absolute: differences of logarithms are ratios, so they need
+    no division by the level, and a tenfold norm counts the same in every run."""
     shock_factor: float = 1000.0
     """a gradient norm of this factor times its level is a shock, whatever the loss is at that step"""
     chronic_spikes: int = 3
