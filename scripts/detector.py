@@ -332,7 +332,7 @@ def _headings() -> str:
 def _choices(chosen: Counter[str]) -> str:
     """Return a sentence on the settings that were chosen without the source that was judged."""
     choices = "; ".join(f"{name} ({times} times)" for name, times in chosen.most_common())
-    return f"Chosen without the source that was judged, of {chosen.total()} sources: {choices}."
+    return f"Settings that were chosen on the other sources, for {chosen.total()} sources: {choices}."
 
 
 def write_table(folder: Path, page_path: Path | None) -> None:
