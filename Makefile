@@ -9,7 +9,7 @@ BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help setup demo demo-spike test-fast test test-launches test-versions test-cuda-build test-full test-nodes bench trl checks docs
+.PHONY: help setup demo demo-spike test-fast test test-launches test-versions test-cuda-build test-full test-nodes bench trl llamafactory checks docs
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -48,6 +48,13 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 
 trl: $(STAMP) ## TRL in .cache/trl, for the test that compares imported configs with it
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .cache/trl trl==1.16.0
+
+# Its requirements contradict ours, so it gets an environment of its own (2 GB).
+LLAMA_FACTORY := .cache/llamafactory
+llamafactory: ## LLaMA-Factory in .cache/llamafactory, for the test that compares imported configs with it
+	@test -x $(LLAMA_FACTORY)/bin/python || $(PYTHON) -m venv $(LLAMA_FACTORY)
+	@$(LLAMA_FACTORY)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(LLAMA_FACTORY)/bin/python -m pip install --quiet --disable-pip-version-check llamafactory==0.9.5
 
 bench: $(STAMP) ## speed on this machine: the loop, flags, growth, TRL and Trainer beside it; about an hour on two cores
 	@$(BIN)/python benchmarks/loop.py --out benchmarks/results/loop.json

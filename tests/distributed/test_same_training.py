@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -209,5 +211,70 @@ def test_an_imported_config_trains_as_trl_does(trains_adapters, keys, tiny, tmp_
     config = BASE | keys | {"model_name_or_path": str(tiny / "llama"), "dataset_name": str(tiny / "few.jsonl")}
     config |= LORA if trains_adapters else {}
     ours = train_imported(config, "trl", tmp_path, adapter)
+
+    assert_same(ours, theirs)
+
+
+LLAMA_FACTORY_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}User: {{ m['content'] }}\n\nAssistant:"
+    "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""LLaMA-Factory's template ``deepseek``. Nothing follows the token that ends a turn, so both learn the same tokens."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trains_adapters", [False, True], ids=["all_weights", "lora"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"train_on_prompt": True},
+        # All rows are in one pack, which is a step.
+        {"neat_packing": True, "flash_attn": "sdpa", "cutoff_len": 1024, "per_device_train_batch_size": 1,
+         "gradient_accumulation_steps": 1},
+    ],
+    ids=["rows", "all_tokens", "packed"],
+)  # fmt: skip
+def test_an_imported_config_trains_as_llamafactory_does(trains_adapters, keys, tiny, tmp_path):
+    """``make llamafactory`` installs LLaMA-Factory into an environment of its own, or ZEROBOOK_LLAMA_FACTORY names one."""
+    default = Path(__file__).resolve().parents[2] / ".cache" / "llamafactory"
+    command = Path(os.environ.get("ZEROBOOK_LLAMA_FACTORY", default)) / "bin" / "llamafactory-cli"
+    if not command.exists():
+        pytest.skip(f"not run: there is no {command}; make llamafactory installs it")
+    model = tmp_path / "model"
+    shutil.copytree(tiny / "llama", model)
+    (model / "chat_template.jinja").write_text(LLAMA_FACTORY_TEMPLATE)
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    entry = {"file_name": str(tiny / "few.jsonl"), "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": tags}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"few": entry}))
+    config = BASE | {
+        "model_name_or_path": str(model),
+        "stage": "sft",
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "few",
+        "dataset_dir": str(tmp_path),
+        "template": "deepseek",
+        "disable_gradient_checkpointing": True,
+        "output_dir": str(tmp_path / "theirs"),
+    } | keys  # fmt: skip
+    adapter = None
+    if trains_adapters:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        adapter = tmp_path / "adapter"
+        settings = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype="float32"), settings).save_pretrained(adapter)
+        config |= {"finetuning_type": "lora", "adapter_name_or_path": str(adapter)}
+    theirs_yaml = tmp_path / "config.yaml"
+    theirs_yaml.write_text(yaml.safe_dump(config))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["DISABLE_VERSION_CHECK"] = "1"
+    subprocess.run([command, "train", theirs_yaml], env=environment, check=True, timeout=900)
+    log = json.loads((tmp_path / "theirs" / "trainer_state.json").read_text())["log_history"]
+    theirs = [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in log if "loss" in entry]
+
+    ours = train_imported(config, "llamafactory", tmp_path, adapter)
 
     assert_same(ours, theirs)
