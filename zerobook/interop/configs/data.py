@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -112,7 +113,8 @@ def _dataset_of_info(foreign: Foreign, name: str) -> dict[str, Any]:
         raise NoCounterpart(
             f"{name} has the columns {', '.join(columns.values())}. Rename them in the data, see docs/guides/data.md."
         )
-    path = entry.get("hf_hub_url") or entry.get("ms_hub_url") or path_of(foreign, f"{folder}/{entry['file_name']}")
+    # An absolute path of a file replaces the folder.
+    path = entry.get("hf_hub_url") or entry.get("ms_hub_url") or path_of(foreign, os.path.join(folder, entry["file_name"]))
     limit = foreign.get("max_samples") or entry.get("num_samples")
     return {"path": path, "config_name": entry.get("subset"), "split": entry.get("split"), "limit": limit}
 
