@@ -49,11 +49,10 @@ docs: $(STAMP) ## the pages and the picture of docs/ that are made of the code
 trl: $(STAMP) ## TRL in .cache/trl, for the test that compares imported configs with it
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .cache/trl trl==1.16.0
 
-# Its requirements contradict ours, so it gets an environment of its own (2 GB).
+# Its requirements contradict ours, so it gets an environment of its own (8 GB).
 LLAMA_FACTORY := .cache/llamafactory
 llamafactory: ## LLaMA-Factory in .cache/llamafactory, for the test that compares imported configs with it
 	@test -x $(LLAMA_FACTORY)/bin/python || $(PYTHON) -m venv $(LLAMA_FACTORY)
-	@$(LLAMA_FACTORY)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@$(LLAMA_FACTORY)/bin/python -m pip install --quiet --disable-pip-version-check llamafactory==0.9.5
 
 bench: $(STAMP) ## speed on this machine: the loop, flags, growth, TRL and Trainer beside it; about an hour on two cores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -298,7 +299,7 @@ def test_what_accelerate_does_not_hand_over(written):
     plan, problems, _, _ = inspect_launch(["--config_file", file], Hardware(gpus=8, gpu_name="A100"))
     assert not problems and not plan.problems
     assert (plan.kind, plan.device, plan.backend) == ("deepspeed", "cpu", "gloo")
-    assert plan.deepspeed_config["zero_optimization"]["offload_param"]["nvme_path"] == "/fast/parameters"
+    assert Path(plan.deepspeed_config["zero_optimization"]["offload_param"]["nvme_path"]).parent == Path("/fast/parameters")
 
 
 @pytest.fixture

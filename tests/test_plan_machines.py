@@ -18,7 +18,7 @@ from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import LINKS, NETWORK, cluster
-from zerobook.plan.memory import CONTEXT_BYTES, peak_memory
+from zerobook.plan.memory import CONTEXT_BYTES, host_bytes_at_load, peak_memory
 from zerobook.plan.roofline import MEMORY_SHARE, step_seconds
 from zerobook.plan.rows import plan_row
 from zerobook.plan.sharding import ShardingSpec
@@ -266,3 +266,11 @@ def test_measured_links_are_planned_with(tmp_path):
     file.write_text("{}")
     with pytest.raises(ConfigError, match="allreduce_bench"):
         cluster(gpus="8", nodes="2", interconnect=str(file))
+
+
+def test_each_rank_loads_a_base_that_is_quantised_while_it_is_loaded():
+    """transformers shards no quantised model under ZeRO-3 while it loads it."""
+    zero3 = ShardingSpec(kind="deepspeed", name="zero3", ranks=8, ranks_per_node=8, stage=3)
+
+    assert host_bytes_at_load(100, 10, zero3, 8) == 100 + 2 * 10 * 8
+    assert host_bytes_at_load(100, 10, zero3, 8, quantised=True) == 8 * 100

@@ -277,4 +277,15 @@ def test_an_imported_config_trains_as_llamafactory_does(trains_adapters, keys, t
 
     ours = train_imported(config, "llamafactory", tmp_path, adapter)
 
+    if "train_on_prompt" in keys:
+        # Trainer of transformers 5.6 divides by the number of labels. It includes the first token of each row, which has no
+        # prediction.
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        chats = read_chats(tiny / "few.jsonl")
+        labels = sum(len(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats)
+        share = (labels - len(chats)) / labels
+        ours = [(loss * share, norm * share, rate) for loss, norm, rate in ours]
+
     assert_same(ours, theirs)

@@ -293,7 +293,7 @@ def host_bytes_at_load(
         largest_bytes: bytes of the largest weight.
         quantised: weights are packed.
     """
-    if sharding.is_zero3:
+    if sharding.is_zero3 and not quantised:
         # One rank gathers nothing.
         if sharding.ranks == 1:
             return model_bytes
