@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerobook.errors import ConfigError
+from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import say
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _cpu_kind() -> str:
     facts = []
     with suppress(OSError):
         # The first processor stands for all. Values such as its current frequency change.
-        for line in _CPU_INFO.read_text().partition("\n\n")[0].splitlines():
+        for line in read_text(_CPU_INFO).partition("\n\n")[0].splitlines():
             key, _, value = line.partition(":")
             if key.strip() in _CPU_KEYS:
                 facts.append(value.strip())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.errors import ConfigError
-from zerobook.utils.reading import read_safetensors_header
+from zerobook.utils.reading import read_safetensors_header, read_text
 from zerobook.utils.units import counted
 
 M_TRIM_THRESHOLD = -1
@@ -38,7 +38,7 @@ def lockable_bytes() -> int | None:
     if soft == resource.RLIM_INFINITY:
         return None
     try:
-        status = Path("/proc/self/status").read_text()
+        status = read_text("/proc/self/status")
     except OSError:
         return soft
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
