@@ -103,21 +103,21 @@ def versions(python: Path) -> str:
 def write_table(folder: Path, python: Path, page: Path | None) -> None:
     from datetime import date
 
-    from scripts.detector import COLUMNS, Verdict, load, ours, row, total
+    from scripts.detector import COLUMNS, Verdict, headings, load, ours, row, score, total
 
     curves = load(folder)
     columns: list[dict[str, list[Any]]] = []
     for curve in curves:
         names = ("step", "loss", "grad_norm", "learning_rate")
         columns.append({name: [getattr(point, name) for point in curve.points] for name in names})
-    lines = ["| program | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
-    lines.append(row("Zerobook", total(curves, [ours(curve.points) for curve in curves])))
+    lines = [f"| program | {headings()} |", "|---|" + "---|" * len(COLUMNS)]
+    lines.append(row("Zerobook", total(score(curve, ours(curve.points)) for curve in curves)))
     for name in CHECKERS:
         verdicts = []
         for reactions in judge(python, name, columns):
             places = {kind: [(began, noticed) for began, noticed in reactions[kind]] for kind in reactions}
             verdicts.append(Verdict(**places))
-        lines.append(row(name, total(curves, verdicts)))
+        lines.append(row(name, total(map(score, curves, verdicts))))
     points = sum(len(curve.points) for curve in curves)
     sources = {curve.source for curve in curves}
     count = (

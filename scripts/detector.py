@@ -296,7 +296,7 @@ def leave_one_out(curves: list[Curve]) -> tuple[dict[str, tuple[int, int]], Coun
     }
     judged: list[dict[str, tuple[int, int]]] = []
     chosen: Counter[str] = Counter()
-    for source in {curve.source for curve in curves}:
+    for source in sorted({curve.source for curve in curves}):
         is_left_out = [curve.source == source for curve in curves]
         worths = {
             name: _worth(itertools.compress(results, (not left_out for left_out in is_left_out)))
@@ -325,7 +325,7 @@ def row(name: str, result: dict[str, tuple[int, int]]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _headings() -> str:
+def headings() -> str:
     return " | ".join(f"{column} per 100,000 points" if column in PER_POINT else column for column in COLUMNS)
 
 
@@ -339,7 +339,7 @@ def write_table(folder: Path, page_path: Path | None) -> None:
     """Print the table of all rules, and put it into a page between its marks."""
     curves = load(folder)
     sources = {c.source for c in curves}
-    lines = [f"| rule | {_headings()} |", "|---|" + "---|" * len(COLUMNS)]
+    lines = [f"| rule | {headings()} |", "|---|" + "---|" * len(COLUMNS)]
     for name, rule in tqdm(RULES.items(), desc="rules", unit="rule"):
         lines.append(row(name, total(score(c, rule(c.points)) for c in curves)))
     held_out, chosen = leave_one_out(curves)
@@ -351,7 +351,7 @@ def write_table(folder: Path, page_path: Path | None) -> None:
 
 def write_sets(folders: list[Path], page_path: Path | None) -> None:
     """Print what is found on several sets of curves, where each logged point counts as a step."""
-    lines = [f"| set | curves | points | {_headings()} |", "|---|---|---|" + "---|" * len(COLUMNS)]
+    lines = [f"| set | curves | points | {headings()} |", "|---|---|---|" + "---|" * len(COLUMNS)]
     all_curves: list[Curve] = []
 
     def add_row(name: str, curves: list[Curve], result: dict[str, tuple[int, int]]) -> None:

@@ -432,8 +432,14 @@ def test_nvme_needs_memory_that_may_be_locked(tmp_path):
         assert not plan_for(environ, A100)[0].problems
 
     # The size of the optimizer's buffers depends on the model, which is not known yet.
-    environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": nvme})
+    optimizer = {"device": "nvme", "nvme_path": "/fast"}
+    environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": optimizer})
     assert "ulimit -l" in plan_for(environ, limited)[0].problems[0]
+    assert not plan_for(environ, replace(A100, lockable_bytes=1 << 40))[0].problems
+    # Wrong values are problems, and no traceback.
+    for wrong in ({"nvme_path": 5}, {"buffer_count": None}, {"buffer_size": "many"}):
+        environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_param": nvme | wrong})
+        assert plan_for(environ, limited)[0].problems
     environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
     assert not plan_for(environ, limited)[0].problems
 

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return getattr(import_module(module), function)(arguments[1:])
     except ZerobookError as error:
         say(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of the output has closed it

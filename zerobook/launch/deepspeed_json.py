@@ -25,6 +25,8 @@ ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
 """Parameters that an optimizer section may have on every device."""
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
+LEAST_SWAPPED = 10_000_000
+"""Weights of a rank whose optimizer state is worth a disk, at least."""
 EXAMPLES = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
 """Schedule parameter that accelerate fills in for ``auto`` -> a placeholder, with which the other parameters are checked."""
 REFUSED_SETTINGS = {
@@ -195,11 +197,14 @@ def _choose_swap_folders(plan: LaunchPlan, zero: dict[str, Any], output_dir: Pat
         if section.get("device") != "nvme":
             continue
         path = section.get("nvme_path") or "auto"
+        # The check of the keys reports it.
+        if not isinstance(path, str):
+            continue
         if path == "auto":
             folder = output_dir / "nvme_offload"
             note = f"NVMe offload swaps under {folder}; set nvme_path in the JSON to a fast local disk"
         else:
-            digest = hashlib.sha256(str(output_dir.absolute()).encode()).hexdigest()[:12]
+            digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:12]
             folder = Path(path) / f"zerobook-{digest}"
             note = f"NVMe offload swaps under {folder}"
         section["nvme_path"] = str(folder)
@@ -279,7 +284,7 @@ def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
 
 
 def check_locked_memory(plan: LaunchPlan, limit: int | None) -> None:
-    """Add a problem if DeepSpeed may not lock the buffers of NVMe offload in memory. Call after `fill`.
+    """Add a problem if DeepSpeed may not lock the buffers of NVMe offload in memory. Call after the check of the keys.
 
     DeepSpeed 0.19.8 ends the process by SIGABRT then, after the model was loaded.
 
@@ -288,20 +293,29 @@ def check_locked_memory(plan: LaunchPlan, limit: int | None) -> None:
     """
     if limit is None or not plan.swap_folders:
         return
-    reason = "DeepSpeed locks the buffers of NVMe offload in memory"
-    # The buffers of the optimizer have the size of the largest group of weights, which is not known here.
+
+    def number(section: dict[str, Any], key: str, default: float) -> float:
+        # "auto", and values that the check of the keys has refused.
+        value = section.get(key)
+        return value if isinstance(value, int | float) else default
+
+    # The defaults are DeepSpeed's.
+    zero = (plan.deepspeed_config or {})["zero_optimization"]
+    needed = 0.0
     if plan.offload_param == "nvme":
-        weights = (plan.deepspeed_config or {})["zero_optimization"]["offload_param"]
+        weights = zero["offload_param"]
         element_bytes = 4 if plan.precision == "no" else 2
-        # DeepSpeed's own defaults.
-        needed = int(weights.get("buffer_count", 5) * weights.get("buffer_size", 1e8) * element_bytes)
-        if needed <= limit:
-            return
-        reason = f"{reason}, {size(needed)} per rank for weights alone (buffer_count x buffer_size)"
-    plan.problems.append(
-        f"{plan.config_file}: {reason}, and a process may lock {size(limit)} on this machine (ulimit -l). Raise the "
-        "limit: ulimit -l unlimited, or docker run --ulimit memlock=-1; or offload to cpu."
-    )
+        needed += number(weights, "buffer_count", 5) * number(weights, "buffer_size", 1e8) * element_bytes
+    if plan.offload_optimizer == "nvme":
+        # A buffer has the size of the largest group of weights. The model is not known here.
+        group_size = min(number(zero, "sub_group_size", 1e9), LEAST_SWAPPED)
+        needed += number(zero["offload_optimizer"], "buffer_count", 4) * group_size * 4
+    if needed > limit:
+        plan.problems.append(
+            f"{plan.config_file}: DeepSpeed locks the buffers of NVMe offload in memory, at least {size(needed)} per rank, and "
+            f"a process may lock {size(limit)} on this machine (ulimit -l). Raise the limit: ulimit -l unlimited, or docker "
+            "run --ulimit memlock=-1; or offload to cpu."
+        )
 
 
 def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -536,8 +536,8 @@ def _fill_deepspeed_config(launch: LaunchDraft) -> None:
     # A GPU machine that is told to use its CPU builds the ops of a CPU.
     missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
     deepspeed_json.check_ops(plan, missing_ops)
-    deepspeed_json.check_locked_memory(plan, hardware.lockable_bytes)
     deepspeed_keys.account(plan)
+    deepspeed_json.check_locked_memory(plan, hardware.lockable_bytes)
 
 
 def _check_model(launch: LaunchDraft) -> None:

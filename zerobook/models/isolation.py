@@ -38,6 +38,7 @@ def choose_isolating_collator(
     supervised: bool = False,
     flag: str | None = None,
     chooses_attention: bool = False,
+    trains: bool = True,
 ) -> Collate:
     """Return the cheapest form of ``collate`` under which the prepared model isolates samples and padding. Collective.
 
@@ -47,7 +48,7 @@ def choose_isolating_collator(
         keep_mask: the objective needs the mask of padded rows.
         supervised: the objective takes the positions that have a target.
         flag: name of the flag by which samples share a row, for the error.
-        chooses_attention: as of `isolating`.
+        chooses_attention, trains: as of `isolating`.
 
     Raises:
         ConfigError: samples that share a row see each other in every form: see `isolating`.
@@ -58,7 +59,7 @@ def choose_isolating_collator(
         # Padding on the right, which has no mask, would count as load of the experts.
         if keep_mask and collate.flatten:
             collate = replace(collate, pad_to_multiple_of=1)
-        collate = isolating(strategy, collate, flag or "packing", chooses_attention=chooses_attention)
+        collate = isolating(strategy, collate, flag or "packing", chooses_attention=chooses_attention, trains=trains)
     elif isinstance(collate, CausalCollator) and not keep_mask:
         collate = unmasked(strategy, collate)
     if is_built_in and supervised:
@@ -103,7 +104,12 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
 
 
 def isolating(
-    strategy: Strategy, collate: PackedCollator, flag: str = "packing", *, chooses_attention: bool = False
+    strategy: Strategy,
+    collate: PackedCollator,
+    flag: str = "packing",
+    *,
+    chooses_attention: bool = False,
+    trains: bool = True,
 ) -> PackedCollator:
     """Return a collator under which the prepared model keeps a row's samples apart. Collective.
 
@@ -111,7 +117,9 @@ def isolating(
     the batch. Some models ignore the positions (Falcon) and need a full mask. A measurement decides.
 
     Args:
-        chooses_attention: SDPA takes the place of flex attention if the GPU cannot run it. The user has named neither.
+        chooses_attention: SDPA takes the place of flex attention if the GPU cannot run it (eager attention, in a model without
+            SDPA). The user has named none.
+        trains: the model gets backward passes, too.
 
     Raises:
         ConfigError: no form isolates the samples, as in recurrent models, or the model takes no full mask, as models with
@@ -135,7 +143,7 @@ def isolating(
     is_flex = attention == "flex_attention"
     for candidate, marker in _packed_forms(strategy, collate):
         try:
-            with _flex_backward() if is_flex else nullcontext():
+            with _flex_backward() if is_flex and trains else nullcontext():
                 influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
                 sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
                 is_isolated = sees_itself_alone and keeps_positions(strategy, candidate)
@@ -145,10 +153,12 @@ def isolating(
         except Exception as error:
             # The GPUs of a launch are equal, so all ranks come here, or none.
             if is_flex and chooses_attention:
+                model = cast("PreTrainedModel", strategy.unwrapped)
+                other = "sdpa" if model._supports_sdpa else "eager"
                 if strategy.is_main:
                     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    say(f"WARNING: flex attention does not run on this device, so SDPA takes its place ({reason})")
-                cast("PreTrainedModel", strategy.unwrapped).set_attn_implementation("sdpa")
+                    say(f"WARNING: flex attention does not run on this device, so {other} takes its place ({reason})")
+                model.set_attn_implementation(other)
                 return isolating(strategy, collate, flag)
             failures.append(f"the model fails with {marker} ({type(error).__name__}: {error})")
             continue

@@ -130,7 +130,7 @@ class Strategy(Engine):
         return compare_replicas(self.mesh, groups, named)
 
     def finish(self) -> None:
-        """Delete what this rank needs for training only. Call it when the model is not used any more."""
+        """Delete files that only the training needs. Collective. Call it when the model is not used any more."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the strategy that runs, read from the live objects and not from the plan or files.

@@ -68,7 +68,9 @@ class LaunchPlan:
         """The folders under which NVMe offload writes."""
         zero = (self.deepspeed_config or {}).get("zero_optimization", {})
         sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-        return sorted({section["nvme_path"] for section in sections if section.get("device") == "nvme"})
+        paths = {section.get("nvme_path") for section in sections if section.get("device") == "nvme"}
+        # A value of another type is a problem of the launch.
+        return sorted(path for path in paths if isinstance(path, str))
 
     @property
     def data_parallel_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -135,6 +136,18 @@ class ZeroStrategy(ZeroState, Strategy):
         self.token_split = Ulysses(ALL_ATTENTION_FUNCTIONS[ATTENTION])
         ALL_ATTENTION_FUNCTIONS[ATTENTION] = unsplit_attention
         return prepared
+
+    def finish(self) -> None:
+        if not self.plan.swap_folders:
+            return
+        # No rank may still read its files.
+        self.barrier()
+        self.once_per_node(self._delete_swap_folders)
+
+    def _delete_swap_folders(self) -> None:
+        # They can be larger than the checkpoints, and another run cannot use them.
+        for folder in self.plan.swap_folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         # Otherwise DeepSpeed would count micro-batches itself to find the last one of a step.

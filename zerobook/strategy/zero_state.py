@@ -229,20 +229,14 @@ class ZeroState(TrainingState):
             setattr(scaler, key, value)
 
     def memory(self) -> dict[str, int]:
-        # On disk, which is no tensor.
-        return {**super().memory(), "swapped_out": sum(file.stat().st_size for file in self._swap_files())}
-
-    def _swap_files(self) -> list[Path]:
-        """Return the files that hold this rank's tensors under NVMe offload."""
-        files: list[Path] = []
-        for folder in self.plan.swap_folders:
-            files += Path(folder).glob(f"zero_stage_3/*/rank{dist.get_rank()}/**/*.swp")
-        return files
-
-    def finish(self) -> None:
-        # They can be larger than the checkpoints, and another run cannot use them.
-        for file in self._swap_files():
-            file.unlink(missing_ok=True)
+        sizes = super().memory()
+        if self.plan.swap_folders:
+            # Tensors of this rank that are files.
+            sizes["swapped_out"] = 0
+            for folder in self.plan.swap_folders:
+                files = Path(folder).glob(f"zero_stage_3/*/rank{dist.get_rank()}/**/*.swp")
+                sizes["swapped_out"] += sum(file.stat().st_size for file in files)
+        return sizes
 
     def live_tensors(self) -> dict[str, list[torch.Tensor]]:
         tensors = super().live_tensors()

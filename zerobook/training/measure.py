@@ -82,7 +82,14 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     collate = recipe.collator(tokenizer, adapted)
     strategy.model = strategy.prepare_frozen(adapted)
     keep_mask = objective.needs_attention_mask(strategy.model)
-    collate = choose_isolating_collator(strategy, collate, keep_mask=keep_mask, flag=config.rows_shared_by)
+    collate = choose_isolating_collator(
+        strategy,
+        collate,
+        keep_mask=keep_mask,
+        flag=config.rows_shared_by,
+        chooses_attention=config.attn_implementation == "auto",
+        trains=False,
+    )
     scorers = [*recipe.scorers(tokenizer, adapted, data, collate)]
     # Running text has no prompts, and neither has a chat whose tokens are all trained on. The scorer of an encoder-decoder
     # generates answers already.

@@ -39,11 +39,13 @@ def lockable_bytes() -> int | None:
         return None
     try:
         status = read_text("/proc/self/status")
+        users = read_text("/proc/self/uid_map")
     except OSError:
         return soft
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     is_unlimited = capabilities is not None and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1
-    return None if is_unlimited else soft
+    # In a user namespace of its own, the capability does not count.
+    return None if is_unlimited and users.split() == ["0", "0", "4294967295"] else soft
 
 
 @contextmanager
