@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from tests.test_host_waits import never_waiting
 from zerobook.checkpoint import state
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import Saver
+from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.optimizer import AdamW
 from zerobook.strategy import ReplicatedStrategy, Strategy
@@ -476,3 +478,23 @@ def test_only_stage_3_shards_the_weights_and_takes_its_own_ways_to_gradients(sta
     assert gradient.tolist() == [2.0, 2.0] if is_third else gradient is None
     strategy.release_gathered_parameters()
     assert cleared == ([3] if is_third else [])
+
+
+def test_a_second_model_is_refused_where_weights_are_on_nvme():
+    """DeepSpeed empties the folder of swapped weights when it begins to shard a model."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for device, is_refused in (("cpu", False), ("nvme", True)):
+        plan = LaunchPlan(
+            kind="deepspeed",
+            world_size=1,
+            device="cpu",
+            backend="gloo",
+            precision="no",
+            precision_source="default",
+            zero_stage=3,
+            offload_param=device,
+        )
+        strategy = ZeroStrategy(Accelerator(cpu=True), plan)
+        strategy.load(lambda options: two_layers(), {})
+        with pytest.raises(ConfigError, match="second") if is_refused else nullcontext():
+            strategy.load(lambda options: two_layers(), {})

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zerobook.errors import ConfigError
 from zerobook.strategy.base import Strategy
 from zerobook.strategy.launch_plan import zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
@@ -38,6 +39,7 @@ class ZeroStrategy(ZeroState, Strategy):
         self.shards_parameters = plan.zero_stage == 3
         self.generation_in_step = plan.zero_stage == 3
         self.owns_schedule = bool((plan.deepspeed_config or {}).get("scheduler"))
+        self._has_loaded_model = False
         # DeepSpeed makes it in `prepare`.
         self.deepspeed_optimizer = None
 
@@ -76,14 +78,16 @@ class ZeroStrategy(ZeroState, Strategy):
             raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
 
     def _spread_frozen(self, model: nn.Module) -> nn.Module:
+        """Distribute a frozen model: whole on each rank, except under ZeRO-3, which shards its weights."""
         if self.plan.zero_stage != 3:
-            # As DeepSpeed casts the trained model.
+            # DeepSpeed casts the trained model to the same dtypes.
             dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
             return model.to(self.mesh.device, dtypes.get(self.plan.precision, torch.float32))
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.utils.timer import NoopTimer
 
-        # A second engine would share state with the first. These hooks alone gather and release a sharded model's weights.
+        # A second engine would share the process's state of DeepSpeed with the first. Without an engine, this object installs
+        # the hooks that gather and release the weights. It is kept, since the hooks refer to it.
         engine = self.model
         self._frozen_shards = DeepSpeedZeRoOffload(
             model,
@@ -109,6 +113,13 @@ class ZeroStrategy(ZeroState, Strategy):
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         if self.plan.zero_stage != 3:
             return super().load(load, options)
+        # DeepSpeed 0.19.8 empties the folder of swapped weights whenever it begins to shard a model.
+        if self.plan.offload_param == "nvme" and self._has_loaded_model:
+            raise ConfigError(
+                f"{self.plan.config_file}: offload_param is on nvme, where DeepSpeed deletes the weights of the first model "
+                "when a second one is loaded. Set its device to cpu to train with a reference model."
+            )
+        self._has_loaded_model = True
         with _loaded_modules_left_alone():
             model = super().load(load, options)
         # transformers 5.23 reverses its renamings of weights when it saves a model. It keeps those that matched no name in the
