@@ -6,6 +6,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -156,9 +157,9 @@ class ZeroStrategy(ZeroState, Strategy):
         self.once_per_node(self._delete_swap_folders)
 
     def _delete_swap_folders(self) -> None:
-        # They can be larger than the checkpoints, and another run cannot use them.
+        # They can be larger than the checkpoints, and another run cannot use them. Only what DeepSpeed writes is deleted.
         for folder in self.plan.swap_folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(Path(folder) / "zero_stage_3", ignore_errors=True)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         # Otherwise DeepSpeed would count micro-batches itself to find the last one of a step.
