@@ -64,7 +64,7 @@ def test_every_recipe_of_the_package_is_one_and_its_other_files_are_not(tmp_path
 def test_help_says_that_a_recipe_is_run(capsys, command):
     with contextlib.suppress(SystemExit):
         main([command, "--help"])
-    assert "a recipe is Python code, and it is run" in " ".join(capsys.readouterr().out.split())
+    assert "A recipe is Python code: it is run" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_recipe_that_is_loaded_is_not_run_again_by_another_name(tmp_path):

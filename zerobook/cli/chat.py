@@ -89,7 +89,7 @@ def _talk(conversation: Conversation) -> None:
             return
         if line == "/reset":
             conversation.reset()
-            _say("forgotten")
+            _print_note("forgotten")
         elif line == "/help":
             for command, effect in COMMANDS.items():
                 say(f"{command:<8}{effect}", file=sys.stderr)
@@ -97,7 +97,7 @@ def _talk(conversation: Conversation) -> None:
             conversation.answer(line)
 
 
-def _say(note: str) -> None:
+def _print_note(note: str) -> None:
     """Print a note of the program on stderr; stdout is for the model's answers."""
     say(f"({note})", file=sys.stderr)
 
@@ -144,7 +144,7 @@ class Conversation:
             longest_answer = context // 2
         if longest_answer and self.new_tokens > longest_answer:
             self.new_tokens = longest_answer
-            _say(f"answers end after {self.new_tokens} tokens: the model's context is {context}")
+            _print_note(f"answers end after {self.new_tokens} tokens: the model's context is {context}")
         self.longest_prompt = context
         if context is not None and not self.is_seq2seq:
             self.longest_prompt = context - self.new_tokens
@@ -158,7 +158,7 @@ class Conversation:
         refusal = self._control_tokens.refusal("this message", line)
         # As in training: a message is text and holds no control token.
         if refusal:
-            _say(f"{refusal}; leave it out")
+            _print_note(f"{refusal}; leave it out")
             return ""
         self.turns.append({"role": "user", "content": line})
         prompt = self.fitting_prompt()
@@ -182,7 +182,7 @@ class Conversation:
                 streamer.on_finalized_text(text, stream_end=True)
         except KeyboardInterrupt:
             streamer.end()
-            _say("stopped")
+            _print_note("stopped")
         answer = streamer.text.strip() if self.has_template else streamer.text
         self.turns.append({"role": "assistant", "content": answer})
         return streamer.text
@@ -198,10 +198,10 @@ class Conversation:
             prompt = self.prompt(self.turns[start:])
             if self.longest_prompt is None or prompt.shape[1] <= self.longest_prompt:
                 if start:
-                    _say(f"the {start} oldest turns no longer fit into the model's context and were dropped")
+                    _print_note(f"the {start} oldest turns no longer fit into the model's context and were dropped")
                     self.turns = self.turns[start:]
                 return prompt
-        _say(f"this message takes {prompt.shape[1]} tokens and {self.longest_prompt} fit; shorten it")
+        _print_note(f"this message takes {prompt.shape[1]} tokens and {self.longest_prompt} fit; shorten it")
         return None
 
     def prompt(self, turns: list[dict[str, str]]) -> torch.Tensor:

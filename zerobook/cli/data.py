@@ -21,7 +21,7 @@ from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import parse
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
-from zerobook.training.recipe_file import RUNS, recipe_class
+from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import names
 from zerobook.utils.terminal import console, say
 
@@ -40,7 +40,9 @@ def data(arguments: list[str]) -> int:
     parser = Parser("zerobook data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "inspect"])
     parser.add_argument(
-        "recipe", help=f"the recipe's file, such as recipes/lora_finetune.py; {RUNS}, until its data is prepared"
+        "recipe",
+        help="the recipe's file, such as recipes/lora_finetune.py. A recipe is Python code: it is run until its data is "
+        "prepared",
     )
     parser.add_argument("--samples", type=int, default=2, help="inspect: rows to show of each dataset")
     flags, recipe_flags = parser.parse_known_args(arguments)
@@ -63,7 +65,7 @@ def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTok
     config, sources, dry_run = parse(recipe_type.config_class, flags)
     if dry_run:
         raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
-    # Nothing else runs beside it, unlike in a launch.
+    # The tokenization has all cores: no other process of a launch runs beside this one.
     workers = config.preprocessing_num_workers or os.cpu_count() or 1
     return prepare_data(recipe_type(config), sources, workers)
 

@@ -24,7 +24,7 @@ from zerobook.launch.host_check import PATIENCE_S
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import inspect
 from zerobook.strategy.launch_plan import LaunchPlan
-from zerobook.training.recipe_file import RUNS, recipe_class
+from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import hub
 from zerobook.utils.host_memory import too_many_copies
 from zerobook.utils.terminal import console
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 USAGE = f"""zerobook doctor [--strategy NAME] [accelerate launch's flags] [recipes/NAME.py [its flags]]
 
-To read its flags, {RUNS}; nothing is trained.
+A recipe is Python code: it is run to read its flags, and nothing is trained.
 
   --json       print one JSON object: the strategy, notes and problems.
   --all_ranks  also meet the other machines of the launch, compare them with this one, and measure the links between them.

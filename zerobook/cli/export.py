@@ -38,7 +38,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--push", metavar="NAME", help="upload the folder to the hub as this repository, such as me/my-model")
     parser.add_argument("--private", action="store_true", help="with --push: a new repository is private")
     flags = parser.parse_args(arguments)
-    # Before the export, which takes minutes.
+    # Check the name before the export, which takes minutes.
     if flags.push:
         check_push(flags.push)
     elif flags.private:
@@ -68,7 +68,12 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def find_checkpoint(name: str, which: str | None) -> Path:
-    """Return ``name`` itself where it is an undamaged checkpoint, else the newest or the best of the run at ``name``."""
+    """Return ``name`` itself if it is an undamaged checkpoint; otherwise the newest or the best checkpoint of that run.
+
+    Args:
+        name: a checkpoint's folder, or a run's output_dir.
+        which: ``auto`` (the newest) or ``best``; None: the one from which the run itself makes its final model.
+    """
     path = Path(name).expanduser().absolute()
     if (path / store.MANIFEST).exists():
         reason = store.find_damage(path, thorough=True)
@@ -76,10 +81,11 @@ def find_checkpoint(name: str, which: str | None) -> Path:
             raise CheckpointError(reason)
         return path
     if which is None:
-        # The model that the run has written, or will write.
-        newest = store.list_complete(store.folder_of(path))[-1:]
-        final_models = [store.read_json(folder / "config.json")["config"].get("final_model") for folder in newest]
-        which = "best" if final_models == ["best"] else "auto"
+        which = "auto"
+        complete = store.list_complete(store.folder_of(path))
+        # The newest checkpoint has the setting with which the run goes on.
+        if complete and store.read_json(complete[-1] / "config.json")["config"].get("final_model") == "best":
+            which = "best"
     resolution = resolve_resume(path, which, thorough=True)
     for reason in resolution.skipped.values():
         say(f"  passed over: {reason}")

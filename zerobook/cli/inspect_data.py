@@ -38,22 +38,23 @@ def inspect(arguments: list[str]) -> int:
     flags = _parser().parse_args(arguments)
     encoder = _encoder(flags.model, flags.chat_template)
 
-    # Read the training data and the held-out data. A held-out file of the user replaces the held-out split of the dataset.
+    # Read the training data and the held-out data.
     splits = open_source(flags.file, config_name=flags.dataset_config_name)
-    split_use = splits.describe(uses_held_out=not flags.validation_file)
+    split_description = splits.describe(uses_held_out=not flags.validation_file)
     options: dict[str, Any] = {
         "length": flags.max_seq_length,
         "format": flags.format,
         "columns": {"text_column": flags.text_column, "summary_column": flags.summary_column},
     }
     train = examine(splits.train, encoder, rows=flags.samples, **options)
+    # A held-out file of the user replaces the held-out split of the dataset.
     held_out_source = open_held_out(flags.validation_file) if flags.validation_file else splits.held_out
     held_out = None
     if held_out_source is not None:
         held_out = examine(held_out_source, encoder, **options)
     held_out_count, shared_samples = _held_out_samples(splits, train, held_out, flags)
 
-    # Print what was found, with --json as one object on stdout, and notes on stderr.
+    # The findings go to stdout, and notes to stderr.
     if train.has_chats and encoder.has_default_template:
         say(describe_default_template(encoder.tokenizer), file=sys.stderr)
     if flags.json:
@@ -63,19 +64,15 @@ def inspect(arguments: list[str]) -> int:
         findings |= {
             "held_out_samples": held_out_count,
             "in_both": {"count": shared_samples.count, "first": shared_samples.first},
-            "splits": split_use,
+            "splits": split_description,
         }
         print(json.dumps(findings, indent=2, ensure_ascii=False))
     else:
-        if split_use:
-            say(f"{flags.file}: a run {split_use}")
-        _print_findings(train, flags.max_seq_length)
-        if held_out:
-            _print_findings(held_out, flags.max_seq_length)
-        elif held_out_count:
-            chosen_by = f"--validation_split_percentage {flags.validation_split_percentage}, --seed {flags.seed}"
-            say(f"{held_out_count:,} of the samples are held out ({chosen_by})")
-        _print_locations("held-out samples that are training samples too", shared_samples)
+        # The description begins with a verb: "trains on ..., holds out ...".
+        if split_description:
+            say(f"{flags.file}: a run {split_description}")
+        _print_text(train, held_out, held_out_count, shared_samples, flags)
+        # The first rows of the training data, as many as --samples says.
         rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
         show_rows(rows, encoder.tokenizer)
 
@@ -99,6 +96,19 @@ def _held_out_samples(
     if splits.train.lone_text:
         return 0, Locations()
     return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)
+
+
+def _print_text(
+    train: Examined, held_out: Examined | None, held_out_count: int, shared_samples: Locations, flags: argparse.Namespace
+) -> None:
+    """Print the findings about the training data, the held-out data, and the samples that are in both."""
+    _print_findings(train, flags.max_seq_length)
+    if held_out:
+        _print_findings(held_out, flags.max_seq_length)
+    elif held_out_count:
+        chosen_by = f"--validation_split_percentage {flags.validation_split_percentage}, --seed {flags.seed}"
+        say(f"{held_out_count:,} of the samples are held out ({chosen_by})")
+    _print_locations("held-out samples that are training samples too", shared_samples)
 
 
 def _warn_if_nothing_is_held_out(splits: Splits, train: Examined, held_out_count: int, flags: argparse.Namespace) -> None:

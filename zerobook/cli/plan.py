@@ -17,7 +17,6 @@ from zerobook.errors import ConfigError
 from zerobook.plan import formulas, table
 from zerobook.plan.failures import RATES, FailurePlan, plan_failures
 from zerobook.plan.hardware import Cluster, nearest
-from zerobook.training.recipe_file import RUNS
 from zerobook.utils.devices import find_device
 from zerobook.utils.shipped import find, names, shipped
 from zerobook.utils.terminal import console, say
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from zerobook.plan.advise import Advice, Candidate, Request
     from zerobook.plan.measure import Figure
 
-USAGE = f"""zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
+USAGE = """zerobook plan [hardware] MODEL | recipes/NAME.py [the recipe's flags]
 
 MODEL is a hub name, a folder, or a config.json; weights are not needed. It is planned with recipes/causal_lm.py, or
 recipes/seq2seq_chatbot.py for an encoder-decoder; to plan another recipe, name it and give its flags after it.
-To read its flags, {RUNS}; nothing is trained.
+A recipe is Python code: it is run to read its flags, and nothing is trained.
 
 examples:
   zerobook plan --gpus 8 --gpu a100-80gb meta-llama/Llama-2-7b-hf --mixed_precision bf16

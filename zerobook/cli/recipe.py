@@ -68,10 +68,10 @@ def recipe(argv: list[str]) -> int:
     cluster = described(flags)
     if flags.train_file and flags.dataset_name:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
-    # A path that cannot be written is refused before the planner, which takes longer.
+    # Check the path before planning, which takes longer. The default path is known only after it, and is checked there.
     if flags.output:
         _check_output(Path(flags.output))
-    # The weights are beside a config.json.
+    # Name the folder of a config.json: the weights are beside it.
     if Path(flags.model).name == "config.json":
         flags.model = str(Path(flags.model).parent)
     values = _fixed_values(flags, cluster)
@@ -85,11 +85,16 @@ def recipe(argv: list[str]) -> int:
         table.show_lines(advice.describe(cluster))
         return 1
     source, settings = _published(best.method, request.recipe.encoder_decoder)
+    # The QLoRA paper halves both for large models.
     if best.traced.model.parameters >= _LARGE_MODEL and "lora_r" in settings:
         settings |= {"lora_dropout": 0.05, "learning_rate": 1e-4}
+    # The planner's values replace the fixed ones, and the published settings replace both.
+    values = values | best.flags | settings
     # The chosen method may have another recipe. Leave out keys that this recipe does not have.
     known_keys = type(best.config).model_fields
-    values = {key: value for key, value in (values | best.flags | settings).items() if key in known_keys}
+    values = {key: value for key, value in values.items() if key in known_keys}
+
+    # Write the config.
     file = Path(flags.output or _default_name(flags.model, best.method, cluster))
     _check_output(file)
     launch_line = _launch_line(best, request, cluster, file)
@@ -97,6 +102,8 @@ def recipe(argv: list[str]) -> int:
     header = _header(best, source, cluster, flags, launch_line, limits)
     has_data = bool(flags.train_file or flags.dataset_name)
     file.write_text(_config_text(values, header, file, best, has_data=has_data), encoding="utf-8")
+
+    # Print the plan and the next commands.
     say(f"{best.traced.job.name}: {count(best.traced.model.parameters)} parameters, on {cluster.name}\n")
     notes = [("note", limit) for limit in limits]
     table.show_lines([*advice.describe(cluster), ("settings", source), *notes])
@@ -150,7 +157,7 @@ def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]
     else:
         key = "block_size" if flags.method in (None, "full") else "max_seq_length"
         values |= {key: flags.length or min(2048, positions or 2048), "packing": True}
-    # Round to the nearest.
+    # Round to the nearest integer.
     samples_per_rank = max(1, (flags.global_batch + cluster.ranks // 2) // cluster.ranks)
     values |= {
         "mixed_precision": cluster.half_precision,
@@ -273,9 +280,13 @@ def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[s
 
 
 def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: Path, best: Candidate, *, has_data: bool) -> str:
-    """Return the YAML with its header. If no data is named, the key of the data is a comment."""
+    """Return the YAML with its header.
+
+    Args:
+        has_data: the user has named the data. Otherwise ``planned_values`` has a placeholder, and the YAML has a comment.
+    """
     lines = [f"# {key + ':':<10} {value}" for key, value in header.items()]
-    # These have no part in the plan.
+    # These settings change neither the memory nor the time of a step, so the planner does not get them.
     values = {
         **planned_values,
         "num_train_epochs": 3,

@@ -41,10 +41,10 @@ def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBas
             text.append(piece, style="green" if is_supervised else "dim")
         out.print(Padding(text, (0, 0, 0, 2), expand=False))
     if out.is_terminal:
-        marks = "green"
+        appearance = "green"
     else:
-        marks = "between « and » (the same characters in the text are shown as \\xab and \\xbb)"
-    out.print(f"\nsupervised tokens are {marks}")
+        appearance = "between « and » (the same characters in the text are shown as \\xab and \\xbb)"
+    out.print(f"\nsupervised tokens are {appearance}")
 
 
 def print_histogram(lengths: np.ndarray) -> None:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, at_least: int = 0) -> torch.Tensor:
+def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, min_length: int = 0) -> torch.Tensor:
     """Pad sequences of ids on the right with ``fill``. Return int64 [rows, length].
 
-    The length is that of the longest sequence, at least ``at_least``, rounded up to a multiple of ``multiple``.
+    The length is that of the longest sequence, at least ``min_length``, rounded up to a multiple of ``multiple``.
     """
-    longest = max(at_least, *map(len, sequences))
+    longest = max(min_length, *map(len, sequences))
     batch = torch.full((len(sequences), -(-longest // multiple) * multiple), fill, dtype=torch.long)
     for row, ids in zip(batch, sequences, strict=True):
         row[: len(ids)] = torch.as_tensor(ids)
@@ -200,7 +200,7 @@ class PackedCollator:
             token of a row is then not supervised: no token of its sample predicts it.
         mask: dtype of a block-diagonal causal mask, for models that ignore the positions: torch.bool (True attends) or a
             floating dtype (0 attends, the lowest number does not).
-        at_least: pad every row to at least this many tokens. With the packs' capacity, all batches have one shape, and flex
+        min_length: pad every row to at least this many tokens. With the packs' capacity, all batches have one shape, and flex
             attention compiles once.
         lengths: add the `sequence_lengths`, for flash attention.
         no_cache: add a `NoCache`, with ``lengths`` only: the model then does not search for borders itself.
@@ -220,7 +220,7 @@ class PackedCollator:
     pad_to_multiple_of: int = 1
     flatten: bool = False
     mask: torch.dtype | None = None
-    at_least: int = field(default=0, kw_only=True)
+    min_length: int = field(default=0, kw_only=True)
     lengths: bool = field(default=False, kw_only=True)
     no_cache: bool = field(default=False, kw_only=True)
     supervised: bool = field(default=False, kw_only=True)
@@ -238,7 +238,7 @@ class PackedCollator:
         batch: dict[str, Any] = {}
         for key, padding_value in padding_values.items():
             arrays = [row[key] for row in rows]
-            batch[key] = padded(arrays, padding_value, multiple=self.pad_to_multiple_of, at_least=self.at_least)
+            batch[key] = padded(arrays, padding_value, multiple=self.pad_to_multiple_of, min_length=self.min_length)
         # Padding is a sample of its own, whose positions begin at 0.
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
@@ -287,9 +287,9 @@ def causal_collator(
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
     attention = str(cast("PreTrainedModel", model).config._attn_implementation)
-    # Flex attention is compiled again for every length.
-    at_least = length if attention == "flex_attention" else 0
-    return PackedCollator(tokenizer.pad_token_id, multiple, "flash" in attention, at_least=at_least)
+    # Flex attention is compiled anew for each length, so all batches get one length.
+    min_length = length if attention == "flex_attention" else 0
+    return PackedCollator(tokenizer.pad_token_id, multiple, flatten="flash" in attention, min_length=min_length)
 
 
 class DecoderInput:
@@ -367,7 +367,7 @@ class Seq2SeqCollator:
         self.target_length = target_length
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        labels = padded([row["labels"] for row in rows], IGNORE, multiple=self.multiple, at_least=self.target_length)
+        labels = padded([row["labels"] for row in rows], IGNORE, multiple=self.multiple, min_length=self.target_length)
         return {
             **self.sources(rows),
             "labels": labels,
@@ -377,5 +377,5 @@ class Seq2SeqCollator:
     def sources(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return only ``input_ids`` and ``attention_mask``, the inputs of generation."""
         ids = [row["input_ids"] for row in rows]
-        batch = padded(ids, self.pad_token_id, multiple=self.multiple, at_least=self.source_length)
+        batch = padded(ids, self.pad_token_id, multiple=self.multiple, min_length=self.source_length)
         return {"input_ids": batch, "attention_mask": attention_mask(ids, batch.size(1))}

@@ -116,15 +116,15 @@ def _size(row: object) -> int:
 def detect(
     chunk: Chunk, columns: dict[str, str | None], encoder_formats: Mapping[str, formats.Format], *, skip: bool = False
 ) -> str:
-    """Return the format of the first readable sample.
+    """Return the format of the first sample that is an object, and not a broken line or a bare value.
 
     Args:
-        columns: the columns of a pair that the user named.
+        columns: the names of the source and the target column, where the user gave them.
         encoder_formats: the formats of the encoder.
-        skip: try the next sample if one fits no format. If none fits, the error is that of the first one.
+        skip: if the sample fits no format, try the next one. If none fits, the error is that of the first one.
 
     Raises:
-        DataError: there is no readable sample, or its columns fit no format.
+        DataError: no sample is an object, or its columns fit no format.
     """
     first_error: DataError | None = None
     for _, raw in chunk:

@@ -95,7 +95,11 @@ class ControlTokens:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bool = False) -> list[np.ndarray]:
-    """Return int32 ids of each text, without tokens around it. ``plain``: read names of special tokens as characters."""
+    """Return int32 ids of each text, without the BOS and EOS that the tokenizer may add.
+
+    Args:
+        plain: a name of a special token in a text, such as ``</s>``, is tokenized like other text.
+    """
     if tokenizer.is_fast:
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = plain

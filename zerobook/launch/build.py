@@ -288,6 +288,7 @@ def _has_wandb_key() -> bool:
 
     if os.environ.get("WANDB_API_KEY"):
         return True
+    # wandb login writes the key into ~/.netrc.
     try:
         return any("wandb" in host for host in netrc().hosts)
     except (OSError, NetrcParseError):

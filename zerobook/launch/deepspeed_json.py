@@ -273,7 +273,7 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
     """Add problems for ops that the config needs and this machine cannot compile: ``missing`` says why. Call after `fill`."""
-    for op in ops.needed(plan):
+    for op in ops.needed_ops(plan):
         if op in missing:
             section = "optimizer.params" if op == "fused_adam" else "zero_optimization"
             plan.problems.append(
@@ -496,9 +496,9 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
         return
     params = section.setdefault("params", {})
     keys = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
-    for leaf, key in keys.items():
-        _copy_or_compare(plan, f"optimizer.params.{leaf}", params.get(leaf, "auto"), key, draft)
-        params[leaf] = getattr(draft.config, key)
+    for parameter, key in keys.items():
+        _copy_or_compare(plan, f"optimizer.params.{parameter}", params.get(parameter, "auto"), key, draft)
+        params[parameter] = getattr(draft.config, key)
     if params.get("amsgrad") is False:
         # False is the default. True is not supported, see below.
         del params["amsgrad"]

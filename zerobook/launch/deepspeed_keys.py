@@ -168,13 +168,13 @@ def check_shapes(config: dict[str, Any], file: str) -> list[str]:
     """Return a problem for each section that is not an object and each size that is not a number. Remove it from ``config``."""
     problems = []
     for dotted in OBJECTS:
-        *parents, leaf = dotted.split(".")
+        *parents, last_key = dotted.split(".")
         section: Any = config
         for key in parents:
             section = section.get(key, {}) if isinstance(section, dict) else {}
-        if not isinstance(section, dict) or leaf not in section or isinstance(section[leaf], dict):
+        if not isinstance(section, dict) or last_key not in section or isinstance(section[last_key], dict):
             continue
-        value = section.pop(leaf)
+        value = section.pop(last_key)
         # null means that the section is not there.
         if value is not None:
             problems.append(f"{file}: {dotted} is {json.dumps(value)}, expected an object of settings.")

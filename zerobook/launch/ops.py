@@ -216,23 +216,24 @@ def _is_installed(op: str) -> bool:
     return any(folder.glob(f"*/{op}_op*.so"))
 
 
-def needed(plan: LaunchPlan) -> list[str]:
+def needed_ops(plan: LaunchPlan) -> list[str]:
     """Return the ops that a run will load."""
     ops = []
     if plan.device == "cpu" and plan.world_size > 1:
         ops.append("shm_comm")
     devices = {plan.offload_optimizer, plan.offload_param}
-    # DeepSpeed takes torch's pinned buffers unless it is told otherwise.
+    # DeepSpeed takes pinned buffers from torch, or from its own op if this variable says so.
     pins_by_op = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"
-    # async_io takes its buffers from pin_memory.
+    # async_io always takes its buffers from pin_memory.
     if "nvme" in devices or (pins_by_op and devices != {"none"}):
         ops.append("pin_memory")
     if "nvme" in devices:
         ops.append("async_io")
-    # Offloaded weights are stepped on the CPU, whatever the section says.
     section = (plan.deepspeed_config or {}).get("optimizer") or {}
+    # With an offloaded optimizer, DeepSpeed's CPU Adam updates the weights, whether or not the JSON has a section.
     if plan.offload_optimizer != "none" and plan.optimizer == "adamw":
         ops.append("cpu_adam")
+    # DeepSpeed makes its fused Adam by such a section. Without a section, the run passes an optimizer to DeepSpeed.
     elif section and not section.get("params", {}).get("torch_adam"):
         ops.append("fused_adam")
     return ops
@@ -249,7 +250,7 @@ def compile_needed(plan: LaunchPlan) -> None:
     Raises:
         ConfigError: an op cannot be compiled.
     """
-    absent = [op for op in needed(plan) if not _is_compiled(op) and not _is_installed(op)]
+    absent = [op for op in needed_ops(plan) if not _is_compiled(op) and not _is_installed(op)]
     if not absent:
         return
     for op, outcome in compile_ops(absent):

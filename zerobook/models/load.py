@@ -623,7 +623,12 @@ def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], ch
 def _from_pretrained(
     kind: Any, name: str, key: str, options: dict[str, Any], errors: tuple[type[Exception], ...] = (Exception,)
 ) -> Any:
-    """Load a config, a tokenizer or a model; by default, any error means that its files cannot be read."""
+    """Load a config, a tokenizer or a model.
+
+    Args:
+        key: the flag that gave the name, for the message.
+        errors: errors that mean that the files cannot be read, and become a `ConfigError`. Others keep their traceback.
+    """
     # A host without a network fails here in seconds; the hub's client would try for minutes.
     hub.check_reachable(name, options.get("revision") or "main")
     try:
@@ -631,7 +636,7 @@ def _from_pretrained(
     except errors as error:
         lines = str(error).strip().splitlines() or ["no reason given"]
         reason = lines[0]
-        # Such as KeyError, whose text is a key alone.
+        # Other errors may say little by their text: that of a KeyError is the key alone. So the type is named, too.
         if not isinstance(error, FILE_ERRORS):
             reason = f"{type(error).__name__}: {reason}"
         if Path(name).exists():

@@ -51,9 +51,9 @@ class Loaded:
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Return the positions of a transformers config; None if the architecture sets no limit (T5's relative ones)."""
-    # T5's n_positions is what it was trained on; its relative bias limits nothing.
+    """Return the maximum number of positions in a transformers config; None if the architecture sets no limit."""
     config = text_config(config)
+    # T5 has relative positions, which work for any length. Its n_positions is the length that it was trained with.
     if getattr(config, "relative_attention_num_buckets", None):
         return None
     for key in ("max_position_embeddings", "n_positions", "max_target_positions"):

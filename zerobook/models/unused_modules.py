@@ -69,13 +69,13 @@ def unused_modules(model: PreTrainedModel) -> list[str]:
 def _is_unused(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
     from transformers import PreTrainedModel
 
-    leaf = path.rpartition(".")[2]
-    if leaf in (*_FOR_OTHER_INPUTS, *_UNUSED):
+    name = path.rpartition(".")[2]
+    if name in (*_FOR_OTHER_INPUTS, *_UNUSED):
         return True
     if model.config.is_encoder_decoder:
         return isinstance(module, PreTrainedModel) and not _reads_text(module)
     if not getattr(model.config, "add_cross_attention", False):
-        if leaf in _CROSS_ATTENTION:
+        if name in _CROSS_ATTENTION:
             return True
         # Mllama leaves out the layers that attend to an image alone.
         if hasattr(module, "cross_attn") and not hasattr(module, "self_attn"):

@@ -70,7 +70,7 @@ class Repetition:
         return self.start + (RUN_PERIODS - 1) * self.period + self.skipped
 
     @property
-    def run(self) -> list[int]:
+    def indexes_to_run(self) -> list[int]:
         """Indexes of the parts that run."""
         skipped = range(self.resumes - self.skipped, self.resumes)
         return [index for index in range(self.count) if index not in skipped]
@@ -161,18 +161,22 @@ def _describe_layers(layers: nn.ModuleList, config: Any) -> list[Any]:
 
 @contextmanager
 def keep_few(model: nn.Module, repetitions: Iterable[Repetition]) -> Iterator[None]:
-    """Let the lists of layers hold only the layers that run, with indexes from 0 on."""
-    complete = []
+    """Return a context in which each list of layers holds only the layers that run.
+
+    They are numbered from 0 on, as an nn.ModuleList requires.
+    """
+    # (a list of layers, all of its layers by their indexes)
+    originals: list[tuple[Any, dict[str, nn.Module | None]]] = []
     try:
         for repetition in repetitions:
             layers: Any = model.get_submodule(repetition.name)
-            complete.append((layers, layers._modules))
-            running = [layers[index] for index in repetition.run]
+            originals.append((layers, layers._modules))
+            running = [layers[index] for index in repetition.indexes_to_run]
             layers._modules = {str(index): layer for index, layer in enumerate(running)}
         yield
     finally:
-        for layers, modules in complete:
-            layers._modules = modules
+        for layers, all_layers in originals:
+            layers._modules = all_layers
 
 
 class UnequalPartsError(ValueError):
@@ -198,7 +202,7 @@ def extend(pieces: list[Piece], repetitions: Iterable[Repetition]) -> list[Piece
             # A chunk has no backward pass of its own, nor have layers in an evaluation.
             if backward and not positions:
                 continue
-            if set(positions) != set(repetition.run):
+            if set(positions) != set(repetition.indexes_to_run):
                 raise UnequalPartsError(f"{repetition.name}: not every part begins once")
             pieces = _insert_skipped(pieces, repetition, positions, backward=backward)
     return pieces

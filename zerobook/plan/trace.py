@@ -166,7 +166,7 @@ class StorageCounter(TorchDispatchMode):
         starts = range(0, positions, chunk_length)
         chunks = Repetition(f"chunks {len(self.chunks)}", 0, 1, len(starts))
         self.chunks.append(chunks)
-        for position, index in enumerate(chunks.run):
+        for position, index in enumerate(chunks.indexes_to_run):
             self.mark(Mark(chunks.name, position))
             yield starts[index]
 
@@ -185,13 +185,16 @@ class StorageCounter(TorchDispatchMode):
     def count(self, tensor: torch.Tensor) -> None:
         """Count ``tensor``'s storage, once, for as long as it lives."""
         storage = tensor.untyped_storage()
+        # The address of torch's own storage: each call of untyped_storage makes another Python object.
         key = storage._cdata
         size = storage.nbytes()
         if key in self._excluded or key in self._counted or not size:
             return
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._counted[key] = weakref.ref(storage, lambda _: self._forget(key, size)), self.pieces[-1]
+        # A storage that is freed is no longer alive: the reference calls this function then.
+        reference = weakref.ref(storage, lambda _: self._forget(key, size))
+        self._counted[key] = (reference, self.pieces[-1])
 
     def _forget(self, key: int, size: int) -> None:
         if self._counted.pop(key, None) is not None:
@@ -525,7 +528,7 @@ def _record_visits(model: nn.Module, counter: StorageCounter, repetitions: Seque
     """Register hooks that add the visits of all modules to ``counter``."""
     marks = {}
     for repetition in repetitions:
-        for index in range(len(repetition.run)):
+        for index in range(len(repetition.indexes_to_run)):
             marks[f"{repetition.name}.{index}"] = Mark(repetition.name, index)
     if counter.shortens:
         counter.hooks.append(model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True))

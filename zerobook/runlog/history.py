@@ -151,12 +151,13 @@ class History:
                 effects.append(later)
         return effects
 
-    def starts(self) -> dict[int, tuple[int, Event]]:
+    def branch_starts(self) -> dict[int, tuple[int, Event]]:
         """Return branch -> (the step it starts from, the event that started it)."""
         starts: dict[int, tuple[int, Event]] = {}
         for event in self.events:
+            # A rollback starts its branch when it is done, and not when it is decided.
             is_rollback = event["type"] == "rollback" and event.get("phase") == "outcome"
-            # A resume that does no step again stays in its branch, whose first start counts.
+            # A resume that does no step a second time continues its branch. The first start of a branch is its start.
             if (event["type"] == "run_start" or is_rollback) and event["branch"] not in starts:
                 starts[event["branch"]] = (event["step"], event)
         return starts
@@ -166,7 +167,7 @@ class History:
         last_step = float("inf")
         last_current_steps = {}
         # From the newest branch to the oldest: a branch ends where any later one began.
-        for branch, (start, _) in sorted(self.starts().items(), reverse=True):
+        for branch, (start, _) in sorted(self.branch_starts().items(), reverse=True):
             last_current_steps[branch] = last_step
             last_step = min(last_step, start)
         return last_current_steps
@@ -183,7 +184,7 @@ class History:
             ends[event["branch"]] = event["steps"][1]
         last_steps = self.last_current_steps()
         branches = []
-        for number, (start, event) in sorted(self.starts().items()):
+        for number, (start, event) in sorted(self.branch_starts().items()):
             end = ends.get(number, start)
             is_first = event["type"] == "run_start" and not event.get("step") and number == 0
             branches.append(
@@ -266,7 +267,7 @@ def time_spent(history: History) -> TimeSpent:
     # The wall clock may have been set back, so no time is below 0.
     spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
     last_current_step = history.last_current_steps()
-    starts = history.starts()
+    starts = history.branch_starts()
     # Monotonic time at which the present block of steps began; None between two attempts.
     block_start: float | None = None
     # Evaluations and saves are written within the block of steps in which they took place.

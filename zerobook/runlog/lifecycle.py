@@ -202,7 +202,7 @@ def last_words(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]
         raise
 
 
-def hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: str) -> None:
+def log_hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: str) -> None:
     """Write that this process ends because a rank blocks the run: rank 0 into the log, another rank into a file.
 
     Args:

@@ -327,15 +327,15 @@ def _hide_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     import torch.distributed as dist
 
     hidden = list(owners_of_buffers(model))
-    for _, module, leaf in hidden:
-        buffer = getattr(module, leaf)
+    for _, module, buffer_name in hidden:
+        buffer = getattr(module, buffer_name)
         value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         # Only rank 0 has a value for a buffer that the file lacks.
         dist.broadcast(value, src=0)
-        setattr(module, leaf, value)
-        module._non_persistent_buffers_set.add(leaf)
+        setattr(module, buffer_name, value)
+        module._non_persistent_buffers_set.add(buffer_name)
     try:
         yield
     finally:
-        for _, module, leaf in hidden:
-            module._non_persistent_buffers_set.discard(leaf)
+        for _, module, buffer_name in hidden:
+            module._non_persistent_buffers_set.discard(buffer_name)

@@ -32,21 +32,22 @@ def parameter_groups(
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, buffer) of the buffers that a model's saved state holds, such as BART's ``final_logits_bias``.
 
-    Of a model with adapters these are the adapters' own: its base is frozen, and comes from the model that the config names.
+    Of a model with adapters, only the adapters' buffers: the base is frozen, and its buffers are loaded with it.
     """
-    adapts = hasattr(model, "peft_config")
-    for name, module, leaf in owners_of_buffers(model):
-        if not adapts or ".lora_" in name:
-            yield unwrapped_name(name), getattr(module, leaf)
+    has_adapters = hasattr(model, "peft_config")
+    for name, module, buffer_name in owners_of_buffers(model):
+        # LoRA under PiSSA is the only adapter with buffers: they hold the initial weights.
+        if not has_adapters or ".lora_" in name:
+            yield unwrapped_name(name), getattr(module, buffer_name)
 
 
 def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name, module that holds it, its name there) of each buffer that belongs to the state dict."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
-                yield prefix + leaf, module, leaf
+        for buffer_name, buffer in module._buffers.items():
+            if buffer is not None and buffer_name not in module._non_persistent_buffers_set:
+                yield prefix + buffer_name, module, buffer_name
 
 
 def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -70,7 +70,7 @@ class Evaluator:
         if not self.data.held_out and not self.scorers:
             return None
         start = time.monotonic()
-        # Without dropout.
+        # Turn off dropout.
         strategy.model.eval()
         # Scorers generate texts, and transformers cannot do so with the routers' outputs.
         with router_outputs_off(strategy.unwrapped):
@@ -87,7 +87,7 @@ class Evaluator:
             metrics: dict[str, float] = {}
             samples: list[dict[str, Any]] = []
             for scorer in self.scorers:
-                new_metrics, table = scorer(strategy, strategy.model, step)
+                new_metrics, scorer_samples = scorer(strategy, strategy.model, step)
                 duplicates = metrics.keys() & new_metrics.keys()
                 if duplicates:
                     raise ConfigError(
@@ -95,7 +95,7 @@ class Evaluator:
                         "scorer names of its own."
                     )
                 metrics |= new_metrics
-                samples += table
+                samples += scorer_samples
         strategy.model.train()
         # Forward passes without a backward pass can leave weights gathered. Collective.
         strategy.release_gathered_parameters()

@@ -17,8 +17,6 @@ from zerobook.utils.shipped import find, names, shipped
 if TYPE_CHECKING:
     from zerobook.training.recipe import Recipe
 
-RUNS = "a recipe is Python code, and it is run"
-"""A clause in the help texts of commands."""
 _RUN = "zerobook.training.run"
 
 

@@ -25,7 +25,7 @@ from zerobook.models.load import pin_rotary
 from zerobook.models.save import bytes_of_result
 from zerobook.models.whole_rows import check_split
 from zerobook.objective import Objective
-from zerobook.runlog.lifecycle import hang
+from zerobook.runlog.lifecycle import log_hang
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.training import resume
@@ -166,6 +166,6 @@ def make_timetable(
 
 def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int, clock: DeviceClock | None) -> None:
     """Let the watch write into the runlog that a rank blocks the run, and follow the device where there is a clock of it."""
-    watch.report = lambda verdict, text: hang(log, config.output_dir, rank, describe(verdict), text)
+    watch.report = lambda verdict, text: log_hang(log, config.output_dir, rank, describe(verdict), text)
     if clock is not None:
         watch.locate = clock.locate
