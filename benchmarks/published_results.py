@@ -27,7 +27,7 @@ from zerobook.plan import formulas  # noqa: E402
 from zerobook.plan.failures import plan_failures  # noqa: E402
 from zerobook.plan.hardware import Cluster, cluster  # noqa: E402
 from zerobook.plan.job import make_job  # noqa: E402
-from zerobook.plan.rows import Row, launch_plan, plan_row  # noqa: E402
+from zerobook.plan.rows import Row, plan_row, resolve_launch_plan  # noqa: E402
 from zerobook.plan.sharding import sharding_spec  # noqa: E402
 from zerobook.plan.state_bytes import count_states  # noqa: E402
 from zerobook.plan.traced_job import TracedJob  # noqa: E402
@@ -171,7 +171,7 @@ def estimator() -> Iterator[Result]:
         traced = _make("seq2seq_chatbot", file, mixed_precision="bf16")
     sources = ConfigSources(dict.fromkeys(type(traced.job.config).model_fields, "default"))
     for strategy, gib in printed.items():
-        plan = launch_plan(ROOT / "accelerate_configs" / f"{strategy}.yaml", where, traced.job.config, sources)
+        plan = resolve_launch_plan(ROOT / "accelerate_configs" / f"{strategy}.yaml", where, traced.job.config, sources)
         states = count_states(traced.model, sharding_spec(plan, traced.job.model_config, 8)).device.total
         what = f"T5-3B, 8 GPUs, {strategy}: states on a GPU"
         yield Result(what, "GiB", gib, states / GIB, source, reasons.get(strategy, ""))

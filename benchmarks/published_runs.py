@@ -33,7 +33,7 @@ from zerobook.plan.gather_schedule import Gathers, follow_gathers  # noqa: E402
 from zerobook.plan.hardware import Cluster, cluster  # noqa: E402
 from zerobook.plan.job import Job, make_job  # noqa: E402
 from zerobook.plan.roofline import StepSeconds, step_seconds  # noqa: E402
-from zerobook.plan.rows import launch_plan  # noqa: E402
+from zerobook.plan.rows import resolve_launch_plan  # noqa: E402
 from zerobook.plan.sharding import ShardingSpec, sharding_spec  # noqa: E402
 from zerobook.plan.state_bytes import ModelWeights  # noqa: E402
 from zerobook.plan.traced_job import trace_job  # noqa: E402
@@ -371,7 +371,7 @@ def resolve_run(run: PublishedRun, where: Cluster) -> tuple[Job, LaunchPlan, Sha
     file = ROOT / "accelerate_configs" / f"{STRATEGY_FILES.get(strategy, strategy.replace('-', '_'))}.yaml"
     with tempfile.TemporaryDirectory() as folder:
         job, sources = run.make_job(Path(folder))
-        plan = launch_plan(file, where, job.config, sources)
+        plan = resolve_launch_plan(file, where, job.config, sources)
         if plan.problems:
             raise UnplannedRunError(plan.problems[0])
         return job, plan, sharding_spec(plan, job.model_config, min(where.gpus, plan.world_size)), job.weights()

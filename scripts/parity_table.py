@@ -13,7 +13,7 @@ from typing import Any
 
 from zerobook.config import ConfigSources
 from zerobook.plan.hardware import cluster, processor
-from zerobook.plan.rows import launch_plan
+from zerobook.plan.rows import resolve_launch_plan
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.versions import versions
 
@@ -165,7 +165,7 @@ def quantised(measured: list[dict[str, Any]]) -> tuple[list[list[str]], list[str
         for case, flags in BASES.items():
             config = kind(model_name_or_path="NAME", dataset_name="NAME", **flags)
             sources = ConfigSources(dict.fromkeys(kind.model_fields, "default"))
-            plan = launch_plan(file, cluster(gpus="4", gpu="a100-80gb"), config, sources)
+            plan = resolve_launch_plan(file, cluster(gpus="4", gpu="a100-80gb"), config, sources)
             problems = [problem.replace(plan.name, "this strategy", 1) for problem in plan.problems]
             measure = found.get((file.stem, case))
             reference = next((r["held"][1] for (_, name), r in found.items() if name == case), None)

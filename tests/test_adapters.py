@@ -20,7 +20,7 @@ from zerobook.launch.resolve import Hardware, resolve
 from zerobook.models.adapters import Method, add_adapter, continue_adapter, save_adapter
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import make_job
-from zerobook.plan.rows import launch_plan
+from zerobook.plan.rows import resolve_launch_plan
 from zerobook.plan.sharding import sharding_spec
 from zerobook.plan.state_bytes import count_states
 from zerobook.strategy.weights import persistent_buffers
@@ -80,7 +80,7 @@ def test_a_half_precision_base_trains_like_an_fp32_one_and_is_planned(flags, tmp
         model = planned.weights()
         sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
         where = cluster(gpus="1", gpu="a100-80gb")
-        spreads = sharding_spec(launch_plan(SINGLE, where, config, sources), planned.model_config)
+        spreads = sharding_spec(resolve_launch_plan(SINGLE, where, config, sources), planned.model_config)
         held = asdict(count_states(model, spreads).live)
         assert run.event("memory")["per_rank_bytes"] == [held]
         frozen = {weight.element_bytes for weight in model.weights if not weight.trained}
@@ -102,7 +102,7 @@ def test_a_half_precision_base_is_spread(launches, strategy):
     config = LoraConfig(**run.event("run_start")["config"])
     planned, where = make_job(LoraFinetune(config)), cluster(gpus="2", gpu="a100-80gb")
     sources = ConfigSources(dict.fromkeys(LoraConfig.model_fields, "default"))
-    spreads = sharding_spec(launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
+    spreads = sharding_spec(resolve_launch_plan(SINGLE.with_stem(strategy), where, config, sources), planned.model_config)
     held = [asdict(count_states(planned.weights(), spreads, rank).live) for rank in range(2)]
     assert run.event("memory")["per_rank_bytes"] == held
 

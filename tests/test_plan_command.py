@@ -21,7 +21,7 @@ from zerobook.plan import formulas
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import read_config
 from zerobook.plan.memory import DeviceBytes, PeakMemory
-from zerobook.plan.rows import Row, check_limits, count_checkpoints, launch_plan, rank_rows
+from zerobook.plan.rows import Row, check_limits, count_checkpoints, rank_rows, resolve_launch_plan
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import SavedTensors
 from zerobook.training.recipe_file import recipe_class
@@ -77,7 +77,7 @@ def test_one_process_has_ddps_buckets_on_a_cpu_alone():
     sources = ConfigSources(dict.fromkeys(type(made_job.config).model_fields, "default"))
     gpu = cluster(gpus="1", gpu="a100-80gb")
     for where, kind in ((gpu, "single"), (replace(gpu, gpus=2), "ddp"), (replace(gpu, cpu=True), "ddp")):
-        assert sharding_spec(launch_plan(ddp, where, made_job.config, sources), made_job.model_config).kind == kind
+        assert sharding_spec(resolve_launch_plan(ddp, where, made_job.config, sources), made_job.model_config).kind == kind
 
 
 def test_the_papers_figures_stand_beside_what_is_counted(tiny, capsys):

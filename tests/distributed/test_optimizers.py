@@ -10,7 +10,7 @@ from tests.harness import ROOT, launch
 from zerobook.config import ConfigSources
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import make_job
-from zerobook.plan.rows import launch_plan
+from zerobook.plan.rows import resolve_launch_plan
 from zerobook.plan.sharding import sharding_spec
 from zerobook.plan.state_bytes import count_states
 
@@ -58,7 +58,7 @@ def assert_planned(run, strategy, processes):
     planned, where = make_job(CausalLM(config)), cluster(gpus=str(processes), gpu="a100-80gb")
     sources = ConfigSources(dict.fromkeys(type(config).model_fields, "default"))
     file = ROOT / "accelerate_configs" / f"{strategy}.yaml"
-    spreads = sharding_spec(launch_plan(file, where, config, sources), planned.model_config)
+    spreads = sharding_spec(resolve_launch_plan(file, where, config, sources), planned.model_config)
     held = [count_states(planned.weights(), spreads, rank).live.optimizer for rank in range(processes)]
     assert [rank["optimizer"] for rank in run.event("memory")["per_rank_bytes"]] == held
 

@@ -125,6 +125,7 @@ def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
             f"{complete[-1].name}. With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to "
             "resume from those, or another --output_dir."
         )
+    # A folder with only damaged or abandoned checkpoints is that of another run, too.
     problem = none_usable(output_dir)
     if problem is not None:
         raise CheckpointError(problem)

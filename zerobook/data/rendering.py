@@ -69,13 +69,15 @@ def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> C
     where = "--chat_template" if override else "the tokenizer's chat template"
     try:
         source = tokenizer.get_chat_template(override)
-        # Jinja computes constant expressions when it compiles, and Python limits how deeply blocks are nested.
+        # Jinja computes constant expressions when it compiles, so a template can take much memory or time here already.
         with template_memory(), template_time():
             _compile(source)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{where}: not valid Jinja, line {error.lineno}: {error.message}.") from None
+    # Jinja makes Python of it, which limits how deeply blocks are nested.
     except SyntaxError as error:
         raise ConfigError(f"{where}: Python cannot compile it: {error.msg}.") from None
+    # The tokenizer has several templates, and none of them is the default.
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
     if override is None and _TOOL_TEMPLATE in _named_templates(tokenizer):

@@ -105,7 +105,7 @@ def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[s
         return []
     names_in_module = vars(import_module(model.__module__))
     layers = ",".join(sorted(model._no_split_modules or ()))
-    # Variable -> (the key that sets it, the layers that are wrapped without it).
+    # Environment variable -> (the key that sets it, the layers that are used if the key is not set).
     keys = {
         "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp_config.fsdp_transformer_layer_cls_to_wrap", layers),
         "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed_config.deepspeed_moe_layer_cls_names", ""),
@@ -114,8 +114,8 @@ def unfit_layers(environ: Mapping[str, str], facts: Mapping[str, Any]) -> list[s
     for variable, (key, default) in keys.items():
         for name in map(str.strip, environ.get(variable, "").split(",")):
             if name and name not in names_in_module:
-                instead = f", which then is {default}" if default else ""
-                problems.append(f"{key}: {name}: {model.__name__} has no such layer. Remove the key{instead}.")
+                without_key = f", which then is {default}" if default else ""
+                problems.append(f"{key}: {name}: {model.__name__} has no such layer. Remove the key{without_key}.")
     return problems
 
 

@@ -348,10 +348,10 @@ def _check_gpus(launch: LaunchDraft) -> None:
     gpus_seen = counted(gpu_count, "GPU")
     local_rank = int(environ["LOCAL_RANK"])
     local_processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    # Under srun without torchrun, Slurm's own variables say how many processes this node has. All ranks have to say the same:
-    # one that went on would wait for the others.
+    # Under srun without torchrun, Slurm's variables say how many processes this node has. All of them have to find the same
+    # problem: a process that found none would wait for the others.
     if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:
-        # The form is 8, or 8(x2) for two nodes of 8.
+        # The value is 8, or 8(x2) for two nodes of 8 processes each. Nodes with different numbers have another form.
         tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
         tasks_of_node = int(tasks[1]) if tasks else 1
         local_processes = max(local_processes, local_rank + 1, tasks_of_node)

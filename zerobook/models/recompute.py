@@ -136,11 +136,13 @@ class _Save(TorchDispatchMode):
         schema = func._schema
         name = schema.name
         if name in self.saved.operations:
+            # None keeps the order of the results: this operation is to run again.
             saved_result = None
             if self.saved.is_worth_saving(name, args, result):
-                # With a graph, what is saved would keep itself alive.
+                # Leave out the graph: it refers to the checkpoint, which refers to this result, and none would be freed.
                 saved_result = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.saved.results[name].append(saved_result)
+        # A result that a later operation changes in place has to be computed again.
         elif schema.is_mutable:
             for argument, value in zip(schema.arguments, args, strict=False):
                 if argument.is_write and isinstance(value, torch.Tensor):

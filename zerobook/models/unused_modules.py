@@ -98,7 +98,7 @@ def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module is not model and module.config is text:
             inner.append(module)
-    # Without a text model that can be told from the others, all modules count as used.
+    # If no text model can be told from the other parts, yield the complete model, so that all of its modules count as used.
     yield from inner or [model]
     output = model.get_output_embeddings()
     if output is not None:

@@ -436,24 +436,30 @@ class Detector:
         return []
 
     def _judge(self, excursion: Excursion, point: Point, *, at_end: bool = False) -> list[Finding]:
-        """Judge an excursion after the patience: coming back, a new level, damage or divergence."""
+        """Judge an excursion after the patience: coming back, a new level, damage or divergence.
+
+        Args:
+            at_end: the log ends here, so judge it even if the patience is not over.
+        """
         base = excursion.base
         losses = excursion.losses
         count = len(losses)
         if count < self.settings.patience * (1 + excursion.extended) and not at_end:
             return []
-        # Medians of three, so that a single point does not decide.
+        # Compare medians of three losses, so that a single one does not decide.
         medians = [median(losses[first : first + 3]) for first in range(max(1, count - 2))]
         top = max(medians)
         late = median(losses[-3:])
+        # The share of the rise by which the loss has come down again.
         regained = (top - late) / (top - base)
-        # Nearly back: wait for another patience.
+        # The loss is nearly back. Wait for another patience, at most three times.
         if regained >= 2 / 3 and excursion.extended < 3:
             excursion.extended += 1
             return []
 
         if self._begins_again(excursion):
             return [self._reset(excursion, point)]
+        # The loss stays high for a harmless reason.
         cause = self._cause_of_step(excursion, late)
         if regained < 0.5 and cause is not None:
             self._close(losses[-self.settings.level_points :])
@@ -465,6 +471,7 @@ class Detector:
             excursion.judge("damage")
             reason = f"{count} points after step {excursion.onset} the loss is {late:.4g}; before, it was {base:.4g}"
             return [self._finding_of("damage", point, excursion, reason)]
+        # The loss is not coming down.
         excursion.judge("divergence")
         reason = f"from {base:.4g} to {late:.4g} in {count} points, and not coming down"
         return [self._finding_of("divergence", point, excursion, reason)]

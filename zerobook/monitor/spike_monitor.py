@@ -121,15 +121,15 @@ class SpikeMonitor:
 
     def _expect_raised_rate(self, point: Point) -> None:
         """Announce an event if the schedule raises the learning rate, such as at a warm restart."""
-        rates = self.detector.rates[-1:]
+        rate = point.learning_rate
         # In its first steps a new run is in its warm-up, which is no event.
         is_new = self.detector.seen < self.settings.level_points
-        # A rate above the peak is not one of the schedule, and may do harm. So it is not announced.
-        if is_new or point.learning_rate is None or not rates or point.learning_rate > self._peak_rate:
+        if is_new or rate is None or not self.detector.rates:
             return
-        if point.learning_rate <= RAISED_RATE * rates[0]:
-            return
-        self.expected.add(point.step, f"the learning rate was raised from {rates[0]:.3g} to {point.learning_rate:.3g}")
+        last_rate = self.detector.rates[-1]
+        # A rate above the schedule's peak may do harm, so it is not announced.
+        if RAISED_RATE * last_rate < rate <= self._peak_rate:
+            self.expected.add(point.step, f"the learning rate was raised from {last_rate:.3g} to {rate:.3g}")
 
     def _explain(self, finding: Finding, point: Point) -> Finding:
         """Return the finding, with the announced event that may have caused it.

@@ -15,7 +15,7 @@ from zerobook.plan.gather_schedule import follow_gathers
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import Job
 from zerobook.plan.memory import peak_memory
-from zerobook.plan.rows import launch_plan
+from zerobook.plan.rows import resolve_launch_plan
 from zerobook.plan.sharding import sharding_spec
 from zerobook.plan.state_bytes import count_states
 from zerobook.plan.trace import Trace, trace_step
@@ -79,7 +79,7 @@ def measure(
         limit_s: seconds that the run may take, including its start.
     """
     try:
-        plan = launch_plan(file, cluster, job.config, sources)
+        plan = resolve_launch_plan(file, cluster, job.config, sources)
     except ConfigError as error:
         return Measurement(file.stem, cluster.ranks, failure=error.problems[0])
     measurement = Measurement(file.stem, plan.world_size)

@@ -111,9 +111,10 @@ def launch_flags(file: str, cluster: Cluster, *, machine_rank: str, address: str
     return flags
 
 
-def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
-    """Resolve a strategy file for a cluster, which may be another than this machine. The plan's ``problems`` list
-    disagreements.
+def resolve_launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: ConfigSources) -> LaunchPlan:
+    """Resolve a strategy file for a cluster, which may be another than this machine.
+
+    The plan's ``problems`` say where the file, the config and the cluster do not fit together.
 
     Raises:
         ConfigError: accelerate refuses the file.
@@ -122,7 +123,7 @@ def launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sources: Con
     # accelerate reads a strategy file six times, and libyaml reads it ten times as fast as Python.
     with replaced(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         environ, precision = worker_environment(flags)
-    # It describes this machine, not the planned one.
+    # This variable is of this machine, and the cluster may have other devices.
     environ.pop("DS_ACCELERATOR", None)
     hardware = Hardware()
     if not cluster.cpu:
@@ -143,7 +144,7 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
 
     # Can the strategy file run, and are its figures computed?
     try:
-        plan = launch_plan(file, cluster, job.config, sources)
+        plan = resolve_launch_plan(file, cluster, job.config, sources)
         check_base(job.model_config, job.config, plan)
     except ConfigError as error:
         row.problems = error.problems

@@ -359,10 +359,13 @@ def trace_evaluation(
     device: str | None = None,
     repetitions: Sequence[Repetition] | None = None,
 ) -> int:
-    """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out. The arguments are those
-    of `trace_step`."""
+    """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out.
+
+    The arguments are those of `trace_step`.
+    """
 
     def evaluate(counter: StorageCounter) -> None:
+        # Under autocast, accelerate converts the logits to fp32.
         loss(model if precision == "no" else _Upcast(model), batch)
 
     was_training = model.training

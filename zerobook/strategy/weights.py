@@ -59,6 +59,7 @@ def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an object of bitsandbytes, and of such objects inside it: double quantisation nests its states."""
     if type(holder).__module__.startswith("bitsandbytes."):
         for key, value in vars(holder).items():
             if isinstance(value, torch.Tensor):

@@ -15,7 +15,7 @@ from zerobook.evaluation import held_out
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
-from zerobook.training.intervals import announce_evaluations, announce_saves
+from zerobook.training.intervals import describe_evaluations, describe_saves
 from zerobook.training.resume import amount
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
@@ -57,9 +57,9 @@ class Console(Hook):
         self.say(f"running: {live['strategy']}{processes}, master weights in {live['master_dtype']}")
         self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
         if trainer.save_results:
-            self.say(announce_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
+            self.say(describe_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
             if data.held_out:
-                self.say(announce_evaluations(config.eval_steps))
+                self.say(describe_evaluations(config.eval_steps))
         # Sizes of whole weights, of which a rank may hold a part.
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")

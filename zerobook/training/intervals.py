@@ -332,7 +332,7 @@ class Timetable:
                 automatic.went_back(step)
 
 
-def announce_evaluations(eval_steps: Interval | str) -> str:
+def describe_evaluations(eval_steps: Interval | str) -> str:
     """Return a line that says when the run evaluates its held-out data."""
     if eval_steps == 0:
         return "evaluations: at the end only"
@@ -347,7 +347,7 @@ def announce_evaluations(eval_steps: Interval | str) -> str:
     return f"evaluations: every {eval_steps} steps, and at the end"
 
 
-def announce_saves(save_steps: Interval | str, keep: int | None) -> str:
+def describe_saves(save_steps: Interval | str, keep: int | None) -> str:
     """Return a line that says when the run saves, and what cannot work if it does not."""
     if save_steps == 0:
         return (

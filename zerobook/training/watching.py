@@ -31,23 +31,24 @@ NCCL have. It comes last: it asks the device, which may not answer."""
 
 @contextmanager
 def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]:
-    """Return a context in which the ranks watch each other; None if ``hang_timeout`` is 0. Collective."""
+    """Return a context in which the ranks watch each other. It gives None if ``hang_timeout`` is 0. Collective."""
     position.reset()
     if not config.hang_timeout:
         yield None
         return
-    # A restarted attempt can find the store of the attempt before. The secret goes through the process group alone.
+    # The name keeps this attempt's entries apart from those of an earlier attempt, whose store a restart can find. The secret
+    # signs the entries, and goes through the process group alone.
     attempt, secret = strategy.from_main((uuid.uuid4().hex, secrets.token_hex()))
-    # A copy of the group's store, since the watch reads it from a thread of its own.
     if strategy.world_size == 1:
         plain_store: dist.Store = dist.HashStore()
     else:
         group_store: Any = dist.distributed_c10d._get_default_store()
+        # A copy of the group's store, since the watch uses it in another thread.
         plain_store = dist.PrefixStore(f"zerobook/health/{attempt}", group_store.clone())
     store = SignedStore(plain_store, secret)
+    # The ranks of this host, of which one reports what the watch finds.
     first_rank = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
     local = range(first_rank, first_rank + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    # The ranks of this host, of which one reports what the watch finds.
     watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
     watch.record = lambda: _keep_collectives(Path(config.output_dir) / "runlog", strategy.rank)
     try:

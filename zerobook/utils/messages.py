@@ -109,7 +109,7 @@ def _untagged(value: Any) -> Any:
         if isinstance(dtype, torch.dtype):
             return dtype
     if kind == "error":
-        return _error(**content)
+        return _restore_error(**content)
     raise ValueError(kind)
 
 
@@ -126,17 +126,17 @@ def _text_or_none(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def _error(
+def _restore_error(
     kind: str, text: str, problems: list[str] | None = None, number: int | None = None, file: str | None = None
 ) -> Exception:
-    """Return an error of this package or of the operating system as it was, and any other one as a `RuntimeError`."""
-    # Only errors of the operating system have a number.
+    """Return the error of another process, from `_facts_of_error`. An error of an unknown class becomes a `RuntimeError`."""
+    # Only an error of the operating system has a number.
     if number is not None:
         return OSError(number, text, file)
     for error_class in _subclasses(ZerobookError):
         if error_class.__name__ != kind:
             continue
-        # A class can have arguments of its own, which its text was made of, so `__init__` is not called.
+        # Do not call `__init__`: the class may make its text from other arguments, which are not known here.
         error = error_class.__new__(error_class)
         error.args = (str(text),)
         if isinstance(error, ConfigError):

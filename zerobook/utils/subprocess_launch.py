@@ -59,7 +59,7 @@ def run(
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
         finally:
-            # Also after a regular end: a launcher that crashed leaves its workers.
+            # Do this after a regular end, too: a launcher that crashed leaves its workers.
             kill_family(process)
         output.seek(0)
         return code, output.read()

@@ -33,7 +33,8 @@ def warmup(foreign: Foreign, value: Any) -> Flags:
 
 
 def precision(foreign: Foreign, value: Any) -> Flags:
-    """Return the precision of ``bf16``, ``fp16`` and the dtype of the weights."""
+    """Return the precision that ``bf16``, ``fp16`` and the dtype of the weights set."""
+    # The value in the config alone: the trainer's default of bf16 counts only if the config turns on neither of the two.
     is_bf16 = foreign.config.get("bf16", foreign.config.get("bfloat16"))
     is_fp16 = foreign.get("fp16", foreign.get("float16"))
     dtype = str(foreign.get("torch_dtype") or foreign.get("dtype")).removeprefix("torch.")
