@@ -999,7 +999,7 @@ def _parser(config_class: type[RecipeConfig]) -> _Parser:
 def _kind(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(map(str, get_args(annotation))) + "}"
-    # Of a union or a list, the first type says enough.
+    # The first type of a union or a list says enough.
     inner = [argument for argument in get_args(annotation) if argument is not type(None)]
     if inner:
         return _kind(inner[0])
@@ -1123,7 +1123,7 @@ def _explain(error: Any, sources: ConfigSources) -> str:
         return f"{source}: {path}: no such key.{_hint(str(error['loc'][-1]), set(DatasetSpec.model_fields))}"
     if error["type"] == "missing":
         return f"{source}: {path}: the key is missing."
-    # Of "a valid number, unable to parse string as a number", the first half says it.
+    # Keep the first half of "a valid number, unable to parse string as a number".
     message = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0].rstrip(".")
     # The value may be a file's content in the place of its name.
     shown = repr(error["input"])

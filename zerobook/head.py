@@ -267,7 +267,7 @@ class _Gradients:
         elif self.weight is not None:
             self.weight.addmm_(logits_gradient.T.float(), inputs.float(), alpha=1 / scale)
         if self.bias is not None:
-            # In place of a mask over all logits.
+            # The product sums the rows that are not ignored, without a masked copy of all logits.
             self.bias.addmv_(logits_gradient.T.float(), (~ignored).float().squeeze(1), alpha=1 / scale)
 
     def multiply_(self, factor: torch.Tensor) -> None:

@@ -203,7 +203,7 @@ class NextToken(Objective):
             return model_loss(model, inputs, targets)[0]
         loss, output = model_loss(model, inputs, targets, output_router_logits=True)
         supervised = (targets != IGNORE).sum()
-        # Also if no token is supervised: the backward passes of all ranks must run the same modules.
+        # Do this even if no token is supervised: the backward passes of all ranks must run the same modules.
         router = output.aux_loss.to(loss.device) * supervised
         metrics = {"router_aux_loss": router.detach()}
         experts = experts_per_token(unwrap(model).config)

@@ -79,7 +79,7 @@ class CheckpointManager:
         try:
             self.decisions.write(self.config.output_dir)
         except OSError as error:
-            # As for the runlog, a full disk does not end the training. The next decision tries again.
+            # A full disk does not end the training, as when the runlog is written. The next decision is written again.
             tqdm.write(
                 f"WARNING: what was decided about spikes cannot be written ({error.strerror}): another attempt would not know"
             )

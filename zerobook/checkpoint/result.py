@@ -38,7 +38,7 @@ def find_result(name: str) -> Result:
     # A model. Checkpoints have a config.json too, and were refused above.
     if (folder / "config.json").exists():
         return Result(name)
-    # A run's folder.
+    # The folder is that of a run, with its result inside.
     results = [folder / result for result in ("model", "adapter") if holds_result(folder / result)]
     if len(results) > 1:
         raise ConfigError(f"{name}: it holds both {results[0]} and {results[1]}. Name one of them.")

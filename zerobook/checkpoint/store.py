@@ -123,7 +123,7 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
             yield
             return
         try:
-            # Only a message needs it, and the disk may be full.
+            # The name of the holder is only for a message, so an error does not matter: the disk may be full.
             with suppress(OSError):
                 write_whole(holder, f"process {os.getpid()} on {socket.gethostname()}")
             sweep(checkpoints)
@@ -263,7 +263,7 @@ def _find_free_name(path: Path) -> Path:
 def _set_one_aside(checkpoint: Path, kind: str) -> Path:
     """Rename a checkpoint to ``step-N.KIND``, and its pin with it. Returns the new path."""
     new_path = _find_free_name(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
-    # Before the rename: a kill between the two must not leave the checkpoint without its pin.
+    # Write the pin before the rename: a process that is killed between the two must not leave the checkpoint without it.
     pin(new_path, is_pinned(checkpoint))
     checkpoint.rename(new_path)
     pin(checkpoint, False)
@@ -426,7 +426,7 @@ def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
         loss = eval_loss(checkpoint)
         if loss is not None:
             losses[checkpoint] = loss
-    # Of the newest one that can be read.
+    # The newest checkpoint that can be read decides which held-out data the losses have to be of.
     newest = next((checkpoint for checkpoint in reversed(losses) if find_damage(checkpoint) is None), None)
     comparable = list(losses)
     if newest is not None:

@@ -156,7 +156,7 @@ class Conversation:
     def answer(self, line: str) -> str:
         """Print the answer to ``line`` as it is made, and return it. Ctrl-C ends it early; the turn is kept."""
         refusal = self._control_tokens.refusal("this message", line)
-        # As in training: a message is text and holds no control token.
+        # In training, too, a message is text and may hold no control token.
         if refusal:
             _print_note(f"{refusal}; leave it out")
             return ""

@@ -92,7 +92,7 @@ def _held_out_samples(
     """Return the number of samples that a run would hold out, and those among them that it would also train on."""
     if held_out is not None:
         return int(held_out.is_kept.sum()), in_both(train, held_out)
-    # Of running text, a run holds out the end, which is not made of samples.
+    # A run holds out the end of running text, which is not made of samples.
     if splits.train.lone_text:
         return 0, Locations()
     return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)

@@ -182,7 +182,7 @@ class BatchLoader:
             ids, cursor = self.order.take(cursor, layout.global_batch, self.end)
             if not len(ids):
                 return
-            # Of all processes: the loss of a step is divided by the sum over the global batch.
+            # Count the tokens of all processes: the loss of a step is divided by the sum over the global batch.
             tokens = int(self.rows.loss_weights_of(ids).sum())
             # At the end of the run, fillers of weight 0 take the place of samples.
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)

@@ -190,7 +190,7 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
         for key in THOUGHTS:
             if turn.get(key):
                 message[key] = read_text(turn[key], f"{key} of {where}")
-    # Which call a result answers: some templates write it out.
+    # Some templates write out which call a result answers.
     if message["role"] == "tool":
         message |= _identifiers(turn, IDENTIFIERS, where)
     if isinstance(content, list):

@@ -305,7 +305,7 @@ class DecoderInput:
     """
 
     def __init__(self, model: nn.Module):
-        # Made without __init__, which would allocate the weights.
+        # Do not call the model's __init__, which would allocate the weights.
         self.shell = cast("PreTrainedModel", type(model).__new__(type(model)))
         nn.Module.__init__(self.shell)
         self.shell.config = cast("PreTrainedModel", model).config

@@ -129,7 +129,7 @@ def smollm2() -> Path:
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
-    # Beside its final place, so that the rename stays on one file system.
+    # Convert in a folder beside the target, so that the rename stays on one file system.
     staging = target.with_name(f".converting-{uuid4().hex}")
     staging.mkdir(parents=True)
     fresh.save_pretrained(staging)

@@ -270,7 +270,7 @@ def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
         problem = "a comma or a bracket is missing"
         try:
             value, end = decoder.raw_decode(buffer, start)
-            # Only before a separator is a value complete: a number may go on behind the buffer's end.
+            # A value is complete only if a separator follows it: a number may go on behind the buffer's end.
             separator = _SEPARATOR.match(buffer, end)
         except json.JSONDecodeError as error:
             problem = error.msg

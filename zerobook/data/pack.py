@@ -53,7 +53,7 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return (the row of each item, in the order of the items from the longest to the shortest; the number of rows)."""
     row_of = np.empty(len(lengths), np.int64)
     rows_by_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
-    # Kept beside the lists, so that the rooms that have rows are found in one call.
+    # This says which of the lists have rows, so that one call finds the smallest room that fits.
     has_rows = np.zeros(capacity + 1, bool)
     row_count = 0
     placed_count = 0

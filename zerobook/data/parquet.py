@@ -172,7 +172,7 @@ def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
             raise ParquetError(f"a row has more than {MOST_ROW >> 20} MiB")
         yield batch, size
         return
-    # Halved until each piece is small enough: the rows may differ in size by any factor.
+    # Halve the batch until each piece is small enough: the rows may differ in size by any factor.
     half = batch.num_rows // 2
     yield from _split(batch.slice(0, half))
     yield from _split(batch.slice(half))
@@ -201,7 +201,7 @@ def _size(array: Array) -> int:
     # Every value becomes a Python object, in addition to the bytes of its content.
     objects_size = _OBJECT * len(array)
     if types.is_dictionary(kind):
-        # Not decoded here: rows that share a long text may be too many for the memory.
+        # Do not decode the array: many rows that share a long text may be too large for the memory.
         values = array.dictionary
         if types.is_primitive(values.type):
             return objects_size

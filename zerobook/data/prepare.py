@@ -286,7 +286,7 @@ class Library:
                 if meta["bad_samples"]:
                     bad_samples[name] = meta["bad_samples"]
                 if not len(train_view):
-                    # Also in a mixture, since the weight of an empty dataset could not be kept.
+                    # Refuse an empty dataset of a mixture, too, since its weight could not be kept.
                     self._refuse_empty(folders, train_view)
                 # The datasets of a mixture have limits of their own.
                 if not config.datasets:

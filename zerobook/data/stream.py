@@ -315,7 +315,7 @@ class StreamOrder:
             shard_facts = {key: meta[key] for key in ("tokens", "report", "bad_samples")}
             self._reached_shards.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | shard_facts)
         nth = bisect_right(ends, position)
-        # Only when the run comes to another shard: this method is called for every batch.
+        # This method is called for every batch. Do something only if the run comes to another shard.
         if nth != self._at[dataset]:
             self._at[dataset] = nth
             self._turn_to(dataset, nth)

@@ -52,7 +52,7 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
     results = []
     for chat, encoding in zip(chats, encodings, strict=True):
         turns = []
-        # Not by characters: the offsets of many tokenizers leave out white space at the end.
+        # Take all tokens, and not those of the characters: the offsets of many tokenizers leave out white space at the end.
         if chat.turns is None:
             turns.append((0, len(encoding.ids)))
         for start, stop in chat.turns or ():

@@ -55,7 +55,7 @@ def find_damage(folder: Path, *, silent: bool = False) -> str | None:
         return damage
     names = sorted(meta["bytes"])
     try:
-        # Before the files are read: a change meanwhile must not be covered by the stamp.
+        # Take these before the files are read: the stamp must not cover a change that is made meanwhile.
         stats = _stats(folder, names)
         if _is_stamped(folder, stats):
             return None
@@ -140,7 +140,7 @@ def _is_stamped(folder: Path, stats: dict[str, list[int]]) -> bool:
 
 def _write_stamp(folder: Path, stats: dict[str, list[int]]) -> None:
     file = _stamp_of(folder)
-    # Written under another name first: a process that reads the stamp meanwhile gets a whole one.
+    # Write under another name first, so that a process that reads the stamp meanwhile gets a complete one.
     staging = file.with_name(f".{file.name}.{os.getpid()}")
     # A folder that can only be read has no stamps.
     with suppress(OSError):

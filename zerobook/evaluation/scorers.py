@@ -31,7 +31,7 @@ def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model
     """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list if no task is named."""
     from zerobook.models.result import context_of
 
-    # Before any file is read: the refusal is about the model, and not about the tasks.
+    # Check the model before any file is read: the refusal is not about the tasks.
     check_causal(config.eval_tasks, kind)
     task_files, harness_tasks = split(config.eval_tasks)
     max_length = context_of(cast("PreTrainedModel", model).config)

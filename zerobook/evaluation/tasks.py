@@ -62,7 +62,7 @@ class Question:
         letters = string.ascii_uppercase[:count]
         if isinstance(answer, str) and answer in [*letters]:
             return letters.index(answer)
-        # True is an integer of Python.
+        # Compare the type, since True is an integer of Python, too.
         if type(answer) is int and 0 <= answer < count:
             return answer
         raise ValueError(f"{short(answer)}; expected an index from 0 to {count - 1} or a letter from A to {letters[-1:]}")
@@ -159,7 +159,7 @@ class Encoder:
         self.cut = 0
         """Number of sequences that lost the beginning of their prompt."""
         self.control = ControlTokens(tokenizer)
-        # As in training. Chat templates write these tokens themselves.
+        # Training puts these tokens before a text, too. Chat templates write them themselves.
         self.leading_ids = [] if self.chat else self.control.leading
 
     def __call__(self, question: str, choice: str) -> Scored:
@@ -261,7 +261,7 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
     # The logits at a position predict the next token, so the ids are moved by one.
     ids = ids[:, 1:]
     is_choice = is_choice[:, 1:]
-    # Only at the tokens of choices: a float32 copy of all logits would be the largest tensor of the run.
+    # Take the logits at the tokens of choices alone: a float32 copy of all logits would be the largest tensor of the run.
     log_probabilities = logits[is_choice].float().log_softmax(-1)
     choice_ids = ids[is_choice]
     by_position = torch.zeros(is_choice.shape, device=device)

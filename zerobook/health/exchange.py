@@ -76,7 +76,7 @@ class Exchange:
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if self._judge is not None:
             verdict = self._judge_all(self._judge, now)
-            # After the judgement: a pulse tells the others that rank 0 still judges.
+            # Send this after the judgement: a pulse tells the others that rank 0 still judges.
             self.store.set("pulse", json.dumps(beat))
             if verdict is not None and self.verdict is None:
                 self.store.set("verdict", json.dumps(verdict))

@@ -99,7 +99,7 @@ class _State:
         self.longest_seconds: dict[str, float] = {}
         self.window: Window | None = None
         self.listeners: list[Callable[[str], None]] = []
-        # Since the last log point.
+        # seconds since the last log point
         self.phase_seconds: dict[str, float] = {}
         self.log_step = 0
         self.log_time = now

@@ -96,7 +96,7 @@ def _connect(endpoints: Sequence[Endpoint]) -> dict[Endpoint, int]:
                 answers[endpoint] = connection.connect_ex(endpoint)
                 if answers[endpoint] not in UNANSWERED:
                     del pending[endpoint]
-            # After the calls, since this thread may have waited for a core.
+            # Look at the clock only after the calls: this thread may have waited for a core.
             if not pending or time.monotonic() > deadline:
                 return answers
             time.sleep(0.01)

@@ -121,7 +121,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     elif plan.kind == "fsdp":
         strategy = _build_fully_sharded(plan, options)
     else:
-        # Otherwise DDP keeps each gradient twice.
+        # Without views of its buckets, DDP keeps each gradient twice.
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         options["kwargs_handlers"].append(ddp)
         strategy = ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
@@ -139,7 +139,7 @@ def _prepare_process(plan: LaunchPlan) -> None:
     import torch
     from transformers.utils import logging as transformers_logging
 
-    # Before accelerate and DeepSpeed read them.
+    # Set the variables before accelerate and DeepSpeed read them.
     set_environment(plan)
     hush()
     if plan.kind == "deepspeed":
@@ -191,7 +191,7 @@ def remove_buffer_name(environ: Mapping[str, str]) -> None:
     open the buffer of an earlier one. Without a name, the memory is freed when the last process that uses it ends.
     """
     meeting = f"{environ.get('MASTER_ADDR')}_{environ.get('MASTER_PORT')}"
-    # As in DeepSpeed's csrc/cpu/comm/shm.cpp.
+    # DeepSpeed names the buffer so in its csrc/cpu/comm/shm.cpp.
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{meeting}_{environ.get('RANK')}"
     Path("/dev/shm", name).unlink(missing_ok=True)
 

@@ -40,7 +40,7 @@ def launch(least: int, arguments: list[str]) -> None:
 
     parser = accelerate_launch.launch_command_parser()
     args = parser.parse_args(arguments)
-    # As typed: accelerate's own code replaces them.
+    # Keep the values that were typed: accelerate's own code replaces them.
     restarts = args.max_restarts
     backend = args.rdzv_backend
     problems = accelerate_file.check(args.config_file).problems

@@ -36,7 +36,7 @@ def check(typed: argparse.Namespace, *, starts: bool, resolves: bool = False) ->
     try:
         args = validated(typed)
     except Exception as error:
-        # After a problem of the file, accelerate's may only repeat it.
+        # If the file has a problem, accelerate's error may only repeat it.
         refusals = [refusal(error)] if starts and not file_check.problems else []
         return accelerate_file.FileCheck(file_check.problems + refusals, not starts)
     path = accelerate_file.path(typed.config_file)

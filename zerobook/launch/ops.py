@@ -73,7 +73,7 @@ def cache_root() -> Path:
     chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen_folder:
         return Path(chosen_folder)
-    # Beside the packages that the ops were compiled for: another environment has others.
+    # Keep the ops in the environment of the packages that they were compiled for: another environment has others.
     environment = Path(sys.prefix)
     if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
         return environment / "torch_extensions" / _cpu_kind()
@@ -121,7 +121,7 @@ def is_stale(lock: Path) -> bool:
     try:
         age = time.time() - lock.stat().st_mtime
     except OSError:
-        # It is gone.
+        # The lock is gone.
         return False
     return age > STALE_AFTER_S and not is_held(lock)
 

@@ -61,7 +61,7 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
             say(f"  warning: {warning}")
     if problems:
         raise ConfigError(problems)
-    # After the comparison: a link of a host that would not train is not measured. Collective.
+    # Measure the links after the comparison, since hosts that differ would not train. Collective.
     measurements = strategy.gather((socket.gethostname(), links.measure_ring(strategy.device)))
     if strategy.is_main:
         between, inside = links.links(*zip(*measurements, strict=True))

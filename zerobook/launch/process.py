@@ -181,7 +181,7 @@ def pass_signals_on() -> None:
 
     def send_on(number: int, frame: FrameType | None) -> None:
         children = [child for child in psutil.Process().children() if child.pid != witness.pid]
-        # Nothing runs yet.
+        # No child runs yet that the signal could be sent to.
         if not children:
             os._exit(128 + number)
         if number == signal.SIGINT:

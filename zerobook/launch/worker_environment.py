@@ -52,7 +52,7 @@ def inspect(launch_flags: list[str]) -> Workers:
             precision, unsaid = left_unsaid([*launch_flags, SCRIPT])
             return Workers(unsaid | environ, precision, problems, True)
         except ConfigError as error:
-            # After a problem of the flags, accelerate's may only repeat it.
+            # If the flags have a problem, accelerate's error may only repeat it.
             if not check.problems:
                 problems += error.problems
     return Workers(plain_environment(_ranks(typed.num_processes or 1, 1)), typed.mixed_precision, problems, False)

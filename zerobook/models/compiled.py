@@ -26,7 +26,7 @@ def compile_layers(model: nn.Module) -> int:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # A higher limit of the user's stays.
+    # Keep a higher limit that the user has set.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     # Under DDP, torch would cut each layer at the bounds of gradient buckets. Between layers there are cuts enough.
     torch._dynamo.config.optimize_ddp = False

@@ -249,7 +249,8 @@ def _reload(folder: Path, model: Model, base: str, dtype: torch.dtype, trust_rem
         base_class = type(cast("PreTrainedModel", cast("PeftModel", model).get_base_model()))
         revision = PeftConfig.from_pretrained(str(folder)).revision or "main"
         base_model = base_class.from_pretrained(base, dtype=torch.float32, revision=revision)
-        # As AutoPeftModel does.
+        # The embeddings of an adapter may have more rows than the base's. AutoPeftModel resizes the base, and PeftModel does
+        # not.
         grow_for_adapter(base_model, folder)
         return PeftModel.from_pretrained(base_model, folder).eval()
     kind = auto_class(type(model.config), encoder_decoder=model.config.is_encoder_decoder)

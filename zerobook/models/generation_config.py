@@ -43,7 +43,7 @@ def decoding(
         typical_p=None,
         use_cache=True,
     )
-    # Otherwise the file says that it was derived from config.json.
+    # Without this, the file would say that it was derived from config.json.
     config._from_model_config = False
     config.update(**{name: value for name, value in rules.items() if value is not None})
     if num_beams == 1:
@@ -89,7 +89,7 @@ def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTra
     """
     config = copy.deepcopy(model.generation_config)
     config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
-    # Otherwise the file says that it was derived from config.json, which names fewer tokens.
+    # Without this, the file would say that it was derived from config.json, which names fewer tokens.
     config._from_model_config = False
     if prefix_of(model) and hasattr(model, "peft_config"):  # an adapter has no config.json
         config.source_prefix = prefix_of(model)  # type: ignore[union-attr]  # it keeps keys that it does not know

@@ -192,7 +192,8 @@ def _flex_backward() -> Iterator[None]:
     def attend_and_differentiate(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        # Detached from the model, whose wrapper would take a backward pass through weights for one of a training step.
+        # Detach the inputs from the model, whose wrapper would take a backward pass through weights for one of a training
+        # step.
         with torch.enable_grad():
             inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
             output, _ = attend(module, *inputs, *args, **kwargs)
@@ -334,7 +335,7 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
         return rows
     finally:
         model.train(was_training)
-        # Also after an error: the next forward must not find weights still gathered.
+        # Do this after an error, too: the next forward pass must not find weights that are still gathered.
         strategy.release_gathered_parameters()
 
 

@@ -72,9 +72,9 @@ class Excursion:
         for loss, first_loss in zip(self.losses, beginning, strict=False):
             if loss > 0 and first_loss > 0:
                 losses.append(loss)
-                # Not the logarithm of the ratio, which can be rounded to 0.
+                # Do not take the logarithm of the ratio, which can be rounded to 0.
                 ratios.append(abs(math.log(loss) - math.log(first_loss)))
-        # Halved: on bad data, the loss may start at that of an untrained model too, but it does not fall as fast.
+        # The loss has halved. On bad data it may start at that of an untrained model, too, but it does not fall as fast.
         if len(losses) >= 3 and losses[-1] < 0.5 * losses[0] and max(ratios) < 0.15:
             return True
         # A run that learns slowly at first repeats itself point by point. One point may be off.

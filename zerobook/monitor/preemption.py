@@ -45,7 +45,7 @@ class Preemption:
         self.strategy = strategy
         self.settle = settle
         self.received: str | None = None
-        # Of this rank: `received` may be what another rank has received.
+        # This is about this rank alone: `received` may be the signal of another rank.
         self._is_interrupted = False
         self._has_written_step = False
         self._last_step: int | None = None
@@ -62,7 +62,7 @@ class Preemption:
         if number == signal.SIGINT:
             self._is_interrupted = True
             if self.strategy.rank == 0:
-                # Not print: the signal may have interrupted a print, which cannot be entered a second time.
+                # Do not call print: the signal may have interrupted a print, which cannot be entered a second time.
                 os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
             # A second Ctrl-C ends the launcher, which then sends no signal to its ranks. So a thread watches the launcher, and
             # ends this process with it.

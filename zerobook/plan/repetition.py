@@ -224,7 +224,7 @@ def _insert_skipped(pieces: list[Piece], repetition: Repetition, positions: dict
         end = positions[repetition.resumes]
         second = pieces[positions[third - period] : start]
         insertion = end
-    # Equal up to the names of the layers. Then the third period stands for all that were skipped.
+    # If the second and the third period differ in nothing but the names of layers, the third stands for all that were skipped.
     if repetition.shift(second, period) != pieces[start:end]:
         raise UnequalPartsError(f"{repetition.name}: the second and the third period differ")
     inserted = []

@@ -83,7 +83,7 @@ class Engine(TrainingState):
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         optimizer = self.optimizer_spec.build(self._groups(model, config.weight_decay), config)
         if self.plan.offload_optimizer != "none" and self._skips_on_device:
-            # Otherwise the scaler passes a copy of its flag that may not have arrived from the GPU yet. With False, the
+            # With True, the scaler would pass a copy of its flag that may not have arrived from the GPU yet. With False, the
             # scaler reads the flag itself and skips the step.
             cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer

@@ -302,7 +302,7 @@ def _keep_ties(model: nn.Module) -> Iterator[None]:
 
     That of transformers does not know the copies of modules which peft trains.
     """
-    # By identity: a reference would keep the weights in memory.
+    # Store the weights' ids, since references would keep the weights in memory.
     names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(parameter), []).append(name)

@@ -211,7 +211,7 @@ class TrainingState:
         with torch.no_grad():
             for name, buffer in persistent_buffers(self.unwrapped):
                 buffer.copy_(values[name])
-                # Otherwise `buffers` would compare with the values from before, and return the rounded ones.
+                # Without this, `buffers` would compare with the values from before, and return the rounded ones.
                 self._loaded_buffers[name] = values[name]
 
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:

@@ -162,7 +162,7 @@ class ZeroStrategy(ZeroState, Strategy):
             shutil.rmtree(Path(folder) / "zero_stage_3", ignore_errors=True)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        # Otherwise DeepSpeed would count micro-batches itself to find the last one of a step.
+        # Without this, DeepSpeed would count micro-batches to find the last one of a step.
         self.model.set_gradient_accumulation_boundary(is_boundary=last)
         return nullcontext()
 

@@ -51,7 +51,7 @@ class Console(Hook):
         state = trainer.state
         data = trainer.data
         self.say(f"watch it: zerobook runlog report {shlex.quote(config.output_dir)}")
-        # As it was read from the live objects, and not from the strategy file.
+        # The description is of the live objects, and not of the strategy file.
         live = trainer.strategy.describe()
         processes = "" if live["strategy"] == "one process" else f", {counted(live['world_size'], 'process')}"
         self.say(f"running: {live['strategy']}{processes}, master weights in {live['master_dtype']}")

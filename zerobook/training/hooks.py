@@ -285,7 +285,7 @@ class Hooks:
 
     def _named(self) -> dict[str, Hook]:
         """Return name -> hook of those that have a state. The second one of a class is ``Class-2``."""
-        # By class and not by position: a resumed run may have other hooks besides.
+        # The names are those of the classes, and not positions: a resumed run may have further hooks.
         named: dict[str, Hook] = {}
         counts: Counter[str] = Counter()
         for hook in self._overriding("state_dict"):

@@ -32,7 +32,7 @@ class Profiler(Hook):
     def before_step(self, trainer: TrainerView, step: int) -> None:
         if step != self.first or self._written:
             return
-        # A rollback went back over the first step.
+        # A rollback went back to before the first step, which is now profiled a second time.
         if self._profile is not None:
             self._profile.stop()
         activities = [ProfilerActivity.CPU]

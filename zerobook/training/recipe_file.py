@@ -40,7 +40,7 @@ def check_recipe(name: str) -> tuple[Path, str]:
             f"{name}: this is not a recipe, so it was not run. Give a recipe, such as recipes/lora_finetune.py. A flag of the "
             f"recipe names its data, such as --train_file {name}."
         )
-    # Parsed and not imported: a launcher must not run a user's file before it is known to be a recipe.
+    # Parse the file and do not import it: a launcher must not run a user's file before it is known to be a recipe.
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError) as error:

@@ -123,7 +123,7 @@ def train(
         # Load the model.
         enter("load")
         base_model = recipe.model(tokenizer, strategy)
-        # Before adapters are added, since these copy embeddings that are trained in full.
+        # Resize the embeddings before adapters are added: these copy embeddings that are trained in full.
         note = fit_embeddings(base_model, tokenizer)
         if note and strategy.is_main:
             say(f"  note: {note}")

@@ -132,10 +132,10 @@ class Trainer:
         self.evaluation = None
         self._pending = []
         self._metrics = {}
-        # First of all, so that hooks can replace what is used below.
+        # Call the hooks first, so that they can replace what is used below.
         self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
         self.hooks("before_prepare", self, model)
-        # Only now: a hook may have replaced the collator and the data.
+        # Check this only now, since a hook may have replaced the collator and the data.
         if config.padding_free and not getattr(self.collate, "flatten", False):
             raise ConfigError(
                 f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
@@ -151,7 +151,7 @@ class Trainer:
         self._load_checkpoint()
         if self.progress.step and self.progress.global_batch != self.state.layout.global_batch:
             self.spikes.expect(self.progress.step + 1, "a step has another number of samples than before the resume")
-        # After the load, which logs the checkpoint's values beside these.
+        # Set these after the load, which logs the checkpoint's values beside them.
         self.progress.total_steps = self.state.total_steps
         self.progress.global_batch = self.state.layout.global_batch
         self.progress.world_size = self.strategy.world_size
@@ -184,7 +184,7 @@ class Trainer:
         return policy_state
 
     def _open_log(self) -> None:
-        # Not returned: what `Strategy.on_main` returns is sent to all ranks, and a log cannot be.
+        # Set the attribute here: a value that `Strategy.on_main` returns is sent to all ranks, and a log cannot be sent.
         self.log = RunLog(self.config.output_dir)
 
     def _prepare_models(self, model: torch.nn.Module, reference_model: torch.nn.Module | None, sources: ConfigSources) -> None:
@@ -210,7 +210,7 @@ class Trainer:
             policy=policy_state,
             total_steps=self.state.total_steps,
         )
-        # Before the first step, so that no training is lost on a disk that is too small.
+        # Check the space before the first step, so that no training is lost on a disk that is too small.
         if self.save_results:
             setup.check_space(self.manager, strategy, self.state)
         self.recovery = Recovery(self.state, strategy, self.manager, self.spikes, self.log, self.console.say)
@@ -264,7 +264,7 @@ class Trainer:
             self._start()
             self._train()
             failure = self._evaluate_and_save_last()
-            # Before the hooks, which may send the result elsewhere: a phase of a step has less time.
+            # Begin the phase before the hooks, which may upload the result: the phases of a step have less time.
             enter("export")
             self.result = self.progress
             if self.config.final_model == "best" and self.save_results:
@@ -272,7 +272,7 @@ class Trainer:
             self.hooks("on_end", self)
             if self.save_results:
                 save_result()
-            # Only now, when the model is written.
+            # Raise it only now, when the model is written.
             if failure is not None:
                 raise failure
             self.hooks.close(self)
@@ -309,7 +309,7 @@ class Trainer:
         Returns:
             Why it could not be saved: the model is smaller than a checkpoint, and may still fit.
         """
-        # Before the save: the checkpoint records its held-out loss.
+        # Evaluate before the save: the checkpoint records its held-out loss.
         if self._evaluated != self.progress.step:
             self.evaluate()
         try:
@@ -376,7 +376,7 @@ class Trainer:
             # Evaluate and save. Again: the log point has measured how long steps and saves take.
             saves = saves and self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
             saves = saves or action is not None
-            # Before the save: the checkpoint records its held-out loss.
+            # Evaluate before the save: the checkpoint records its held-out loss.
             if is_last or evaluates or (saves and self.timetable.is_evaluation_due(step)):
                 self.evaluate()
             if saves:

@@ -50,7 +50,7 @@ def hidden() -> bool:
 def devices() -> list[str]:
     """Return the device files of GPUs that this process can open. A container or a job's control group may deny others."""
     files = []
-    # By length first: nvidia10 comes after nvidia9.
+    # Sort by the length of the name first: nvidia10 comes after nvidia9.
     for file in sorted(DEVICES.glob("nvidia[0-9]*"), key=lambda file: (len(file.name), file.name)):
         try:
             os.close(os.open(file, os.O_RDWR))

@@ -26,7 +26,7 @@ def memory_limit(size: int) -> Iterator[None]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = used + size
-    # A limit that somebody set stays.
+    # Keep a lower limit that is set already.
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -165,7 +165,7 @@ def read(data: bytes | str, kind: Any) -> Any:
     Raises:
         MessageError: it holds something else, or it is larger than `MOST_BYTES_IN_STORE`.
     """
-    # Before anything of it is parsed.
+    # Check the size before anything is parsed.
     if len(data) > MOST_BYTES_IN_STORE:
         raise MessageError(_refusal(data))
     try:

@@ -44,6 +44,6 @@ def as_whole_number(value: Any) -> Any:
     try:
         number = float(value)
     except ValueError:
-        # Such as 1.2.3e4.
+        # The text only looks like a number, as 1.2.3e4 does.
         return value
     return int(number) if number.is_integer() else value

@@ -70,7 +70,7 @@ class Foreign:
                 if path.exists():
                     return path
             except OSError:
-                # Such as a name that is too long: it is not a file.
+                # The text cannot be the name of a file: it may be too long.
                 return None
         return None
 

@@ -173,7 +173,7 @@ def chat_template(foreign: Foreign, value: Any) -> Flags:
     path = foreign.locate(text)
     if path is not None:
         if path.is_dir():
-            # A tokenizer's template.
+            # The folder is that of a tokenizer, which has its template in a file.
             path = path / "chat_template.jinja"
         return {"chat_template": str(path)}
     if text in NAMES:
