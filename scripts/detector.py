@@ -46,6 +46,7 @@ from zerobook.monitor.detector import Detector
 from zerobook.monitor.finding import Finding, Point
 from zerobook.monitor.settings import Settings
 from zerobook.utils.terminal import console, plain, say
+from zerobook.utils.units import counted
 
 
 def read_column(file: Path) -> dict[int, float]:
@@ -331,8 +332,8 @@ def headings() -> str:
 
 def _choices(chosen: Counter[str]) -> str:
     """Return a sentence on the settings that were chosen without the source that was judged."""
-    choices = "; ".join(f"{name} ({times} times)" for name, times in chosen.most_common())
-    return f"Settings that were chosen on the other sources, for {chosen.total()} sources: {choices}."
+    choices = "; ".join(f"{name} for {counted(times, 'source')}" for name, times in chosen.most_common())
+    return f"Settings that were chosen on the other sources: {choices}."
 
 
 def write_table(folder: Path, page_path: Path | None) -> None:

@@ -159,7 +159,7 @@ class OtherRun:
         outliers = sum(finding.kind == "outlier" for finding in findings)
         words = (
             f"{counted(len(steps), 'point')}, steps {min(steps):,} to {max(steps):,}: {counted(alarms, 'alarm')}, "
-            f"{counted(rollbacks, 'rollback')}, {counted(outliers, 'case')} of odd data."
+            f"{counted(rollbacks, 'rollback')}, {counted(outliers, 'outlier')}."
         )
         far = self.hindsight.far_above_best
         return f"{words} {far_above_best(far)}" if far else words

@@ -258,7 +258,7 @@ def test_the_command_says_what_it_would_have_done_in_each_log(tmp_path, capsys):
     assert main(["try", str(curve_with_a_divergence(tmp_path)), str(healthy)]) == 0
 
     first, second = capsys.readouterr().out.split("healthy.csv")
-    assert "1 alarm, 1 rollback, 1 case of odd data" in first and "0 alarms, 0 rollbacks" in second
+    assert "1 alarm, 1 rollback, 1 outlier" in first and "0 alarms, 0 rollbacks" in second
     # A run of 1,500 steps saves at step 14, and then every 149 steps. The newest that is proven good is from before the spike.
     assert "610" in first
     assert main(["try", str(tmp_path / "none.csv")]) == 2

@@ -10,7 +10,7 @@
     accepted point above the level: it is larger than ``r`` if neighbouring points have similar noise. High points change
     neither the level nor the unit.
 *   Evidence: the sum over points of the excess, at most `Settings.evidence_cap`, minus `Settings.drift` (one-sided CUSUM: Page,
-    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than odd data lasts.
+    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than an outlier.
 *   Shape: the loss is normal again at once, falls back slowly, stays at a new level, rises, or repeats the run's beginning.
 *   Slow rise: the level stays far above its lowest value, although no point was high.
 *   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
@@ -217,7 +217,7 @@ class Detector:
         # The optimizer skipped the update, so a single such step changes nothing.
         if count == 1:
             return [self._finding("outlier", point, "the gradient is not finite; the step was not applied")]
-        # A longer series is reported once, at its first step that odd data cannot explain.
+        # A longer series is reported once, at its first step that is too late for an outlier.
         if count == self.settings.outlier_steps + 1:
             return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
@@ -336,7 +336,7 @@ class Detector:
         if excess >= settings.high:
             excursion = self._extend_excursion(point)
             excursion.high += 1
-            # A spike has more high points than odd data can have. If the points are far apart, odd data has fewer.
+            # A spike has more high points than an outlier can have. If the points are far apart, an outlier has fewer.
             needed_points = max(settings.min_high_points, math.ceil(settings.outlier_steps / stride) + 1)
             if self.evidence >= settings.evidence and excursion.high >= needed_points:
                 return self._confirm(excursion, point, excess)

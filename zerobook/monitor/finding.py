@@ -28,8 +28,8 @@ class Finding:
     """An observation on the curve. ``kind`` is one of
 
     ``armed``        a gradient norm or a first high loss that may announce a spike
-    ``outlier``      high for no longer than odd data lasts, then back at the level
-    ``spike``        an alarm: high for longer than odd data lasts
+    ``outlier``      high for a few steps only, then back at the level
+    ``spike``        an alarm: high for longer than an outlier
     ``spike_end``    the loss came back
     ``damage``       the loss did not come back in time
     ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on

@@ -26,7 +26,7 @@ class Settings:
     evidence: float = 5.0
     """sum of evidence that raises an alarm"""
     outlier_steps: int = 3
-    """odd data lasts this many steps at most"""
+    """an outlier lasts this many steps at most"""
     patience: int = 8
     """points that a spike may take to come back before it counts as damage"""
     long_patience: int = 8

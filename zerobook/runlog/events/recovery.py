@@ -44,7 +44,7 @@ _ACTIONS = {
 
 @declare(
     "anomaly",
-    when="The detector armed, or saw odd data.",
+    when="The detector armed, or saw an outlier.",
     fields=_FINDING_FIELDS,
     # The detector arms at many harmless log points.
     is_quiet=lambda event: event["kind"] == "armed",
