@@ -24,7 +24,7 @@ from zerobook.data.formats import (
     Tokens,
     check_unread,
     detect,
-    ignored,
+    list_unread,
     parse,
 )
 from zerobook.data.templates import CausalEncoder
@@ -246,7 +246,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
 )  # fmt: skip
 def test_marks_and_parts_of_a_chat_are_read(row, expected):
     format = detect(row)
-    assert parse(format, row) == expected and ignored(format, [row]) == []
+    assert parse(format, row) == expected and list_unread(format, [row]) == []
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_marks_and_parts_of_a_chat_are_read(row, expected):
 def test_a_turn_is_context_only_by_the_marks_of_other_trainers(mark):
     turns = [ASK, {**SAY, **mark}, ASK, SAY]
     assert parse("messages", {"messages": turns}) == Chat([ASK, SAY, ASK, SAY], frozenset({1}))
-    assert ignored("messages", [{"messages": turns}]) == []
+    assert list_unread("messages", [{"messages": turns}]) == []
 
 
 @pytest.mark.parametrize(
@@ -387,16 +387,16 @@ def test_preference_data_and_prompts_without_answers_are_named():
 
 def test_columns_that_are_ignored():
     rows = [{"messages": [], "system": "", "id": 1}, {"messages": [], "source": "x"}]
-    assert ignored("messages", rows) == ["id", "source"]
-    assert ignored("messages", [{"": 0, "messages": []}]) == [], "the index that pandas writes"
-    assert ignored("pairs", [{"body": 1, "head": 2, "n": 3}], text_column="body", summary_column="head") == ["n"]
+    assert list_unread("messages", rows) == ["id", "source"]
+    assert list_unread("messages", [{"": 0, "messages": []}]) == [], "the index that pandas writes"
+    assert list_unread("pairs", [{"body": 1, "head": 2, "n": 3}], text_column="body", summary_column="head") == ["n"]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_keys_of_turns_that_are_not_read_are_named_once(as_text):
     chat = [{**ASK, "tool_calls": [CALL]}, {**SAY, "weight": 1, "grade": 3}, ASK, {**SAY, "grade": 4, "refusal": None}]
     rows = [{"messages": [ASK, SAY]}, {"messages": json.dumps(chat) if as_text else chat}]
-    assert ignored("messages", rows) == ["messages[].tool_calls", "messages[].grade"]
+    assert list_unread("messages", rows) == ["messages[].tool_calls", "messages[].grade"]
 
 
 @pytest.mark.parametrize(
@@ -599,7 +599,7 @@ def test_any_columns_have_a_format_that_can_read_them_or_an_error(columns):
         assert "--format" in str(error) or "prompts without answers" in str(error)
     else:
         assert any(set(needed) <= set(columns) for needed in FORMATS[format].columns)
-        assert set(ignored(format, [dict.fromkeys(columns)])) <= set(columns)
+        assert set(list_unread(format, [dict.fromkeys(columns)])) <= set(columns)
 
 
 IDS = [7, 8, 9, 10]

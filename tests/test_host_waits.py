@@ -15,7 +15,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from tests.versions import needs_transformers
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, Seq2SeqCollator, to_device
-from zerobook.models.isolation import choose_isolating_collator, isolating
+from zerobook.models.isolation import choose_isolating_collator, choose_packed_collator
 from zerobook.objective import causal_lm_loss
 
 WORDS = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -261,7 +261,7 @@ FLASH = ["Llama", "Mistral", "Qwen3", OPT, "GPTNeoX", "Phi3", "Mixtral"]
 def test_packed_rows_bring_their_lengths_to_flash_attention(name, flash):
     model, row = made(name, "sdpa"), packed(9, 13, 4)
     # the other way: by a mask, transformers' own from the positions or, for OPT, one spelt out
-    plain = to_device(isolating(strategy(model), PackedCollator(0))([row]), torch.device("cpu"))
+    plain = to_device(choose_packed_collator(strategy(model), PackedCollator(0))([row]), torch.device("cpu"))
     labels = plain.pop("labels")
     model.zero_grad()
     loss = causal_lm_loss(model(**plain).logits, labels)
@@ -269,7 +269,7 @@ def test_packed_rows_bring_their_lengths_to_flash_attention(name, flash):
     expected = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
     model.config._attn_implementation = "flash_attention_2"
-    collate = isolating(strategy(model), PackedCollator(0, 8, flatten=True))
+    collate = choose_packed_collator(strategy(model), PackedCollator(0, 8, flatten=True))
     flash.clear()
     same(run(model, collate([row])), expected)
     assert len(flash) == 2, "once a layer"
@@ -302,7 +302,7 @@ def test_a_model_that_drops_the_lengths_still_gets_positions(flash):
         return forward(input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values)
 
     model.forward = without
-    collate = isolating(strategy(model), PackedCollator(0, flatten=True))
+    collate = choose_packed_collator(strategy(model), PackedCollator(0, flatten=True))
     flash.clear()
     model(**{key: value for key, value in collate([packed(9, 13)]).items() if key != "labels"})
     assert [call[0].tolist() for call in flash] == [[0, 9, 22]] * 2

@@ -13,7 +13,7 @@ import torch
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
-from zerobook.models.isolation import choose_isolating_collator, isolating
+from zerobook.models.isolation import choose_isolating_collator, choose_packed_collator
 from zerobook.objective import causal_lm_loss
 
 A, B = list(range(10, 19)), list(range(30, 43))
@@ -35,7 +35,7 @@ def load(tiny, name, attention):
 
 def run(model, row, start, flatten=False):
     """(logits, loss, gradients) of the tokens of B, which stands at ``start``."""
-    batch = isolating(strategy(model), PackedCollator(0, pad_to_multiple_of=8, flatten=flatten))([row, packed(A)])
+    batch = choose_packed_collator(strategy(model), PackedCollator(0, pad_to_multiple_of=8, flatten=flatten))([row, packed(A)])
     batch = to_device(batch, model.device)
     labels = batch.pop("labels")
     labels[0, :start] = labels[0, start + len(B) :] = labels[1:] = IGNORE
@@ -99,10 +99,10 @@ def strategy(model):
 def test_a_model_is_measured_before_it_is_trained(tiny, attention):
     model = load(tiny, "llama", attention).train()
     collate = PackedCollator(0)
-    assert isolating(strategy(model), collate) is collate
+    assert choose_packed_collator(strategy(model), collate) is collate
     assert model.training, "it is left as it was"
     falcon = load(tiny, "falcon", attention)  # it does not look at the positions
-    assert isolating(strategy(falcon), collate).mask is (torch.bool if attention == "sdpa" else torch.float32)
+    assert choose_packed_collator(strategy(falcon), collate).mask is (torch.bool if attention == "sdpa" else torch.float32)
 
 
 def test_flex_attention_that_cannot_train_gives_way_to_sdpa_unless_it_was_named(tiny, capsys):
@@ -111,12 +111,12 @@ def test_flex_attention_that_cannot_train_gives_way_to_sdpa_unless_it_was_named(
     chosen = load(tiny, "llama", "flex_attention").train()
 
     with pytest.raises(ConfigError, match=r"flex_attention.*--attn_implementation"):
-        isolating(strategy(named), PackedCollator(0))
-    collate = isolating(strategy(chosen), PackedCollator(0), chooses_attention=True)
+        choose_packed_collator(strategy(named), PackedCollator(0))
+    collate = choose_packed_collator(strategy(chosen), PackedCollator(0), chooses_attention=True)
 
     assert chosen.config._attn_implementation == "sdpa"
     assert "WARNING: flex attention does not run" in capsys.readouterr().out
-    assert isolating(strategy(chosen), collate) is collate
+    assert choose_packed_collator(strategy(chosen), collate) is collate
     assert all(weight.grad is None for weight in chosen.parameters())
 
 
@@ -130,11 +130,11 @@ def test_what_cannot_isolate_is_refused(tiny):
 
     model = load(tiny, "llama", "sdpa")
     with pytest.raises(ConfigError, match="packing: in LlamaForCausalLM with attn_implementation sdpa"):
-        isolating(strategy(model), Ones(0))
+        choose_packed_collator(strategy(model), Ones(0))
     falcon = load(tiny, "falcon", "sdpa")
     falcon.config.sliding_window = 8  # a mask spelt out would do away with it
     with pytest.raises(ConfigError, match="packing: in FalconForCausalLM"):
-        isolating(strategy(falcon), PackedCollator(0))
+        choose_packed_collator(strategy(falcon), PackedCollator(0))
 
 
 def deep(kind, **changes):
@@ -155,7 +155,7 @@ def test_rounding_in_a_deep_model_is_no_leak():
 
     model = deep(MixtralConfig, initializer_range=0.1, num_local_experts=8)
     collate = PackedCollator(0)
-    assert isolating(strategy(model), collate) is collate
+    assert choose_packed_collator(strategy(model), collate) is collate
 
 
 def test_a_faint_leak_in_bf16_is_found():
@@ -170,7 +170,7 @@ def test_a_faint_leak_in_bf16_is_found():
 
     model.model.layers[-1].register_forward_pre_hook(carry)
     with pytest.raises(ConfigError, match="packing: in LlamaForCausalLM"):
-        isolating(strategy(model), PackedCollator(0))
+        choose_packed_collator(strategy(model), PackedCollator(0))
 
 
 SIZES = {"hidden_size": 32, "vocab_size": 512, "max_position_embeddings": 64}
@@ -181,7 +181,7 @@ def test_joined_rows_of_a_model_that_looks_ahead_get_a_mask():
     from transformers import BertConfig, BertLMHeadModel
 
     model = BertLMHeadModel(BertConfig(**SIZES, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)).eval()
-    collate = isolating(strategy(model), PackedCollator(0, flatten=True), "padding_free")
+    collate = choose_packed_collator(strategy(model), PackedCollator(0, flatten=True), "padding_free")
     assert collate.flatten
     with torch.no_grad():
         logits = [
@@ -197,7 +197,7 @@ def test_joined_rows_are_refused_where_the_model_counts_places():
 
     config = GPTNeoConfig(**SIZES, num_layers=2, num_heads=4, attention_types=[[["global"], 2]], window_size=16)
     with pytest.raises(ConfigError, match="padding_free: GPTNeoForCausalLM has the mask"):
-        isolating(strategy(GPTNeoForCausalLM(config)), PackedCollator(0, flatten=True), "padding_free")
+        choose_packed_collator(strategy(GPTNeoForCausalLM(config)), PackedCollator(0, flatten=True), "padding_free")
 
 
 @pytest.mark.parametrize("key", ["attention_chunk_size", "attn_temperature_tuning"])
@@ -205,7 +205,7 @@ def test_joined_rows_are_refused_where_attention_depends_on_the_place(tiny, key)
     model = load(tiny, "llama", "sdpa")
     setattr(model.config, key, 8)
     with pytest.raises(ConfigError, match=f"padding_free: .* {key}"):
-        isolating(strategy(model), PackedCollator(0, flatten=True), "padding_free")
+        choose_packed_collator(strategy(model), PackedCollator(0, flatten=True), "padding_free")
 
 
 def test_joined_rows_of_experts_have_no_padding(tiny):
@@ -218,14 +218,14 @@ def test_positions_that_run_on_are_refused(tiny):
     table = model.transformer.wpe
     table.register_forward_pre_hook(lambda _, args: (torch.arange(args[0].size(-1)).expand_as(args[0]),))
     with pytest.raises(ConfigError, match="positions do not begin anew"):
-        isolating(strategy(model), PackedCollator(0))
+        choose_packed_collator(strategy(model), PackedCollator(0))
 
 
 def test_logits_that_are_no_numbers_are_not_taken_for_isolated(tiny):
     model = load(tiny, "llama", "sdpa")
     model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(ConfigError, match="packing"):
-        isolating(strategy(model), PackedCollator(0))
+        choose_packed_collator(strategy(model), PackedCollator(0))
 
 
 @pytest.mark.parametrize("name, attention", [("bloom", "eager"), ("falcon-rw", "eager"), ("falcon-rw", "sdpa")])
@@ -245,7 +245,7 @@ def test_models_whose_positions_come_from_the_mask_are_refused(name, attention):
     measured, given_up = strategy(model), []
     measured.release_gathered_parameters = lambda: given_up.append(model.training)
     with pytest.raises(ConfigError, match=rf"packing: in \w+ with attn_implementation {attention}.* --packing false"):
-        isolating(measured, PackedCollator(0))
+        choose_packed_collator(measured, PackedCollator(0))
     assert model.training, "it is left as it was"
     assert given_up == [True, True], "what a failed forward left gathered is given up too"
 
@@ -269,7 +269,7 @@ def test_an_error_that_is_not_of_the_mask_is_not_taken_for_one(tiny):
 
     model.lm_head.forward = full
     with pytest.raises(torch.OutOfMemoryError):
-        isolating(strategy(model), PackedCollator(0))
+        choose_packed_collator(strategy(model), PackedCollator(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])

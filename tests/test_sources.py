@@ -17,7 +17,7 @@ from zerobook.data import files
 from zerobook.data.formats import Chat, parse
 from zerobook.data.source import Malformed
 from zerobook.data.sources import open_source
-from zerobook.data.tokenize import parsed
+from zerobook.data.tokenize import parse_row
 from zerobook.errors import DataError
 
 ROWS = [{"text": f"line {i}", "n": i} for i in range(5)]
@@ -387,7 +387,7 @@ def test_an_empty_cell_of_a_table_of_numbers_is_no_text(tmp_path):
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 def test_a_number_that_json_does_not_have_is_named(constant):
-    row = parsed(b'{"text": "a", "score": %b}' % constant.encode())
+    row = parse_row(b'{"text": "a", "score": %b}' % constant.encode())
 
     assert isinstance(row, Malformed) and constant in row.reason and "column" in row.reason
 

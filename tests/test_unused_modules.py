@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from zerobook.models.adapters import adapted
+from zerobook.models.adapters import adapt_model
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.objective import NextToken
 from zerobook.utils.model_config import auto_class
@@ -95,7 +95,7 @@ def test_the_weights_without_a_gradient_are_the_frozen_ones(tiny, name):
 def test_adapters_stand_beside_the_text_model_only(tiny, targets):
     model = load(tiny / "gemma3_composite")
 
-    made = adapted(model, {**ADAPTERS, "lora_target_modules": targets}, revision="main")
+    made = adapt_model(model, {**ADAPTERS, "lora_target_modules": targets}, revision="main")
 
     trained = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
     assert trained and all(".language_model." in name for name in trained)
@@ -116,7 +116,7 @@ def test_routers_that_are_linear_layers_get_no_adapters():
     from transformers import AutoModelForCausalLM, Llama4TextConfig
 
     config = Llama4TextConfig(**TEXT, intermediate_size_mlp=64, head_dim=8, num_local_experts=2, interleave_moe_layer_step=2)
-    made = adapted(
+    made = adapt_model(
         AutoModelForCausalLM.from_config(config), {**ADAPTERS, "lora_target_modules": ["all-linear"]}, revision="main"
     )
 

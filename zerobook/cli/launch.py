@@ -13,7 +13,7 @@ from typing import NoReturn
 from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
 from zerobook.launch import elastic, flag_checks
-from zerobook.launch.accelerate_cli import parsed, read_flags, split_at_recipe
+from zerobook.launch.accelerate_cli import parse_flags, read_flags, split_at_recipe
 from zerobook.launch.by_name import OTHER_PROGRAMS, written_out
 from zerobook.launch.process import pass_signals_on, quietly
 from zerobook.utils.shipped import names
@@ -96,14 +96,14 @@ def _launch(arguments: list[str]) -> None:
     flags, script, _ = split_at_recipe(arguments)
     # Without the file of a recipe, only the flags of accelerate can be checked.
     if script is None or not OTHER_PROGRAMS.isdisjoint(flags):
-        problems = flag_checks.check(parsed(arguments), starts=True).problems
+        problems = flag_checks.check(parse_flags(arguments), starts=True).problems
     else:
         problems = _problems_of_launch(arguments, flags, script)
     if problems:
         raise ConfigError(problems)
     from accelerate.commands.launch import launch_command
 
-    args = parsed(arguments)
+    args = parse_flags(arguments)
     if flag_checks.strategy_of(flag_checks.validated(args)) == "single":
         pass_signals_on()
     launch_command(args)

@@ -16,7 +16,7 @@ from zerobook.data.formats import BadSample
 from zerobook.data.sampler import held_out_mask
 from zerobook.data.source import Source
 from zerobook.data.templates import CausalEncoder, Encoded
-from zerobook.data.tokenize import Chunk, Reading, chunks, detect, ignored, read_sample
+from zerobook.data.tokenize import Chunk, Reading, chunks, detect, list_unread, read_sample
 from zerobook.errors import DataError
 from zerobook.objective import NextToken
 from zerobook.utils.bars import tqdm
@@ -133,7 +133,7 @@ def examine(
             reading = Reading(
                 examined.format, columns or {}, encoder, NextToken(), detected=format is None, is_held_out=source.is_held_out
             )
-            examined.unread = ignored(chunk, reading)
+            examined.unread = list_unread(chunk, reading)
             examiner = _Examiner(examined, reading, encoder, length, rows)
         examiner.add_chunk(chunk)
     bar.close()

@@ -41,7 +41,7 @@ __all__ = [
     "check_unread",
     "detect",
     "formats_of",
-    "ignored",
+    "list_unread",
     "parse",
     "read_chat",
 ]
@@ -140,7 +140,7 @@ class Format(NamedTuple):
     has_turns: bool = False
 
 
-def ignored(
+def list_unread(
     format: str,
     rows: Iterable[Mapping[str, Any]],
     *,

@@ -33,7 +33,7 @@ from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import CausalEncoder, Encoder, describe_default_template
-from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Chunk, Reading, chunks, detect, encode_all, ignored
+from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Chunk, Reading, chunks, detect, encode_all, list_unread
 from zerobook.data.verification import find_damage, read_meta, stamp
 from zerobook.data.views import Blocks, Documents, PreparedRows, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
@@ -576,7 +576,7 @@ class Library:
         raw_chunks = chunks(_first_samples(source.read(), spec.limit), bar)
         first_chunk = next(raw_chunks, [])
         reading = self._detect_reading(spec, source, first_chunk)
-        unread = ignored(first_chunk, reading)
+        unread = list_unread(first_chunk, reading)
 
         # A row of running text or of a pack is filled with tokens, and any other row is a document.
         in_tokens = reading.format == "text" or self.config.packing

@@ -128,7 +128,7 @@ def detect(
     """
     first_error: DataError | None = None
     for _, raw in chunk:
-        row = parsed(raw)
+        row = parse_row(raw)
         if not isinstance(row, dict):
             continue
         try:
@@ -141,16 +141,16 @@ def detect(
     if first_error:
         raise first_error
     if chunk:
-        raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(parsed(chunk[0][1]))}.")
+        raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(parse_row(chunk[0][1]))}.")
     raise DataError("the dataset is empty, there is nothing to train on.")
 
 
-def ignored(chunk: Chunk, reading: Reading) -> list[str]:
+def list_unread(chunk: Chunk, reading: Reading) -> list[str]:
     """Return the columns, and the keys of turns, that the format does not read. A key may be in some samples only."""
-    rows = (parsed(raw) for _, raw in chunk)
+    rows = (parse_row(raw) for _, raw in chunk)
     readable = [row for row in rows if isinstance(row, dict)]
     encoder_formats = formats.formats_of(reading.encoder)
-    return formats.ignored(reading.format, readable, encoder_formats=encoder_formats, **reading.columns)
+    return formats.list_unread(reading.format, readable, encoder_formats=encoder_formats, **reading.columns)
 
 
 def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> Iterator[EncodedChunk]:
@@ -187,7 +187,7 @@ def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
     return _encode(_READING[0], chunk)
 
 
-def parsed(row: object) -> object:
+def parse_row(row: object) -> object:
     """Return the object of a JSON line, or `Malformed`. A row that is not bytes is returned as it is."""
     if not isinstance(row, bytes):
         return row
@@ -215,7 +215,7 @@ def read_sample(reading: Reading, raw: object) -> Any:
         BadSample: it cannot be used.
         EmptyText: it is a document without text.
     """
-    row = parsed(raw)
+    row = parse_row(raw)
     encoder_formats = formats.formats_of(reading.encoder)
     if isinstance(row, Malformed):
         raise formats.BadSample(row.reason)

@@ -130,7 +130,7 @@ def chose_threads() -> bool:
     # Of other launchers, torchrun alone sets it.
     if flags is None:
         return any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
-    return parsed(flags).num_cpu_threads_per_process is None
+    return parse_flags(flags).num_cpu_threads_per_process is None
 
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
@@ -173,7 +173,7 @@ def split_at_recipe(arguments: list[str]) -> tuple[list[str], str | None, list[s
     return list(arguments), None, []
 
 
-def parsed(flags: list[str]) -> argparse.Namespace:
+def parse_flags(flags: list[str]) -> argparse.Namespace:
     """Return the launcher's arguments (script included) as its own parser reads them."""
     from accelerate.commands.launch import launch_command_parser
 
@@ -196,7 +196,7 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
     except SystemExit:
         # argparse prints its message and exits.
         reason = messages.getvalue().strip().rpartition("error: ")[2]
-        return parsed([SCRIPT]), [f"accelerate launch does not take {' '.join(flags)}: {reason}."]
+        return parse_flags([SCRIPT]), [f"accelerate launch does not take {' '.join(flags)}: {reason}."]
     # All flags that are not known are reported at once, each with the nearest name.
     names = {action.dest for action in parser._actions}
     problems = []
@@ -212,12 +212,12 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"{nearest(args.training_script, shipped.names('recipes'))} Give flags, and then a recipe, such as "
             "recipes/causal_lm.py."
         )
-    return (parsed([SCRIPT]) if unknown else args), problems
+    return (parse_flags([SCRIPT]) if unknown else args), problems
 
 
 def typed_flags(flags: list[str]) -> dict[str, Any]:
     """Return the flags that the launcher's arguments (script included) set, by name."""
-    args = parsed(flags)
+    args = parse_flags(flags)
     return {key: value for key, value in vars(args).items() if key in getattr(args, "nondefault", ())}
 
 
@@ -230,7 +230,7 @@ def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
     """
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
-    args = parsed(flags)
+    args = parse_flags(flags)
     # accelerate reads its default file where none is named.
     file = {}
     if args.config_file or Path(default_config_file).is_file():

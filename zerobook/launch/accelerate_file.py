@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobook.errors import ConfigError
-from zerobook.launch.accelerate_cli import parsed
+from zerobook.launch.accelerate_cli import parse_flags
 from zerobook.utils.nearest import nearest
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_yaml, read_mapping
@@ -73,7 +73,7 @@ def path(file: str | None) -> str | None:
 
 def path_of(flags: list[str] | None) -> str | None:
     """Return the config that the launcher's flags (script included) name, or this machine's default; None without either."""
-    return None if flags is None else path(parsed(flags).config_file)
+    return None if flags is None else path(parse_flags(flags).config_file)
 
 
 def load(file: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zerobook.config import ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, meet
-from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parsed
+from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parse_flags
 from zerobook.launch.accelerate_file import FileCheck
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import plain_environment
@@ -53,7 +53,7 @@ def resolve_this_process(
     flags = parent_flags()
     environ = dict(os.environ)
     precision = None
-    file_check = flag_checks.check(parsed(flags), starts=False) if flags else FileCheck([], True)
+    file_check = flag_checks.check(parse_flags(flags), starts=False) if flags else FileCheck([], True)
     # With a file that cannot be resolved, the rest of the command line is checked as a plain launch.
     if not file_check.is_resolvable:
         environ = plain_environment({})

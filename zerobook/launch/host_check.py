@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, links
-from zerobook.launch.accelerate_cli import SCRIPT, parsed, unreachable_name
+from zerobook.launch.accelerate_cli import SCRIPT, parse_flags, unreachable_name
 from zerobook.launch.preflight import differences
 from zerobook.utils import files, messages
 
@@ -72,7 +72,7 @@ def place(launch_flags: list[str]) -> Place:
     Raises:
         ConfigError: they name one host, or no address.
     """
-    args = flag_checks.validated(parsed([*launch_flags, SCRIPT]))
+    args = flag_checks.validated(parse_flags([*launch_flags, SCRIPT]))
     hosts = int(args.num_machines or 1)
     if hosts < 2 or not args.main_process_ip:
         raise ConfigError(

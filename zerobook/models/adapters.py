@@ -141,7 +141,7 @@ def pattern_of(targets: list[str]) -> str | None:
     return None
 
 
-def adapted(
+def adapt_model(
     model: PreTrainedModel, values: Mapping[str, Any], *, revision: str, recorded: Mapping[str, Any] | None = None
 ) -> PeftModel:
     """Freeze ``model`` and add the adapters that a run trains: new ones, or those of a saved adapter.

@@ -13,7 +13,7 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.models.adapters import INITIAL, adapted, grow_for_adapter, save_adapter
+from zerobook.models.adapters import INITIAL, adapt_model, grow_for_adapter, save_adapter
 from zerobook.models.card import Training, format_card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
 from zerobook.models.unused_modules import freeze_unused
@@ -73,7 +73,7 @@ def export_checkpoint(
     grow_embeddings(base_model, base_facts.get("embedding_rows", 0))
     model: Model = base_model
     if adapts:
-        model = adapted(base_model, config, revision=revision, recorded=base_facts.get("adapter"))
+        model = adapt_model(base_model, config, revision=revision, recorded=base_facts.get("adapter"))
     _fill(model, checkpoint, adapts)
     notes = _describe_limits(recorded, adapts)
 

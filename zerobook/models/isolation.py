@@ -48,10 +48,10 @@ def choose_isolating_collator(
         keep_mask: the objective needs the mask of padded rows.
         supervised: the objective takes the positions that have a target.
         flag: name of the flag by which samples share a row, for the error.
-        chooses_attention, trains: as of `isolating`.
+        chooses_attention, trains: as of `choose_packed_collator`.
 
     Raises:
-        ConfigError: samples that share a row see each other in every form: see `isolating`.
+        ConfigError: samples that share a row see each other in every form: see `choose_packed_collator`.
     """
     # A subclass may pad again, which moves the positions.
     is_built_in = type(collate) in (CausalCollator, PackedCollator)
@@ -59,15 +59,17 @@ def choose_isolating_collator(
         # Padding on the right, which has no mask, would count as load of the experts.
         if keep_mask and collate.flatten:
             collate = replace(collate, pad_to_multiple_of=1)
-        collate = isolating(strategy, collate, flag or "packing", chooses_attention=chooses_attention, trains=trains)
+        collate = choose_packed_collator(
+            strategy, collate, flag or "packing", chooses_attention=chooses_attention, trains=trains
+        )
     elif isinstance(collate, CausalCollator) and not keep_mask:
-        collate = unmasked(strategy, collate)
+        collate = choose_padded_collator(strategy, collate)
     if is_built_in and supervised:
         return replace(cast("CausalCollator | PackedCollator", collate), supervised=True)
     return collate
 
 
-def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
+def choose_padded_collator(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     """Return a collator without an attention mask, if padding does not change the logits of the tokens before it. Collective.
 
     In a model with causal attention, no token attends to the padding on its right, and the labels of padding are ignored. So
@@ -103,7 +105,7 @@ def unmasked(strategy: Strategy, collate: CausalCollator) -> CausalCollator:
     raise ConfigError(f"model_name_or_path: {name} fails with a batch of text ({type(failure).__name__}: {failure}).")
 
 
-def isolating(
+def choose_packed_collator(
     strategy: Strategy,
     collate: PackedCollator,
     flag: str = "packing",
@@ -117,8 +119,8 @@ def isolating(
     the batch. Some models ignore the positions (Falcon) and need a full mask. A measurement decides.
 
     Args:
-        chooses_attention: SDPA takes the place of flex attention if the GPU cannot run it (eager attention, in a model without
-            SDPA). The user has named none.
+        chooses_attention: the user has not named the attention, so another one takes the place of flex attention if the GPU
+            cannot run that.
         trains: the model gets backward passes, too.
 
     Raises:
@@ -134,48 +136,64 @@ def isolating(
                 f"{flag}: {type(strategy.unwrapped).__name__} has {dependence}, which counts tokens from the start of the row "
                 f"and not of the sample. Pass --{flag} false."
             )
+        # In a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined.
         if not has_flash:
-            # In a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined.
-            return replace(isolating(strategy, replace(collate, flatten=False), flag), flatten=True)
+            separate_rows = choose_packed_collator(strategy, replace(collate, flatten=False), flag)
+            return replace(separate_rows, flatten=True)
 
     # Measure the forms from the cheapest to the dearest, and take the first that isolates.
     failures = []
-    is_flex = attention == "flex_attention"
     for candidate, marker in _packed_forms(strategy, collate):
         try:
-            with _flex_backward() if is_flex and trains else nullcontext():
-                influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
-                sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
-                is_isolated = sees_itself_alone and keeps_positions(strategy, candidate)
+            failure = _find_mixing(strategy, candidate, marker, trains=trains)
+        # A lack of memory says nothing about the candidate.
         except torch.OutOfMemoryError:
             raise
         # Architectures raise different errors where they take no such mask.
         except Exception as error:
             # The GPUs of a launch are equal, so all ranks come here, or none.
-            if is_flex and chooses_attention:
-                model = cast("PreTrainedModel", strategy.unwrapped)
-                other = "sdpa" if model._supports_sdpa else "eager"
-                if strategy.is_main:
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                    say(f"WARNING: flex attention does not run on this device, so {other} takes its place ({reason})")
-                model.set_attn_implementation(other)
-                return isolating(strategy, collate, flag)
-            failures.append(f"the model fails with {marker} ({type(error).__name__}: {error})")
-            continue
-        if is_isolated:
+            if attention == "flex_attention" and chooses_attention:
+                _replace_flex_attention(strategy, error)
+                return choose_packed_collator(strategy, collate, flag)
+            failure = f"the model fails with {marker} ({type(error).__name__}: {error})"
+        if failure is None:
             return candidate
-        if sees_itself_alone:
-            failures.append(f"with {marker}, a sample's positions do not begin anew")
-        else:
-            failures.append(
-                f"with {marker}, another first sample changes the second one's logits by {influence_of_others:.1e}, and a "
-                f"change in another row by {noise:.1e}"
-            )
+        failures.append(failure)
     raise ConfigError(
         f"{flag}: in {type(strategy.unwrapped).__name__} with attn_implementation {attention}, samples that share a row see "
         f"each other: {'; '.join(failures)}. Pass --{flag} false (and --group_by_length to pad less), or another "
         "--attn_implementation."
     )
+
+
+def _find_mixing(strategy: Strategy, candidate: PackedCollator, marker: str, *, trains: bool) -> str | None:
+    """Return how samples that share a row change each other's logits; None if they do not. Collective.
+
+    Args:
+        marker: what tells the model the samples' borders in this form of the collator, for the message.
+    """
+    tests_backward = trains and _attention(strategy) == "flex_attention"
+    with _flex_backward() if tests_backward else nullcontext():
+        influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
+        sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
+        if sees_itself_alone and keeps_positions(strategy, candidate):
+            return None
+    if sees_itself_alone:
+        return f"with {marker}, a sample's positions do not begin anew"
+    return (
+        f"with {marker}, another first sample changes the second one's logits by {influence_of_others:.1e}, and a change in "
+        f"another row by {noise:.1e}"
+    )
+
+
+def _replace_flex_attention(strategy: Strategy, error: Exception) -> None:
+    """Let the model use SDPA, or eager attention if it has no SDPA, and print the ``error`` of flex attention."""
+    model = cast("PreTrainedModel", strategy.unwrapped)
+    other = "sdpa" if model._supports_sdpa else "eager"
+    if strategy.is_main:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        say(f"WARNING: flex attention does not run on this device, so {other} takes its place ({reason})")
+    model.set_attn_implementation(other)
 
 
 @contextmanager

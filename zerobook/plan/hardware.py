@@ -187,17 +187,17 @@ def _choose_device(name: str | None, memory: int | None, problems: list[str]) ->
     default = DEVICES["a100-80gb"]
     if name is None:
         return default if memory is None else nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)
-    words = name.lower().replace(" ", "-")
-    # a100 is a part of several names, which are listed; 4090 of one alone, which is taken.
-    parts = set(words.split("-"))
-    candidates = [known for known in DEVICES if parts <= set(known.split("-"))]
-    if words in DEVICES:
-        candidates = [words]
+    hyphenated = name.lower().replace(" ", "-")
+    # 4090 is a word of one name alone, which is taken. a100 is a word of several names, which are listed.
+    words = set(hyphenated.split("-"))
+    candidates = [device_name for device_name in DEVICES if words <= set(device_name.split("-"))]
+    if hyphenated in DEVICES:
+        candidates = [hyphenated]
     if len(candidates) != 1:
         hint = f" Did you mean --gpus {name}?" if name.isdecimal() else ""
-        known = candidates or difflib.get_close_matches(words, DEVICES, n=5) or DEVICES
+        similar = candidates or difflib.get_close_matches(hyphenated, DEVICES, n=5) or DEVICES
         problems.append(
-            f"--gpu: {name!r} is not the name of one GPU.{hint} Known: {', '.join(known)}. Another: give --gpu_memory alone."
+            f"--gpu: {name!r} is not the name of one GPU.{hint} Known: {', '.join(similar)}. Another: give --gpu_memory alone."
         )
         return default
     device = DEVICES[candidates[0]]

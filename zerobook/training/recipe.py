@@ -85,12 +85,12 @@ class Recipe(ABC, Generic[ConfigT]):
 
     def adapt(self, model: PreTrainedModel) -> nn.Module:
         """Return the model to train: set ``requires_grad`` on its trained weights, and add the adapters of the config."""
-        from zerobook.models.adapters import adapted
+        from zerobook.models.adapters import adapt_model
 
         config = self.config
         if not config.trains_adapters:
             return model
-        return adapted(model, config.model_dump(), revision=config.model_revision)
+        return adapt_model(model, config.model_dump(), revision=config.model_revision)
 
     def reference_model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel | None:
         """Return a second model, which is not trained, or None. `Objective.reference_model` is this model, prepared.

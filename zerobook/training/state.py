@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from zerobook.checkpoint.progress import Progress
-from zerobook.config import OrderSettings, RecipeConfig
-from zerobook.data.batch_loader import BatchLayout, BatchLoader, Order
+from zerobook.config import RecipeConfig
+from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
-from zerobook.data.stream import Stream
-from zerobook.data.views import PreparedRows
 from zerobook.monitor.policy import rate_share
 from zerobook.training.recipe import Collator
 
@@ -71,7 +69,9 @@ class RunState:
         rows = self.data.train.skipping(progress.skip_ranges)
         # With a number of steps, the samples never end.
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(rows))
-        order = _make_order(rows, self.data.weights, config.order_settings, progress)
+        # The order takes no config: whatever else it depended on would not be compared when a run resumes. `OrderSettings` has
+        # the datasets' weights, too, which are prepared with the data.
+        order = rows.order(config.order_settings, seed=progress.seed, weights=self.data.weights, passed=progress.stream)
         self.loader = BatchLoader(
             rows,
             order,
@@ -120,15 +120,6 @@ class RunState:
             else:
                 differing[name] = [value, expected.get(name)]
         return sorted(agreeing), differing
-
-
-def _make_order(rows: PreparedRows | Stream, weights: list[float] | None, settings: OrderSettings, progress: Progress) -> Order:
-    """Return the order of the samples.
-
-    It takes no config: whatever else an order depended on would not be compared when a run resumes. `OrderSettings` has the
-    datasets' weights too, which are prepared with the data.
-    """
-    return rows.order(settings, seed=progress.seed, weights=weights, passed=progress.stream)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

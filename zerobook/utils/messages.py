@@ -118,12 +118,12 @@ def _facts_of_error(error: Exception) -> dict[str, Any]:
     if isinstance(error, ConfigError):
         facts["problems"] = error.problems
     elif isinstance(error, OSError) and error.errno is not None:
-        facts |= {"number": error.errno, "text": error.strerror, "file": _text_or_none(error.filename)}
+        facts |= {
+            "number": error.errno,
+            "text": error.strerror,
+            "file": None if error.filename is None else str(error.filename),
+        }
     return facts
-
-
-def _text_or_none(value: object) -> str | None:
-    return None if value is None else str(value)
 
 
 def _restore_error(
