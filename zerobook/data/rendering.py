@@ -498,12 +498,10 @@ def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]
 
 def _shared_length(one_text: str, other_text: str) -> int:
     """Return the length of the common prefix of two texts."""
-    length = 0
-    for one_character, other_character in zip(one_text, other_text, strict=False):
+    for length, (one_character, other_character) in enumerate(zip(one_text, other_text, strict=False)):
         if one_character != other_character:
-            break
-        length += 1
-    return length
+            return length
+    return min(len(one_text), len(other_text))
 
 
 def _matching_tag(token: str) -> str:

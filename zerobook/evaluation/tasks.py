@@ -284,11 +284,6 @@ def _padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[torc
 
 
 # --- accuracy
-def standard_error(accuracy: float, questions: int) -> float:
-    """Return the standard error of a binomial proportion: sqrt(p (1 - p) / n)."""
-    return math.sqrt(accuracy * (1 - accuracy) / questions)
-
-
 class TaskScorer:
     """Measures ``tasks`` on a causal model, whole on one process or spread over ranks.
 
@@ -399,7 +394,8 @@ def _summary_row(task: Task, answers: Sequence[tuple[bool, bool]], subject: str 
     for column, name in enumerate(METRICS):
         # The share of right answers, of booleans that count as 0 and 1.
         row[name] = sum(answers[number][column] for number in numbers) / len(numbers)
-        row[f"{name}_stderr"] = standard_error(row[name], len(numbers))
+        # The standard error of a binomial proportion: sqrt(p (1 - p) / n).
+        row[f"{name}_stderr"] = math.sqrt(row[name] * (1 - row[name]) / len(numbers))
     row["chance"] = Task(task.name, tuple(task.questions[number] for number in numbers)).chance
     return row
 

@@ -193,7 +193,7 @@ def add_adapter(
         rank: inner size of the adapters.
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
-        targets: module names, a regular expression for whole names, or ``["all-linear"]`` for every linear layer but the
+        targets: module names, a regular expression for complete names, or ``["all-linear"]`` for every linear layer but the
             output head. Modules that text input does not use, and routers of experts, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         modules_to_save: names of modules that are trained in full.
@@ -215,20 +215,7 @@ def add_adapter(
     if method == "ia3":
         return _insert_adapter(model, IA3Config(task_type=task, exclude_modules=excluded), revision)
 
-    # The modules that are trained in full: peft trains a copy of each.
-    embeddings = embedding_names(model)
-    if trains_embeddings:
-        modules_to_save = [*modules_to_save, *embeddings]
-    full_modules = _resolve_modules(model, modules_to_save)
-    # Of tied embeddings, input and output have to share one copy.
-    ties_copies = are_tied(model) and embeddings[0] in full_modules
-    if ties_copies and model.config.is_encoder_decoder:
-        setting = "new_tokens" if trains_embeddings else "modules_to_save"
-        raise ConfigError(
-            f"{setting}: encoder, decoder and output of a {model.config.model_type} share their embeddings, and peft would "
-            "train a copy that none of them reads. Train all weights: drop --adapter."
-        )
-
+    full_modules, ties_copies = _choose_full_modules(model, modules_to_save, trains_embeddings=trains_embeddings)
     config = LoraConfig(
         r=rank,
         lora_alpha=cast("int", alpha),
@@ -242,10 +229,32 @@ def add_adapter(
         ensure_weight_tying=ties_copies,
     )
     adapted_model = _insert_adapter(model, config, revision)
-    # peft has PiSSA, too (init_lora_weights="pissa"), but changes the base weights with it.
+    # peft has PiSSA, too (init_lora_weights="pissa"), but it changes the base weights.
     if method == "pissa":
         _start_from_principal_components(adapted_model, config)
     return adapted_model
+
+
+def _choose_full_modules(
+    model: PreTrainedModel, modules_to_save: Sequence[str], *, trains_embeddings: bool
+) -> tuple[list[str], bool]:
+    """Return (the modules that are trained in full, whether input and output embeddings share one trained copy).
+
+    peft trains a copy of each of these modules.
+    """
+    embeddings = embedding_names(model)
+    if trains_embeddings:
+        modules_to_save = [*modules_to_save, *embeddings]
+    full_modules = _resolve_modules(model, modules_to_save)
+    # Tied embeddings are one weight, so their copies have to be one weight, too.
+    ties_copies = are_tied(model) and embeddings[0] in full_modules
+    if ties_copies and model.config.is_encoder_decoder:
+        setting = "new_tokens" if trains_embeddings else "modules_to_save"
+        raise ConfigError(
+            f"{setting}: encoder, decoder and output of a {model.config.model_type} share their embeddings, and peft would "
+            "train a copy that none of them reads. Train all weights: drop --adapter."
+        )
+    return full_modules, ties_copies
 
 
 def _peft_targets(targets: list[str]) -> str | list[str]:

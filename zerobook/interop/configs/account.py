@@ -24,20 +24,20 @@ _LONGEST = 60
 
 
 def account_text(imported: Imported) -> str:
-    """Return the account."""
-    parts = []
+    """Return the account: the keys of the config by what became of them, and the notes of its trainer."""
+    texts = []
     for kind, heading in HEADINGS.items():
         lines = [line for line in imported.lines if line.kind == kind]
         if lines:
-            parts.append(f"{heading} ({len(lines)})")
-            parts += _by_sentence(lines)
+            texts.append(f"{heading} ({len(lines)})")
+            texts += _by_sentence(lines)
     if imported.default_lines:
-        parts.append(f"defaults of {imported.trainer} that are written out ({len(imported.default_lines)})")
-        parts += _by_sentence(imported.default_lines)
-    parts.append("in any case")
+        texts.append(f"defaults of {imported.trainer} that are written out ({len(imported.default_lines)})")
+        texts += _by_sentence(imported.default_lines)
+    texts.append("in any case")
     for note in imported.foreign.table.notes:
-        parts.append(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="  "))
-    return "\n".join(parts) + "\n"
+        texts.append(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="  "))
+    return "\n".join(texts) + "\n"
 
 
 def _by_sentence(lines: list[Line]) -> list[str]:
