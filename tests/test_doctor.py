@@ -358,10 +358,10 @@ def test_ops_are_built_with_this_environments_ninja_and_kept_in_it_though_it_is_
     own = os.path.dirname(sys.executable)
     clean.setenv("PATH", "/usr/bin:/bin")
     clean.setenv("TORCH_EXTENSIONS_DIR", "")
-    ops.own_tools()
-    ops.own_tools()
+    ops.use_own_tools()
+    ops.use_own_tools()
     assert os.environ["PATH"] == f"{own}:/usr/bin:/bin"
     assert os.path.dirname(os.environ["TORCH_EXTENSIONS_DIR"]) == os.path.join(sys.prefix, "torch_extensions")
     clean.setenv("TORCH_EXTENSIONS_DIR", "/elsewhere")
-    ops.own_tools()
+    ops.use_own_tools()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/elsewhere", "the user's word"

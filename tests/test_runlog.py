@@ -25,7 +25,7 @@ from zerobook.runlog import writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
-from zerobook.runlog.lifecycle import begin, last_words
+from zerobook.runlog.lifecycle import begin, log_failure
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.utils.terminal import say
@@ -290,15 +290,15 @@ def test_changed_settings_and_lost_steps_are_told(tmp_path):
 
 def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
     log = RunLog(tmp_path)
-    with pytest.raises(ZeroDivisionError), last_words(log, tmp_path, 0):
+    with pytest.raises(ZeroDivisionError), log_failure(log, tmp_path, 0):
         1 / 0  # noqa: B018
     found = read(log.folder / "events.jsonl")
     assert (found[-1]["type"], found[-1]["error"]) == ("crash", "ZeroDivisionError") and "1 / 0" in found[-1]["traceback"]
     assert any(e["type"] == "machine" for e in found), "the machine was sampled"
-    with pytest.raises(ZeroDivisionError), last_words(NullRunLog(tmp_path), tmp_path, 3):
+    with pytest.raises(ZeroDivisionError), log_failure(NullRunLog(tmp_path), tmp_path, 3):
         1 / 0  # noqa: B018
     assert "ZeroDivisionError" in (log.folder / "crash-rank-3.txt").read_text()
-    with pytest.raises(KeyboardInterrupt), last_words(log, tmp_path, 0):
+    with pytest.raises(KeyboardInterrupt), log_failure(log, tmp_path, 0):
         raise KeyboardInterrupt
     assert read(log.folder / "events.jsonl")[-1]["type"] == "stop"
 
@@ -333,7 +333,7 @@ def test_out_of_gpu_memory_is_told_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     log = attempt(tmp_path, {}, plan={}, argv=[])
     for own, rank in ((log, 0), (None, 1)):
-        with pytest.raises(torch.OutOfMemoryError) as caught, last_words(own, tmp_path, rank):
+        with pytest.raises(torch.OutOfMemoryError) as caught, log_failure(own, tmp_path, rank):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         (said,) = caught.value.__notes__
         for word in (
@@ -347,7 +347,7 @@ def test_out_of_gpu_memory_is_told_with_the_way_out(tmp_path, monkeypatch):
     assert crash["type"] == "crash" and said in crash["reason"]
     assert said in (log.folder / "crash-rank-1.txt").read_text()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(torch.OutOfMemoryError) as caught, last_words(None, tmp_path, 1):
+    with pytest.raises(torch.OutOfMemoryError) as caught, log_failure(None, tmp_path, 1):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in caught.value.__notes__[0], "it is set already"
 
@@ -495,7 +495,7 @@ def test_no_password_of_an_address_is_printed_or_logged(tmp_path, capsys, rank):
     address = "https://me:secret@mirror.example/models"
     log = RunLog(tmp_path)
 
-    with pytest.raises(OSError, match="mirror"), last_words(log if rank == 0 else None, tmp_path, rank):
+    with pytest.raises(OSError, match="mirror"), log_failure(log if rank == 0 else None, tmp_path, rank):
         raise OSError(f"no answer from {address}")
     say(f"no answer from {address}")
     log.close()

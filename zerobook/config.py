@@ -65,7 +65,7 @@ class _Keys(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _as_written(cls, value: Any, info: ValidationInfo) -> Any:
+    def _read_value(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
         # pydantic would take ``true`` as 1.
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
@@ -372,7 +372,7 @@ class RecipeConfig(_Keys):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _no_content_as_path(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_content_as_path(cls, value: Any, info: ValidationInfo) -> Any:
         if info.field_name not in FILES or not isinstance(value, str):
             return value
         if info.field_name == "chat_template" and re.search(r"{[{%#]|\n", value):
@@ -389,7 +389,7 @@ class RecipeConfig(_Keys):
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
-    def _no_is_a_word(cls, value: Any) -> Any:
+    def _read_mixed_precision(cls, value: Any) -> Any:
         # Others write none and false for it. Here none would mean unset, and another file might turn half precision on.
         if value is False or value in ("none", "false", "off"):
             return "no"
@@ -397,7 +397,7 @@ class RecipeConfig(_Keys):
 
     @field_validator("profile", mode="before")
     @classmethod
-    def _steps(cls, value: Any) -> Any:
+    def _read_profile(cls, value: Any) -> Any:
         if is_none(value):
             return None
         steps = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
@@ -407,7 +407,7 @@ class RecipeConfig(_Keys):
 
     @field_validator("resume_from_checkpoint", mode="before")
     @classmethod
-    def _newest_or_none(cls, value: Any) -> Any:
+    def _read_resume(cls, value: Any) -> Any:
         """Read true and false as transformers' scripts do: the newest checkpoint, and none."""
         return {"true": AUTOMATIC, "false": None}.get(str(value).lower(), value)
 
@@ -421,7 +421,7 @@ class RecipeConfig(_Keys):
 
     @field_validator("eval_steps", "save_steps", mode="before")
     @classmethod
-    def _interval(cls, value: Any) -> Any:
+    def _read_interval(cls, value: Any) -> Any:
         if value is None:
             return AUTOMATIC
         if value in ("no", False):
@@ -439,8 +439,8 @@ class RecipeConfig(_Keys):
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod
-    def _checkpointing(cls, value: Any) -> Any:
-        # The other name of the key, gradient_checkpointing, is a switch in the transformers examples.
+    def _read_checkpointing(cls, value: Any) -> Any:
+        # In the transformers examples, gradient_checkpointing, the other name of the key, is true or false.
         with suppress(ValidationError):
             return "full" if TypeAdapter(bool).validate_python(value) else "none"
         # In the list of choices, every:N stands for any number, so the word itself is not a value.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zerobook.launch.build import remove_buffer_name
-from zerobook.launch.ops import own_tools
+from zerobook.launch.ops import use_own_tools
 
 STEPS = 6
 HALF = 3
@@ -140,7 +140,7 @@ def train_with_accelerate(spec: dict[str, Any]) -> list[float]:
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     # DeepSpeed would compile its operations again, into a folder of its own.
-    own_tools()
+    use_own_tools()
     torch.manual_seed(0)
     losses = train_with_accelerate(spec) if spec["kind"] == "accelerate" else train_with_trainer(spec)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -194,7 +194,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
     out.print(table)
 
     problems = []
-    for lock in ops.locks():
+    for lock in ops.list_locks():
         # The lock of a process that is compiling now is not a problem.
         if ops.is_stale(lock):
             problems.append(

@@ -84,7 +84,7 @@ def recipe(argv: list[str]) -> int:
         say(f"nothing fits {cluster.name}:")
         table.show_lines(advice.describe(cluster))
         return 1
-    source, settings = _published(best.method, request.recipe.encoder_decoder)
+    source, settings = _published_settings(best.method, request.recipe.encoder_decoder)
     # The QLoRA paper halves both for large models.
     if best.traced.model.parameters >= _LARGE_MODEL and "lora_r" in settings:
         settings |= {"lora_dropout": 0.05, "learning_rate": 1e-4}
@@ -191,14 +191,14 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
     sources["per_device_train_batch_size"] = sources["gradient_accumulation_steps"] = "default"
 
     def settings(method: str) -> dict[str, Any]:
-        return _published(method, encoder_decoder)[1]
+        return _published_settings(method, encoder_decoder)[1]
 
     files = sorted(shipped("accelerate_configs").glob("*.yaml"))
     lengths = None if encoder_decoder else read_lengths(config)
     return Request(recipe_file, kind(config), sources, files, settings, lengths=lengths)
 
 
-def _published(method: str, encoder_decoder: bool) -> tuple[str, dict[str, Any]]:
+def _published_settings(method: str, encoder_decoder: bool) -> tuple[str, dict[str, Any]]:
     """Return published training settings, with their source."""
     source, settings = _PUBLISHED["full" if method == "full" else "lora", encoder_decoder]
     return source, settings | {"validation_split_percentage": 1}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def padded(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, min_length: int = 0) -> torch.Tensor:
+def pad_sequences(sequences: Sequence[Sequence[int]], fill: int, *, multiple: int = 1, min_length: int = 0) -> torch.Tensor:
     """Pad sequences of ids on the right with ``fill``. Return int64 [rows, length].
 
     The length is that of the longest sequence, at least ``min_length``, rounded up to a multiple of ``multiple``.
@@ -171,8 +171,8 @@ class CausalCollator:
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         ids = [row["input_ids"] for row in rows]
         batch: dict[str, Any] = {
-            "input_ids": padded(ids, self.pad_token_id, multiple=self.pad_to_multiple_of),
-            "labels": padded([row["labels"] for row in rows], IGNORE, multiple=self.pad_to_multiple_of),
+            "input_ids": pad_sequences(ids, self.pad_token_id, multiple=self.pad_to_multiple_of),
+            "labels": pad_sequences([row["labels"] for row in rows], IGNORE, multiple=self.pad_to_multiple_of),
         }
         count, length = batch["input_ids"].shape
         if self.mask:
@@ -238,7 +238,7 @@ class PackedCollator:
         batch: dict[str, Any] = {}
         for key, padding_value in padding_values.items():
             arrays = [row[key] for row in rows]
-            batch[key] = padded(arrays, padding_value, multiple=self.pad_to_multiple_of, min_length=self.min_length)
+            batch[key] = pad_sequences(arrays, padding_value, multiple=self.pad_to_multiple_of, min_length=self.min_length)
         # Padding is a sample of its own, whose positions begin at 0.
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
@@ -367,7 +367,7 @@ class Seq2SeqCollator:
         self.target_length = target_length
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        labels = padded([row["labels"] for row in rows], IGNORE, multiple=self.multiple, min_length=self.target_length)
+        labels = pad_sequences([row["labels"] for row in rows], IGNORE, multiple=self.multiple, min_length=self.target_length)
         return {
             **self.sources(rows),
             "labels": labels,
@@ -377,5 +377,5 @@ class Seq2SeqCollator:
     def sources(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return only ``input_ids`` and ``attention_mask``, the inputs of generation."""
         ids = [row["input_ids"] for row in rows]
-        batch = padded(ids, self.pad_token_id, multiple=self.multiple, min_length=self.source_length)
+        batch = pad_sequences(ids, self.pad_token_id, multiple=self.multiple, min_length=self.source_length)
         return {"input_ids": batch, "attention_mask": attention_mask(ids, batch.size(1))}

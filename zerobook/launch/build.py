@@ -165,7 +165,7 @@ def _compile_ops(plan: LaunchPlan) -> None:
     """Compile the ops that DeepSpeed needs, in the first process of each host."""
     from zerobook.launch import ops
 
-    ops.own_tools()
+    ops.use_own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
     ops.clear_stale_locks(lambda line: say(line) if is_first_of_host else None)
     # The other ranks wait for its lock when they load the ops.

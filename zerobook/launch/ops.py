@@ -50,7 +50,7 @@ STALE_AFTER_S = 5 * 60
 """No op takes as long to compile; the slowest took 78 s on two CPU cores."""
 
 
-def own_tools() -> None:
+def use_own_tools() -> None:
     """Build ops with this environment's ninja and keep them inside this environment, whether or not it is activated.
 
     torch checks every op with the first ninja on the PATH whenever it loads the op. Different versions of ninja cannot read
@@ -97,7 +97,7 @@ def _cpu_kind() -> str:
     return f"{architecture}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 
-def locks() -> list[Path]:
+def list_locks() -> list[Path]:
     """Return the lock files under the extensions' cache, stale or held."""
     root = cache_root()
     return sorted(root.glob("**/lock")) if root.is_dir() else []
@@ -133,7 +133,7 @@ def clear_stale_locks(say: Callable[[str], object] = say) -> list[Path]:
     wait for it too, and for ever if its compile was killed.
     """
     removed = []
-    for lock in locks():
+    for lock in list_locks():
         if lock.exists() and not is_held(lock) and not is_stale(lock):
             say(
                 f"{lock}: no process of this machine holds it; waiting until it is gone or {STALE_AFTER_S} s old. If nothing "
@@ -149,7 +149,7 @@ def clear_stale_locks(say: Callable[[str], object] = say) -> list[Path]:
     return removed
 
 
-def missing(*, on_gpus: bool) -> dict[str, str]:
+def find_missing_ops(*, on_gpus: bool) -> dict[str, str]:
     """Return {op: reason} of the ops that cannot be compiled on this machine.
 
     Ops that DeepSpeed was installed with are left out.
@@ -274,13 +274,13 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
 
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    own_tools()
+    use_own_tools()
     clear_stale_locks()
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
-    lacking = missing(on_gpus=not on_cpu)
+    lacking = find_missing_ops(on_gpus=not on_cpu)
     results = []
     # FusedAdam has no CPU variant.
     usable_ops = [op for op in OPS if not (on_cpu and op == "fused_adam")]

@@ -80,7 +80,7 @@ class Hardware:
             unused = gpus.unused(torch.__version__, torch.version.cuda)
             return cls(
                 unused=unused,
-                missing_ops=ops.missing(on_gpus=False),
+                missing_ops=ops.find_missing_ops(on_gpus=False),
                 missing_compiler=missing_compiler(),
                 lockable_bytes=lockable_bytes(),
             )
@@ -91,7 +91,7 @@ class Hardware:
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=not missing,
             no_flash_attention=missing,
-            missing_ops=ops.missing(on_gpus=True),
+            missing_ops=ops.find_missing_ops(on_gpus=True),
             missing_compiler=missing_compiler(),
             lockable_bytes=lockable_bytes(),
         )
@@ -534,7 +534,7 @@ def _fill_deepspeed_config(launch: LaunchDraft) -> None:
         return
     deepspeed_json.fill(plan, launch.draft)
     # A GPU machine that is told to use its CPU builds the ops of a CPU.
-    missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.missing(on_gpus=False)
+    missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.find_missing_ops(on_gpus=False)
     deepspeed_json.check_ops(plan, missing_ops)
     deepspeed_keys.account(plan)
     deepspeed_json.check_locked_memory(plan, hardware.lockable_bytes)

@@ -84,11 +84,11 @@ def choose_padded_collator(strategy: Strategy, collate: CausalCollator) -> Causa
         return collate
     # The fastest collator comes first. The last one is the original, which needs no test.
     maskless = replace(collate, mask=False, lengths="flash" in _attention(strategy))
-    candidates = [*_without_looking(strategy, maskless), maskless, collate]
+    candidates = [*_add_no_cache(strategy, maskless), maskless, collate]
     failure: Exception | None = None
     for candidate in candidates:
         try:
-            influence_of_padding, noise = influence(strategy, _padded(candidate, strategy))
+            influence_of_padding, noise = influence(strategy, _make_padded_batches(candidate, strategy))
         # A lack of memory says nothing about the candidate.
         except torch.OutOfMemoryError:
             raise
@@ -174,7 +174,7 @@ def _find_mixing(strategy: Strategy, candidate: PackedCollator, marker: str, *, 
     """
     tests_backward = trains and _attention(strategy) == "flex_attention"
     with _flex_backward() if tests_backward else nullcontext():
-        influence_of_others, noise = influence(strategy, _packed(candidate, strategy))
+        influence_of_others, noise = influence(strategy, _make_packed_batches(candidate, strategy))
         sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
         if sees_itself_alone and keeps_positions(strategy, candidate):
             return None
@@ -231,7 +231,7 @@ def _packed_forms(strategy: Strategy, collate: PackedCollator) -> list[tuple[Pac
     forms = []
     if "flash" in attention:
         with_lengths = replace(collate, lengths=True)
-        for form in (*_without_looking(strategy, with_lengths), with_lengths):
+        for form in (*_add_no_cache(strategy, with_lengths), with_lengths):
             forms.append((form, "the samples' lengths"))
     forms.append((collate, "position_ids"))
     # A full mask would replace a sliding window; flash and flex attention take none.
@@ -305,7 +305,7 @@ def _find_row_position_dependence(model: nn.Module, *, uses_model_masks: bool) -
     return None
 
 
-def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
+def _make_padded_batches(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
     """Return three batches: a short row beside a long one; other tokens in its padding; another long row."""
     short, long, other = np.split(random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
     batches = [collate([_row(short), _row(tokens)]) for tokens in (long, long, other)]
@@ -314,7 +314,7 @@ def _padded(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str
     return tuple(batches), slice(_LENGTH)
 
 
-def _packed(collate: PackedCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
+def _make_packed_batches(collate: PackedCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
     """Return three batches: two rows of two samples each; another first sample in the first row; in the second row."""
     a, b, c, d, other = random_tokens(strategy, 5 * _LENGTH).reshape(5, -1)
     positions = np.tile(np.arange(_LENGTH), 2)
@@ -357,7 +357,7 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
         strategy.release_gathered_parameters()
 
 
-def _without_looking(strategy: Strategy, collate: Any) -> Iterator[Any]:
+def _add_no_cache(strategy: Strategy, collate: Any) -> Iterator[Any]:
     """Yield the collator with a `NoCache`, unless activations are recomputed: transformers then removes it, with a warning."""
     if not any(getattr(module, "gradient_checkpointing", False) for module in strategy.unwrapped.modules()):
         yield replace(collate, no_cache=True)

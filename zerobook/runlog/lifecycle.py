@@ -173,7 +173,7 @@ def _ask_git(folder: Path, *words: str) -> str:
 
 
 @contextmanager
-def last_words(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]:
+def log_failure(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None]:
     """Return a context for the training. It samples the machine, logs an error that ends the training, and raises it again.
 
     Rank 0 writes ``crash`` (``stop`` for Ctrl-C) into the log, another rank ``runlog/crash-rank-R.txt``.

@@ -100,15 +100,15 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
     sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(sums_of_ranks, sums)
     # One row for each rank, one column for each weight.
-    table = torch.stack(sums_of_ranks)
-    expected = table.clone()
+    all_checksums = torch.stack(sums_of_ranks)
+    expected = all_checksums.clone()
     for group in groups:
-        expected[list(group)] = table[group[0]]
-    differs = table != expected
+        expected[list(group)] = all_checksums[group[0]]
+    differs = all_checksums != expected
     differing = differs.any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return None
-    # All ranks see the same table, so all of them compare the same weight of the same group here.
+    # All ranks have the same checksums, so all of them compare the same weight of the same group here.
     first = differing[0]
     name, parameter = named[first]
     ranks_that_differ = differs[:, first].nonzero().flatten().tolist()
@@ -128,7 +128,7 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
         values_here = parameter.detach().flatten()[positions].float().tolist()
     values_of_ranks = mesh.gather(values_here)
     values = [values_of_ranks[rank] for rank in ranks]
-    checksums = table[ranks, first].tolist()
+    checksums = all_checksums[ranks, first].tolist()
     return Replicas(name, len(differing), ranks, checksums, positions, values, is_shard=len(groups) > 1)
 
 

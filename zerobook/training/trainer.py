@@ -23,7 +23,7 @@ from zerobook.monitor import preemption
 from zerobook.monitor.events import EPOCH_WINDOW
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.objective import Metrics, Objective
-from zerobook.runlog.lifecycle import last_words
+from zerobook.runlog.lifecycle import log_failure
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import NullRunLog, RunLog
 from zerobook.strategy import Strategy
@@ -259,7 +259,7 @@ class Trainer:
                 resumes at its end, and writes the model then.
         """
         # An error is logged, and the other ranks hear of it, before hooks do.
-        logged = last_words(self.log, self.config.output_dir, self.strategy.rank)
+        logged = log_failure(self.log, self.config.output_dir, self.strategy.rank)
         with self.hooks.closing(self), logged, naming_the_missing(self.watch):
             self._start()
             self._train()
