@@ -19,7 +19,7 @@ from tests.harness import staged
 from zerobook.checkpoint import state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
-from zerobook.checkpoint.resume import earlier_run
+from zerobook.checkpoint.resume import find_earlier_run
 from zerobook.cli.checkpoint import checkpoint as command
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import ops
@@ -133,7 +133,7 @@ def test_a_run_does_not_start_over_checkpoints_that_it_cannot_read(tmp_path, kin
         said = str(caught.value)
         assert said.count(words) == 2 and "step-000006" in said and "step-000012" in said and "--output_dir" in said
     fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
-    said = earlier_run(fresh)
+    said = find_earlier_run(fresh)
     assert said is not None and "2 checkpoints" in said, "nor without --resume_from_checkpoint"
     if kind != "flipped byte":
         assert said.count(words) == 2
@@ -181,7 +181,7 @@ def test_where_all_was_given_up_no_run_starts_anew(tmp_path):
     checkpoints = store.folder_of(tmp_path)
     (aside,) = store.set_aside(checkpoints, 6)
     fresh = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
-    assert str(aside) in earlier_run(fresh)
+    assert str(aside) in find_earlier_run(fresh)
     for thorough in (False, True):
         with pytest.raises(CheckpointError, match="abandoned") as refused:
             resolve_resume(tmp_path, "auto", thorough=thorough)

@@ -23,7 +23,7 @@ from tests.harness import ROOT, disk_of, reseal
 from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
-from zerobook.checkpoint.resume import earlier_result
+from zerobook.checkpoint.resume import find_earlier_result
 from zerobook.cli.chat import Conversation
 from zerobook.cli.doctor import doctor
 from zerobook.cli.export import export
@@ -515,11 +515,11 @@ def test_an_empty_folder_and_another_result_are_in_nobodys_way(tiny, tmp_path):
     (tmp_path / "model").mkdir()
     config = CausalLMConfig(model_name_or_path=str(tiny / "llama"), dataset_name="x", output_dir=str(tmp_path))
     lora = LoraConfig(model_name_or_path=str(tmp_path / "model"), dataset_name="x", output_dir=str(tmp_path))
-    assert earlier_result(config) is None
+    assert find_earlier_result(config) is None
     (tmp_path / "model" / "config.json").touch()
-    assert "model exists already" in earlier_result(config) and earlier_result(lora) is None
+    assert "model exists already" in find_earlier_result(config) and find_earlier_result(lora) is None
     (tmp_path / "adapter").symlink_to(tmp_path / "model")
-    assert "which it is trained from" in earlier_result(lora)
+    assert "which it is trained from" in find_earlier_result(lora)
 
 
 def test_the_model_of_an_earlier_attempt_stays_until_the_new_one_is_whole(tiny, tmp_path, monkeypatch):

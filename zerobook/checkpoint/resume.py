@@ -13,7 +13,7 @@ from zerobook.optimizer import RESUMES, optimizer_name
 from zerobook.utils.units import counted
 
 
-def earlier_run(config: RecipeConfig) -> str | None:
+def find_earlier_run(config: RecipeConfig) -> str | None:
     """Return the error message for a new run in the folder of an earlier one, or None if the folder is free.
 
     Two runs in one folder would leave checkpoints of both, and ``auto`` would take whichever has more steps.
@@ -30,7 +30,7 @@ def earlier_run(config: RecipeConfig) -> str | None:
     )
 
 
-def earlier_result(config: RecipeConfig) -> str | None:
+def find_earlier_result(config: RecipeConfig) -> str | None:
     """Return the error message for a run that would overwrite an earlier result, or the model that it starts from; else None.
 
     A run that goes on from a checkpoint of its own folder may replace the result of its own earlier attempt.
@@ -60,12 +60,12 @@ def earlier_result(config: RecipeConfig) -> str | None:
 
 
 def lock_run_folder(config: RecipeConfig) -> None:
-    """Lock the run's folder until this process ends, and check it again: see `store.lock_until_exit` and `earlier_run`.
+    """Lock the run's folder until this process ends, and check it again: see `store.lock_until_exit` and `find_earlier_run`.
 
     The launch looked before it had the lock. A run that was submitted twice may have saved checkpoints there since then.
     """
     store.lock_until_exit(store.folder_of(config.output_dir))
-    earlier = earlier_run(config)
+    earlier = find_earlier_run(config)
     if earlier:
         raise ConfigError(earlier)
 

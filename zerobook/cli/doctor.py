@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.checkpoint.resume import earlier_result, earlier_run
+from zerobook.checkpoint.resume import find_earlier_result, find_earlier_run
 from zerobook.cli.arguments import Parser
 from zerobook.config import ConfigSources, RecipeConfig, read
 from zerobook.data import embedded
@@ -110,7 +110,7 @@ def _examine_launch(
             out.print(account.table(entries))
     # A launch without a recipe has the base class of all configs, and no output_dir of its own.
     if type(config) is not RecipeConfig:
-        earlier = earlier_run(config) or earlier_result(config)
+        earlier = find_earlier_run(config) or find_earlier_result(config)
         if earlier:
             problems.append(earlier)
     # Without a correct address or rank, the machines cannot connect.

@@ -274,7 +274,8 @@ def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
             separator = _SEPARATOR.match(buffer, end)
         except json.JSONDecodeError as error:
             problem = error.msg
-        except ValueError as error:  # of refuse_constant
+        # `refuse_constant` raises this for NaN and the infinities.
+        except ValueError as error:
             raise DataError(f"{file}, sample {index}: not valid JSON: {error}.") from None
         if separator is not None:
             yield value

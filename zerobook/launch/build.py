@@ -48,7 +48,7 @@ def resolve_this_process(
         starts: as of `resolve`.
         config_problems: those of the config itself, which are reported with the launch's.
     """
-    from zerobook.checkpoint.resume import earlier_result, earlier_run
+    from zerobook.checkpoint.resume import find_earlier_result, find_earlier_run
 
     flags = parent_flags()
     environ = dict(os.environ)
@@ -75,7 +75,7 @@ def resolve_this_process(
     if note:
         plan.notes.append(note)
     if trains:
-        earlier = earlier_run(config) or earlier_result(config)
+        earlier = find_earlier_run(config) or find_earlier_result(config)
         if earlier:
             plan.problems.append(earlier)
     # All of them are reported at once, the first causes first.

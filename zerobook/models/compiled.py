@@ -32,6 +32,6 @@ def compile_layers(model: nn.Module) -> int:
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
         # An option stays with the compiled code. A setting of torch holds only in the thread that made it, and backward has
-        # threads of its own.
-        layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # of this instance alone
+        # threads of its own. The attribute is that of this layer: other models of its class stay as they are.
+        layer.forward = torch.compile(layer.forward, options={"fallback_random": True})
     return len(layers)

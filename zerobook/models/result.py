@@ -220,7 +220,8 @@ def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTraine
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # as above
+    # Readers of a tokenizer's files raise errors of their own, too.
+    except Exception as error:
         raise _unreadable(name, shown, "tokenizer", error) from error
     if tokenizer.pad_token_id is None:
         # Padding is masked from attention by position, so any token works.
