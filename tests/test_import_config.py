@@ -16,6 +16,7 @@ from transformers import Seq2SeqTrainingArguments, get_scheduler
 
 from zerobook.cli.main import main
 from zerobook.config import read
+from zerobook.errors import ConfigError
 from zerobook.interop.configs import command_lines, data, importer, strategies, table, translations
 from zerobook.interop.configs.account import account_text
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
@@ -305,7 +306,7 @@ def test_an_axolotl_config_becomes_the_values_of_a_recipe():
         ("train_on_inputs", True),
         ("unfrozen_parameters", ["lm_head"]),
         ("datasets", [{"path": "org/rows", "type": "jeopardy"}]),
-        ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train+test"}]),
+        ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train(50%)"}]),
         ("optimizer", "muon"),
     ],
 )
@@ -331,8 +332,11 @@ def test_some_rows_of_a_split_are_an_entry_of_datasets(trainer, config):
     assert result.values["datasets"][0]["split"] == SLICE
     assert not result.changes_training
 
-    # Several splits at once have no counterpart.
-    assert imported(json.loads(json.dumps(config).replace(SLICE, "train+test")), trainer).changes_training
+    # Joined splits are an entry each.
+    result = imported(json.loads(json.dumps(config).replace(SLICE, f"{SLICE} + test")), trainer)
+    assert [entry["split"] for entry in result.values["datasets"]] == [SLICE, "test"]
+    assert len({entry["name"] for entry in result.values["datasets"]}) == 2
+    assert not result.changes_training
 
 
 LLAMAFACTORY = {
@@ -517,6 +521,27 @@ def test_a_command_line_becomes_the_values_of_a_recipe(line, trainer, recipe, ex
     assert expected.items() <= result.values.items()
     if "launcher." not in line:
         assert result.foreign.processes == 4
+
+
+def test_torchtunes_launcher_stands_before_its_recipe(tmp_path):
+    config = write(tmp_path, TORCHTUNE | {"optimizer": {"lr": 1e-3}, "dataset": {"_component_": ALPACA}})
+    words = f"tune run --standalone --nproc_per_node 4 lora_finetune_distributed --config {config} batch_size=3 optimizer.lr=5e-5"
+    command = command_lines.read_command([*words.split(), "dataset.source=org/more"])
+    result = importer.import_config(*command[:3], recipe=command.recipe)
+    assert command.trainer == "torchtune" and result.foreign.processes == 4
+    assert result.values["per_device_train_batch_size"] == 3 and result.values["learning_rate"] == 5e-5
+    assert result.values["dataset_name"] == "org/more"
+
+
+@pytest.mark.parametrize("recipe", ["lora_dpo_distributed", "generate", ""])
+def test_torchtunes_other_recipes_are_refused(recipe):
+    with pytest.raises(importer.Refused, match="lora_finetune_distributed"):
+        command_lines.read_command(["tune", "run", *recipe.split(), "--config", "mine.yaml"])
+
+
+def test_the_name_of_one_of_torchtunes_own_configs_is_no_file():
+    with pytest.raises(ConfigError, match="tune cp"):
+        command_lines.read_command("tune run lora_finetune_distributed --config llama3_1/8B_lora".split())
 
 
 def test_a_script_of_several_trainers_is_known_by_its_flags():

@@ -19,6 +19,7 @@ PROGRAMS = {
     "llamafactory-cli": ("llamafactory", "train", ""),
     "axolotl": ("axolotl", "train", ""),
     "swift": ("ms-swift", "sft", ""),
+    "tune": ("torchtune", "run", ""),
     "run_sft.py": ("trl", "", ""),
     "run_clm.py": ("trainer", "", "causal_lm"),
     "run_clm_no_trainer.py": ("trainer", "", "causal_lm"),
@@ -26,6 +27,13 @@ PROGRAMS = {
     "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
 }
 """Program or script -> (value of ``--from``, the word that trains, stem of the recipe if that is known)."""
+TORCHTUNE_RECIPES = (
+    "full_finetune_single_device",
+    "full_finetune_distributed",
+    "lora_finetune_single_device",
+    "lora_finetune_distributed",
+)
+"""Recipes of torchtune that can be imported."""
 
 
 class Command(NamedTuple):
@@ -58,6 +66,17 @@ def read_command(words: list[str]) -> Command:
         if rest[:1] != [subcommand]:
             raise Refused(what, f"{what}: only {program} {subcommand} can be imported. Nothing was written.")
         rest = rest[1:]
+    launcher_words = words[:position]
+    advice = ""
+    if trainer == "torchtune":
+        recipe_position = _find_torchtune_recipe(rest)
+        # The launcher's flags are between `tune run` and the name of the recipe.
+        launcher_words = launcher_words + rest[:recipe_position]
+        rest = rest[recipe_position + 1 :]
+        # Settings may follow `--config FILE`, and would be read as further values of that flag.
+        settings = [word for word in rest if re.match(r"[\w.]+=", word)]
+        rest = settings + [word for word in rest if word not in settings]
+        advice = "If it is the name of one of torchtune's own configs, copy it with `tune cp`, and name the copy."
     file = Path("command")
     config: dict[str, Any] = {}
     flags = dict(_flags(rest))
@@ -65,15 +84,33 @@ def read_command(words: list[str]) -> Command:
     config_file = flags.pop("config", None) or flags.pop("", None)
     if config_file is not None:
         file = Path(str(config_file)).expanduser()
-        config = read_mapping(str(config_file), "config", load_bounded)
-    config |= flags
+        config = read_mapping(str(config_file), "config", load_bounded, advice=advice)
+    for name, value in flags.items():
+        _override(config, name, value)
     # Before the flags are the launcher's own name, and variables of the environment.
-    launcher = dict(_flags([word for word in words[:position] if "=" in word and not word.startswith("-")]))
-    launcher |= _flags(list(dropwhile(lambda word: not word.startswith("--"), words[:position])))
+    launcher = dict(_flags([word for word in launcher_words if "=" in word and not word.startswith("-")]))
+    launcher |= _flags(list(dropwhile(lambda word: not word.startswith("--"), launcher_words)))
     launcher.pop("", None)
     if launcher:
         config["launcher"] = launcher
     return Command(config, file, trainer or recognise(config, program), recipe)
+
+
+def _find_torchtune_recipe(words: list[str]) -> int:
+    """Return the position of the recipe's name in the words after ``tune run``."""
+    for position, word in enumerate(words):
+        if word in TORCHTUNE_RECIPES:
+            return position
+    raise Refused("tune run", f"tune run: only {', '.join(TORCHTUNE_RECIPES)} can be imported. Nothing was written.")
+
+
+def _override(config: dict[str, Any], name: str, value: Any) -> None:
+    """Set a value of a config. ``a.b`` is the key ``b`` in the mapping ``a``, if the config has that mapping."""
+    outer, _, inner = name.partition(".")
+    if inner and isinstance(config.get(outer), dict):
+        _override(config[outer], inner, value)
+    else:
+        config[name] = value
 
 
 def find_program(words: list[str]) -> int | None:

@@ -55,8 +55,8 @@ def mixture(entries: list[dict[str, Any]]) -> Flags:
     return {"datasets": specs}
 
 
-def _entry(foreign: Foreign, part: dict[str, Any], path: Any) -> dict[str, Any]:
-    """Return an entry of ``datasets`` of a mapping with the usual keys of `datasets.load_dataset`."""
+def _entries(foreign: Foreign, part: dict[str, Any], path: Any) -> list[dict[str, Any]]:
+    """Return the entries of ``datasets``, one for each split, of a mapping with the usual keys of `datasets.load_dataset`."""
     files = part.get("data_files")
     if isinstance(files, list) and len(files) == 1:
         files = files[0]
@@ -64,13 +64,19 @@ def _entry(foreign: Foreign, part: dict[str, Any], path: Any) -> dict[str, Any]:
         path = files
     elif files or path is None:
         raise NoCounterpart("A data set is one file, a folder or a name here. Put its files into a folder, and name that.")
+    entry = {
+        "path": path_of(foreign, path),
+        "config_name": part.get("name") or part.get("config"),
+        "revision": part.get("revision"),
+    }
     split = part.get("split")
-    if split and not re.fullmatch(_SPLIT, split):
-        raise NoCounterpart(
-            "A split, or some of its rows, is an entry of datasets each. Write several splits as several entries."
-        )
-    entry = {"path": path_of(foreign, path), "config_name": part.get("name") or part.get("config")}
-    return entry | {"revision": part.get("revision"), "split": split}
+    if not split:
+        return [entry]
+    # `train+test` are two splits. Entries without weights are mixed so that each row is used once in an epoch.
+    splits = [name.strip() for name in split.split("+")]
+    if not all(re.fullmatch(_SPLIT, name) for name in splits):
+        raise NoCounterpart(f"{split} is not the name of a split, or of some of its rows. Write such names, joined by +.")
+    return [entry | {"split": name} for name in splits]
 
 
 def trl_dataset(foreign: Foreign, value: Any) -> Flags:
@@ -81,7 +87,7 @@ def trl_dataset(foreign: Foreign, value: Any) -> Flags:
     split = foreign.get("dataset_train_split", "train")
     if split == "train":
         return {"dataset_name": path_of(foreign, name)}
-    return mixture([_entry(foreign, {"name": foreign.get("dataset_config"), "split": split}, name)])
+    return mixture(_entries(foreign, {"name": foreign.get("dataset_config"), "split": split}, name))
 
 
 def assistant_alone(foreign: Foreign, value: Any) -> Flags:
@@ -134,13 +140,20 @@ def trl_mixture(foreign: Foreign, value: Any) -> Flags:
     """Return the data sets of TRL's ``datasets`` or the handbook's ``dataset_mixture``."""
     if isinstance(value, dict):
         value = value["datasets"]
-    return mixture([_entry(foreign, part, part.get("path") or part["id"]) for part in value])
+    entries = []
+    for part in value:
+        entries += _entries(foreign, part, part.get("path") or part["id"])
+    return mixture(entries)
 
 
 def axolotl_datasets(foreign: Foreign, value: Any) -> Flags:
     """Return the data sets of Axolotl."""
     formats = {"alpaca": "instruction", "completion": "text"}
-    return mixture([_entry(foreign, part, part["path"]) | {"format": formats.get(str(part.get("type")))} for part in value])
+    entries = []
+    for part in value:
+        format_name = formats.get(str(part.get("type")))
+        entries += [entry | {"format": format_name} for entry in _entries(foreign, part, part["path"])]
+    return mixture(entries)
 
 
 def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
@@ -149,7 +162,7 @@ def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
     learns_all = set()
     for part in as_list(value):
         component = part["_component_"].rpartition(".")[2]
-        entries.append(_entry(foreign, part, part.get("source") or TORCHTUNE_SOURCES.get(component)))
+        entries += _entries(foreign, part, part.get("source") or TORCHTUNE_SOURCES.get(component))
         learns_all.add(part.get("train_on_input", component in LEARN_ALL))
     if len(learns_all) > 1:
         raise NoCounterpart("train_on_input is the same for all data sets of a run here: set it in each, or train twice.")
