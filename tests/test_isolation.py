@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from zerobook import head
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
@@ -93,6 +94,26 @@ def strategy(model):
         is_main=True,
         world_size=1,
     )
+
+
+def test_the_measurement_computes_no_logits_of_complete_rows(tiny, monkeypatch):
+    """With flex attention rows are as long as in training, which never has all of their logits."""
+    model = load(tiny, "llama", "sdpa")
+    assert head.install(model) is not None
+    lengths = []
+    forward = model.forward
+
+    def recorded(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        lengths.append((kwargs["input_ids"].shape[1], output.logits.shape[1]))
+        return output
+
+    monkeypatch.setattr(model, "forward", recorded)
+    choose_isolating_collator(strategy(model), PackedCollator(0, pad_to_multiple_of=8, at_least=64))
+    rows, logits = zip(*lengths, strict=True)
+    assert min(rows) >= 64 and max(logits) < 64
+    # The head computes complete rows again.
+    assert forward(input_ids=torch.zeros(1, 64, dtype=torch.int64)).logits.shape[1] == 64
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -216,16 +216,6 @@ def test_checkpoints_are_counted_as_the_run_keeps_them():
     assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 3 and kept(save_steps=0) == 1
 
 
-def test_a_weight_that_no_buffer_for_nvme_takes_is_a_problem(tmp_path):
-    model = shortened(tmp_path, "llama2_70b", num_hidden_layers=2)
-    one, eight = (cluster(gpus=gpus, gpu="a100-80gb") for gpus in ("1", "8"))
-    (alone,) = rows_of("causal_lm", model, one, ("zero3_nvme",), **HALF).values()
-    assert not alone.fits and alone.problems[0].startswith("offload_param.buffer_size: ") and "100,000,000" in alone.problems[0]
-    assert f"{32000 * 8192:,} elements on each of 1" in alone.problems[0]
-    (spread_out,) = rows_of("causal_lm", model, eight, ("zero3_nvme",), **HALF).values()
-    assert not spread_out.problems and spread_out.memory.disk
-
-
 def test_what_is_tight_goes_behind_what_is_not_and_as_fast():
     roomy, tight = (Row(file=file, name=file, tokens_per_step=100, time=SimpleNamespace(step=step), memory=object(), tight=t)
                     for file, step, t in (("zero3", 1.01, False), ("zero1", 1.0, True)))  # fmt: skip

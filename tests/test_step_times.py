@@ -101,10 +101,11 @@ def test_a_gpu_is_compared_with_the_others_by_its_own_seconds(monkeypatch):
     monkeypatch.setattr("torch.cuda.Event", FakeEvent)
     position.reset()
     pace = Pace(SimpleNamespace(type="cuda"))
-    for phase, seconds in (("data", 1), ("forward", 4), ("backward", 2), ("reduce", 0)):
-        position.enter(phase, 1)
-        FakeEvent.now += seconds
-    pace.measure(1)
+    for step in (1, 2):
+        for phase, seconds in (("data", 1), ("forward", 4), ("backward", 2), ("reduce", 0)):
+            position.enter(phase, step)
+            FakeEvent.now += seconds
+        pace.measure(step)
     assert position.window()[3:] == (1, 4)
     position.reset()
 

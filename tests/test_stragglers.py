@@ -93,7 +93,11 @@ def test_findings_as_text(slow, said):
 
 def test_a_window_holds_the_seconds_of_each_phase():
     position.reset()
-    for step in (1, 2):
+    for step in (1, 2, 3):
+        # The first step compiles, for longer on one host than on another.
+        if step == 2:
+            position.log_point(1)
+            assert position.window() is None
         position.enter("data", step)
         time.sleep(0.05)
         position.enter("forward")
@@ -101,9 +105,9 @@ def test_a_window_holds_the_seconds_of_each_phase():
         position.enter("backward")
         time.sleep(0.03)
     position.enter("reduce")
-    position.log_point(2)
+    position.log_point(3)
     found = position.window()
-    assert (found.step, found.steps) == (2, 2)
+    assert (found.step, found.steps) == (3, 2)
     assert 0.1 <= found.data < 0.2 and 0.04 <= found.forward < 0.1 and found.total > 0.2 - 0.001
     assert messages.read(json.dumps(Beat(1, "a", 1, "data", 1, 1, 0.0, 1.0, "", found)), Beat).window == found
     position.reset()

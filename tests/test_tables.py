@@ -140,10 +140,11 @@ def test_the_script_writes_a_page_a_json_and_nothing_that_it_did_not_run(tmp_pat
 
 @pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5500)
 def test_all_tables_at_the_tiny_scale(tmp_path):
     line = [sys.executable, str(ROOT / "scripts" / "reproduce_tables.py"), "--scale", "tiny", "--out", str(tmp_path)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=1750)
+    # It takes 15 minutes alone, and more than twice as long beside other tests. The limit only ends a script that hangs.
+    done = subprocess.run(line, capture_output=True, text=True, timeout=5400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     result = json.loads((tmp_path / "benchmarks" / "results" / "tables_tiny_CPU.json").read_text())
     tables = {table["letter"]: table for table in result["tables"]}

@@ -87,7 +87,7 @@ def _returned_unchanged(owner: Any, layer: nn.Linear) -> bool:
 
 
 class LossHead:
-    """The output layer of a model, which returns the loss in place of logits inside of `computing`.
+    """The output layer of a model. Inside of `computing` it returns the loss in place of logits; inside of `keeping`, some logits.
 
     The layer keeps its class, its hooks and its place in the model, so strategies gather its weight as before.
 
@@ -99,6 +99,7 @@ class LossHead:
         self.layer = layer
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
+        self._kept: slice | None = None
         layer.forward = self._forward  # type: ignore[assignment]  # of this instance
 
     @contextmanager
@@ -117,9 +118,23 @@ class LossHead:
             self._targets = None
             self._positions = None
 
+    @contextmanager
+    def keeping(self, columns: slice) -> Iterator[None]:
+        """Return a context in which the model's ``logits`` are those of some columns of the rows.
+
+        The logits of complete rows need more memory than a training step, which never has all of them.
+        """
+        self._kept = columns
+        try:
+            yield
+        finally:
+            self._kept = None
+
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.layer.weight
         bias = self.layer.bias
+        if self._kept is not None:
+            hidden = hidden[:, self._kept]
         if self._targets is None:
             return linear(hidden, weight, bias)
         hidden = hidden.flatten(0, -2)

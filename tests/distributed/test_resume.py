@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.test_parity import largest_difference, pieces
-from tests.harness import REFUSED, launch, seen, sequence
+from tests.harness import REFUSED, ROOT, launch, seen, sequence
 from tests.test_checkpoints import flip, manifest
 from zerobook.checkpoint import store
 
@@ -127,6 +128,21 @@ def test_a_run_offloaded_to_nvme_goes_on(tiny, tmp_path):
         assert [s["step"] for s in run.steps] == [5, 6, 7, 8]
         assert largest_difference(run.losses, whole.losses[4:]) < 1e-5
         assert largest_difference(run.norms, whole.norms[4:]) < 1e-5
+
+
+@pytest.mark.launch
+@pytest.mark.full
+def test_a_weight_that_is_larger_than_a_buffer_for_nvme_is_loaded(tiny, tmp_path):
+    """DeepSpeed asserts that each shard of the model fits into a buffer."""
+    config = json.loads((ROOT / "ds_configs" / "zero3_nvme.json").read_text())
+    config["zero_optimization"]["offload_param"]["buffer_size"] = 1000.0
+    (tmp_path / "small_buffers.json").write_text(json.dumps(config))
+    file = tmp_path / "small_buffers.yaml"
+    text = (ROOT / "accelerate_configs" / "zero3_nvme.yaml").read_text()
+    file.write_text(text.replace("ds_configs/zero3_nvme.json", str(tmp_path / "small_buffers.json")))
+    settings = flags(tiny) | {"model_name_or_path": tiny / "wide", "max_train_steps": 2}
+    run = launch(["--config_file", str(file)], 2, "causal_lm", tmp_path / "run", **settings)
+    assert len(run.steps) == 2
 
 
 FINISHED = [

@@ -158,13 +158,15 @@ def log_point(step: int, device_phases: dict[str, float] | None = None, *, forwa
     state = _state
     now = time.monotonic()
     phases = state.phase_seconds if device_phases is None else device_phases
-    state.window = Window(
-        step=step,
-        steps=max(1, step - state.log_step),
-        total=now - state.log_time,
-        data=phases.get("data", 0.0),
-        forward=None if forward_waits else phases.get("forward", 0.0),
-    )
+    # In the first step, kernels are compiled, which takes longer on a host whose cache has none. So its window is left out.
+    if state.first_step is not None and state.log_step >= state.first_step:
+        state.window = Window(
+            step=step,
+            steps=max(1, step - state.log_step),
+            total=now - state.log_time,
+            data=phases.get("data", 0.0),
+            forward=None if forward_waits else phases.get("forward", 0.0),
+        )
     state.phase_seconds = {}
     state.log_step = step
     state.log_time = now
@@ -172,7 +174,7 @@ def log_point(step: int, device_phases: dict[str, float] | None = None, *, forwa
 
 
 def window() -> Window | None:
-    """Return the newest closed window."""
+    """Return the newest closed window; None before the second one."""
     return _state.window
 
 

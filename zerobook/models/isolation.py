@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from zerobook.head import LossHead
+
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 _LENGTH = 12
@@ -340,16 +342,24 @@ def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
 
 
 def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slice) -> list[torch.Tensor]:
-    """Return the first row's logits at ``where``, in evaluation mode, fp32 [tokens, vocabulary] of each batch. Collective."""
+    """Return the first row's logits at ``where``, in evaluation mode, fp32 [tokens, vocabulary] of each batch. Collective.
+
+    Rows may be as long as in training. If the model's output layer can be told so, it computes no other logits.
+    """
     model = strategy.model
+    head: LossHead | None = getattr(strategy.unwrapped, "loss_head", None)
+    kept = where if head is None else slice(None)
     was_training = model.training
     model.eval()
     try:
         rows = []
         for batch in batches:
             inputs = {key: value for key, value in batch.items() if key != "labels"}
-            logits = model(**to_device(inputs, strategy.device)).logits
-            rows.append(logits[0, where].to(torch.float32, copy=True))
+            with nullcontext() if head is None else head.keeping(where):
+                logits = model(**to_device(inputs, strategy.device)).logits
+            rows.append(logits[0, kept].to(torch.float32, copy=True))
+            # The next forward pass begins without the logits of this one.
+            del logits
         return rows
     finally:
         model.train(was_training)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -315,6 +316,7 @@ def load_model(
         options["quantization_config"] = quantization
     if strategy.is_main and quantization is None:
         _warn_of_copies(hub.folder(name, revision), config, strategy)
+    strategy.prepare_to_load(partial(kind.from_config, deepcopy(model_config), trust_remote_code=config.trust_remote_code))
     with freed_blocks_returned(), quantisable_layers() if quantization is not None else nullcontext():
         model: Any = strategy.load(partial(_load_weights, kind, name), options)
     if quantization is not None and config.base_format is not None:

@@ -23,7 +23,7 @@ from zerobook.plan.literature import PaperFigures, paper_figures
 from zerobook.plan.memory import PeakMemory, peak_memory
 from zerobook.plan.roofline import NODES_RATE_RANGE, RATE_RANGE, StepSeconds, step_seconds
 from zerobook.plan.sharding import ShardingSpec, sharding_spec
-from zerobook.plan.state_bytes import FP32_BYTES, check_nvme_buffers, checkpoint_numbers, count_states, optimizer_numbers
+from zerobook.plan.state_bytes import FP32_BYTES, checkpoint_numbers, count_states, optimizer_numbers
 from zerobook.plan.trace import TimelinePoint, Trace
 from zerobook.plan.traced_job import TracedJob
 from zerobook.plan.traffic import count_sent, count_sent_between_nodes, list_token_transfers, list_transfers
@@ -158,9 +158,6 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
         row.problems = ["the memory and the traffic of layers whose parts stay with their processes are not computed"]
         return row
     sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
-    row.problems = check_nvme_buffers(traced.model, sharding)
-    if row.problems:
-        return row
 
     # If the states alone exceed a GPU, nobody waits for a trace.
     row.states = count_states(traced.model, sharding).device.total

@@ -16,7 +16,7 @@ from math import prod
 
 from zerobook.optimizer import state_numbers
 from zerobook.plan.sharding import ShardingSpec
-from zerobook.utils.units import counted
+from zerobook.utils.model_config import nvme_buffer_elements
 
 FP32_BYTES = 4
 SWAP_MINIMUM_BYTES = 1 << 20
@@ -367,22 +367,7 @@ def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
     unused_room = min(sharding.max_in_cpu_elements, elements) - staying_elements
     # Without weights that leave host RAM, nothing is rounded.
     rounding_buffer = largest_elements if staying_elements < elements else 0
-    read_buffers = sharding.nvme_buffers * sharding.nvme_buffer_elements
+    largest_weight = max(weight.numel for weight in model.weights)
+    buffer_elements = nvme_buffer_elements(sharding.nvme_buffer_elements, largest_weight, sharding.ranks)
+    read_buffers = sharding.nvme_buffers * buffer_elements
     return (read_buffers + unused_room + rounding_buffer) * sharding.compute_bytes
-
-
-def check_nvme_buffers(model: ModelWeights, sharding: ShardingSpec) -> list[str]:
-    """Return why DeepSpeed would fail an assertion: a shard of a weight is larger than a buffer for NVMe. Empty if all
-    shards fit."""
-    on_nvme = weights_on_nvme(model, sharding)
-    if not on_nvme:
-        return []
-    largest = max(on_nvme, key=lambda weight: shard_elements(weight, sharding.ranks))
-    elements = shard_elements(largest, sharding.ranks)
-    if elements <= sharding.nvme_buffer_elements:
-        return []
-    return [
-        f"offload_param.buffer_size: {largest.name} has {elements:,} elements on each of "
-        f"{counted(sharding.ranks, 'rank')}, and a buffer for NVMe holds {sharding.nvme_buffer_elements:,}. Raise it in the "
-        "DeepSpeed file, or take more ranks."
-    ]

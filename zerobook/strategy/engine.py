@@ -67,6 +67,13 @@ class Engine(TrainingState):
     def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float()
 
+    def prepare_to_load(self, new_model: Callable[[], nn.Module]) -> None:
+        """Adapt the strategy's settings to a model before it is loaded.
+
+        Args:
+            new_model: returns a model of its class. Call it on the meta device, where it needs no memory.
+        """
+
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         """Load a model as this strategy needs it before `prepare`. Collective.
 

@@ -19,7 +19,7 @@ from zerobook.strategy.base import Strategy
 from zerobook.strategy.launch_plan import zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
 from zerobook.strategy.zero_state import ZeroState
-from zerobook.utils.model_config import automatic_zero_sizes
+from zerobook.utils.model_config import DEFAULT_NVME_BUFFER, automatic_zero_sizes, nvme_buffer_elements
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,6 +110,18 @@ class ZeroStrategy(ZeroState, Strategy):
         for key, size in automatic_zero_sizes(getattr(model, "config", None)).items():
             if section.get(key) == "auto":
                 section[key] = size
+
+    def prepare_to_load(self, new_model: Callable[[], nn.Module]) -> None:
+        if self.plan.zero_stage != 3 or self.plan.offload_param != "nvme":
+            return
+        with self.initialising_whole(), torch.device("meta"):
+            largest_weight = max(parameter.numel() for parameter in new_model().parameters())
+        plugin = self.accelerator.state.deepspeed_plugin
+        # transformers reads the second one while it loads a model.
+        for config in (plugin.deepspeed_config, plugin.dschf.config):
+            section = config["zero_optimization"]["offload_param"]
+            chosen = section.get("buffer_size", DEFAULT_NVME_BUFFER)
+            section["buffer_size"] = nvme_buffer_elements(chosen, largest_weight, self.world_size)
 
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         if self.plan.zero_stage != 3:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+DEFAULT_NVME_BUFFER = 100_000_000
+"""Elements of a buffer for weights on NVMe, if the JSON of DeepSpeed has no ``buffer_size``."""
+ROOM_FOR_TOKENS = 1.02
+"""Factor on the size of the largest weight, which is often an embedding: tokens may be added to it after it is loaded."""
 
 
 def auto_class(config_class: type, *, encoder_decoder: bool) -> Any:
@@ -51,3 +57,15 @@ def automatic_zero_sizes(config: Any) -> dict[str, int]:
         "stage3_prefetch_bucket_size": int(0.9 * width**2),
         "stage3_param_persistence_threshold": 10 * width,
     }
+
+
+def nvme_buffer_elements(chosen: float, largest_weight: int, ranks: int) -> int:
+    """Return the elements of a buffer of DeepSpeed for weights on NVMe: as many as were chosen, or as the largest shard needs.
+
+    Each shard passes through a buffer while the model is loaded, and DeepSpeed 0.19.8 asserts that it fits.
+
+    Args:
+        chosen: ``buffer_size`` of the JSON.
+        largest_weight: elements of the largest weight of the model.
+    """
+    return max(int(chosen), math.ceil(ROOM_FOR_TOKENS * largest_weight / ranks))
