@@ -271,9 +271,24 @@ def test_measured_links_are_planned_with(tmp_path):
         cluster(gpus="8", nodes="2", interconnect=str(file))
 
 
-def test_each_rank_loads_a_base_that_is_quantised_while_it_is_loaded():
-    """transformers shards no quantised model under ZeRO-3 while it loads it."""
-    zero3 = ShardingSpec(kind="deepspeed", name="zero3", ranks=8, ranks_per_node=8, stage=3)
+@pytest.mark.parametrize("kind", ["deepspeed", "fsdp", "ddp"])
+def test_each_gpu_holds_a_quantised_base_whole_while_it_is_loaded(kind):
+    """transformers shards no quantised base while it loads it, and puts it on the GPU."""
+    packed = Weight("packed", (800 * M,), 1, False, scale_bytes=M)
+    adapter = Weight("adapter", (M,), 4, True)
+    model = ModelWeights([packed, adapter], [[adapter]])
+    sharding = ShardingSpec(
+        kind=kind, name="", ranks=8, ranks_per_node=8, stage=3 if kind == "deepspeed" else 0, shard_ranks=1 if kind == "ddp" else 8
+    )
+    trace = Trace(0, [TimelinePoint(0, 0), TimelinePoint(M, 0)])
+    whole = 800 * M + M + 4 * M
 
-    assert host_bytes_at_load(100, 10, zero3, 8) == 100 + 2 * 10 * 8
-    assert host_bytes_at_load(100, 10, zero3, 8, quantised=True) == 8 * 100
+    on_gpu = peak_memory(model, sharding, trace, accumulation=1, gpus_per_node=8)
+    on_cpu = peak_memory(model, sharding, trace, accumulation=1, gpus_per_node=8, on_gpu=False)
+
+    # Without sharding, a GPU holds it whole at all times.
+    assert ("load" in on_gpu.moments) is (kind != "ddp")
+    assert on_gpu.allocated >= whole
+    assert "load" not in on_cpu.moments and on_cpu.host_at_load == 8 * (800 + 4) * M
+    # On a GPU, the host holds a weight at a time.
+    assert on_gpu.host_at_load == 8 * 800 * M

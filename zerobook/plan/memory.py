@@ -111,6 +111,8 @@ def peak_memory(
     states = max(rank_states, key=lambda states: states.live.total)
 
     moments = _moments(model, sharding, trace, states, gathers.peak_elements, accumulation)
+    if on_gpu and model.is_quantised and (sharding.is_zero3 or sharding.kind == "fsdp"):
+        moments["load"] = _quantised_load(model, states, sharding)
     when = max(moments, key=lambda name: moments[name].allocated)
     device = moments[when]
     low = high = 1.0
@@ -130,7 +132,7 @@ def peak_memory(
         low=max(int(low * device.total), device.parameters + device.gradients + device.optimizer + device.other),
         high=int(high * device.total),
         when=when,
-        host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node),
+        host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node, on_gpu=on_gpu),
         host=(states.host.total + _host_buffers(model, states, sharding) + trace.host_bytes) * gpus_per_node,
         disk=states.disk * gpus_per_node,
         moments={name: moment.allocated for name, moment in moments.items()},
@@ -169,6 +171,17 @@ def _moments(
         gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
         moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, buffers["forward and loss"])
     return moments
+
+
+def _quantised_load(model: ModelWeights, states: RankStates, sharding: ShardingSpec) -> DeviceBytes:
+    """Return what the device holds while a quantised base is loaded, before it is sharded.
+
+    transformers 5.23 puts a base that bitsandbytes quantises on the GPU of each rank, also under ZeRO-3 (quantizers/). accelerate
+    1.15 keeps it there until FSDP2 has made all shards (utils/fsdp_utils.py).
+    """
+    whole = sum(weight.numel * weight.element_bytes + weight.scale_bytes for weight in model.weights)
+    shards = states.device.parameters if sharding.kind == "fsdp" else 0
+    return DeviceBytes(parameters=whole, buffers=shards)
 
 
 def _gradient_bytes(
@@ -273,31 +286,29 @@ def _host_buffers(model: ModelWeights, states: RankStates, sharding: ShardingSpe
     return nvme_buffer_bytes(model, sharding)
 
 
-def _model_bytes_at_load(model: ModelWeights, sharding: ShardingSpec, gpus_per_node: int) -> int:
+def _model_bytes_at_load(model: ModelWeights, sharding: ShardingSpec, gpus_per_node: int, *, on_gpu: bool) -> int:
     weight_bytes = [weight.numel * weight.element_bytes for weight in model.weights]
-    quantised = any(weight.scale_bytes for weight in model.weights)
-    return host_bytes_at_load(sum(weight_bytes), max(weight_bytes), sharding, gpus_per_node, quantised=quantised)
+    if model.is_quantised:
+        # On a GPU, each rank moves one weight after the other to it. On a CPU, each rank holds a copy.
+        return (max(weight_bytes) if on_gpu else sum(weight_bytes)) * gpus_per_node
+    return host_bytes_at_load(sum(weight_bytes), max(weight_bytes), sharding, gpus_per_node)
 
 
-def host_bytes_at_load(
-    model_bytes: int, largest_bytes: int, sharding: ShardingSpec, gpus_per_node: int, *, quantised: bool = False
-) -> int:
-    """Return the bytes of a node's host RAM while a model of ``model_bytes`` is loaded and sharded.
+def host_bytes_at_load(model_bytes: int, largest_bytes: int, sharding: ShardingSpec, gpus_per_node: int) -> int:
+    """Return the bytes of a node's host RAM while a model of ``model_bytes``, which is not quantised, is loaded and sharded.
 
     Each rank loads a copy, except under ZeRO-3 and FSDP2. Under ZeRO-3, the ranks of a node hold one copy as shards. Each of
     them also holds the weight that is being loaded, twice: gathered, and in the buffer of the all-gather. Under FSDP2, rank 0
-    holds the copy, and the other ranks get their shards from it. But every rank loads and quantises a base that is quantised
-    while it is loaded.
+    holds the copy, and the other ranks get their shards from it.
 
     Args:
         largest_bytes: bytes of the largest weight.
-        quantised: weights are packed.
     """
-    if sharding.is_zero3 and not quantised:
+    if sharding.is_zero3:
         # One rank gathers nothing.
         if sharding.ranks == 1:
             return model_bytes
         return model_bytes + 2 * largest_bytes * gpus_per_node
-    if sharding.rank_0_loads and not quantised:
+    if sharding.rank_0_loads:
         return model_bytes
     return model_bytes * gpus_per_node

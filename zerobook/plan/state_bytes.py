@@ -72,6 +72,10 @@ class ModelWeights:
         return sum(weight.parameters for weight in self.weights)
 
     @property
+    def is_quantised(self) -> bool:
+        return any(weight.scale_bytes for weight in self.weights)
+
+    @property
     def density(self) -> float:
         """Stored elements for each parameter; below 1 where weights are packed."""
         return count_elements(self.weights) / self.parameters
