@@ -30,7 +30,7 @@ processes=${PROCESSES_PER_NODE:-$((gpus > 0 ? gpus : 1))}
 
 trap '' USR1 # inherited by the launcher
 # torchrun would kill ranks that save after 30 seconds. Ranks that hang in their driver keep the launcher several times as long.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 zerobook launch --config_file "$strategy" \
   --num_machines "$SLURM_NNODES" --num_processes $((SLURM_NNODES * processes)) --machine_rank "$SLURM_NODEID" \
   --main_process_ip "$MAIN_HOST" --main_process_port "$MAIN_PORT" \
