@@ -525,8 +525,9 @@ def test_a_command_line_becomes_the_values_of_a_recipe(line, trainer, recipe, ex
 
 def test_torchtunes_launcher_stands_before_its_recipe(tmp_path):
     config = write(tmp_path, TORCHTUNE | {"optimizer": {"lr": 1e-3}, "dataset": {"_component_": ALPACA}})
-    words = f"tune run --standalone --nproc_per_node 4 lora_finetune_distributed --config {config} batch_size=3 optimizer.lr=5e-5"
-    command = command_lines.read_command([*words.split(), "dataset.source=org/more"])
+    words = f"tune run --standalone --nproc_per_node 4 lora_finetune_distributed --config {config}"
+    settings = ["batch_size=3", "optimizer.lr=5e-5", "dataset.source=org/more"]
+    command = command_lines.read_command([*words.split(), *settings])
     result = importer.import_config(*command[:3], recipe=command.recipe)
     assert command.trainer == "torchtune" and result.foreign.processes == 4
     assert result.values["per_device_train_batch_size"] == 3 and result.values["learning_rate"] == 5e-5
@@ -541,7 +542,7 @@ def test_torchtunes_other_recipes_are_refused(recipe):
 
 def test_the_name_of_one_of_torchtunes_own_configs_is_no_file():
     with pytest.raises(ConfigError, match="tune cp"):
-        command_lines.read_command("tune run lora_finetune_distributed --config llama3_1/8B_lora".split())
+        command_lines.read_command(["tune", "run", "lora_finetune_distributed", "--config", "llama3_1/8B_lora"])
 
 
 def test_a_script_of_several_trainers_is_known_by_its_flags():

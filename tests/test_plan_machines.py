@@ -19,7 +19,7 @@ from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import LINKS, NETWORK, cluster
-from zerobook.plan.memory import CONTEXT_BYTES, host_bytes_at_load, peak_memory
+from zerobook.plan.memory import CONTEXT_BYTES, peak_memory
 from zerobook.plan.roofline import MEMORY_SHARE, step_seconds
 from zerobook.plan.rows import plan_row
 from zerobook.plan.sharding import ShardingSpec
@@ -278,7 +278,12 @@ def test_each_gpu_holds_a_quantised_base_whole_while_it_is_loaded(kind):
     adapter = Weight("adapter", (M,), 4, True)
     model = ModelWeights([packed, adapter], [[adapter]])
     sharding = ShardingSpec(
-        kind=kind, name="", ranks=8, ranks_per_node=8, stage=3 if kind == "deepspeed" else 0, shard_ranks=1 if kind == "ddp" else 8
+        kind=kind,
+        name="",
+        ranks=8,
+        ranks_per_node=8,
+        stage=3 if kind == "deepspeed" else 0,
+        shard_ranks=1 if kind == "ddp" else 8,
     )
     trace = Trace(0, [TimelinePoint(0, 0), TimelinePoint(M, 0)])
     whole = 800 * M + M + 4 * M

@@ -87,7 +87,7 @@ def _returned_unchanged(owner: Any, layer: nn.Linear) -> bool:
 
 
 class LossHead:
-    """The output layer of a model. Inside of `computing` it returns the loss in place of logits; inside of `keeping`, some logits.
+    """The output layer of a model. It returns the loss inside of `computing`, and a part of the logits inside of `keeping`.
 
     The layer keeps its class, its hooks and its place in the model, so strategies gather its weight as before.
 

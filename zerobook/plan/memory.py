@@ -176,8 +176,8 @@ def _moments(
 def _quantised_load(model: ModelWeights, states: RankStates, sharding: ShardingSpec) -> DeviceBytes:
     """Return what the device holds while a quantised base is loaded, before it is sharded.
 
-    transformers 5.23 puts a base that bitsandbytes quantises on the GPU of each rank, also under ZeRO-3 (quantizers/). accelerate
-    1.15 keeps it there until FSDP2 has made all shards (utils/fsdp_utils.py).
+    transformers 5.23 puts a base that bitsandbytes quantises on the GPU of each rank (quantizers/), also under ZeRO-3.
+    accelerate 1.15 keeps it there until FSDP2 has made all shards (utils/fsdp_utils.py).
     """
     whole = sum(weight.numel * weight.element_bytes + weight.scale_bytes for weight in model.weights)
     shards = states.device.parameters if sharding.kind == "fsdp" else 0
