@@ -74,6 +74,8 @@ def recipe(argv: list[str]) -> int:
     # Name the folder of a config.json: the weights are beside it.
     if Path(flags.model).name == "config.json":
         flags.model = str(Path(flags.model).parent)
+
+    # Plan, and merge the values of the config.
     values = _fixed_values(flags, cluster)
     request = _request(values, flags, cluster)
     advice = advise(request, cluster)
@@ -295,6 +297,7 @@ def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: P
         "output_dir": f"outputs/{file.stem}",
     }
     for key, value in values.items():
+        # The value is the placeholder of `_fixed_values`, so the line is left to the user.
         if key == "dataset_name" and not has_data:
             lines.append("# train_file: chats.jsonl  # your data, or dataset_name: a name on the hub")
         elif isinstance(value, float):
