@@ -109,7 +109,7 @@ def test_the_measurement_computes_no_logits_of_complete_rows(tiny, monkeypatch):
         return output
 
     monkeypatch.setattr(model, "forward", recorded)
-    choose_isolating_collator(strategy(model), PackedCollator(0, pad_to_multiple_of=8, at_least=64))
+    choose_isolating_collator(strategy(model), PackedCollator(0, pad_to_multiple_of=8, min_length=64))
     rows, logits = zip(*lengths, strict=True)
     assert min(rows) >= 64 and max(logits) < 64
     # The head computes complete rows again.
