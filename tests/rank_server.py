@@ -181,7 +181,8 @@ def become(order: Mapping[str, Any], files: Sequence[int]) -> None:
     for number in order["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     for number in set(ignored_signals()) - set(order["ignored"]):
-        signal.signal(number, signal.SIG_DFL)
+        # Where SIGINT is not ignored, a Python process that starts handles it.
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(order["environment"])
     write_over("arg", [order["line"][0], *words_of_size("-X", order["line"]), *order["line"][1:]])
