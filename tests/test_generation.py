@@ -36,7 +36,8 @@ ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
     barrier=lambda: None, gather=lambda value: [value], plan=PLAN,
     inference=lambda: Strategy.inference(None), initialising_whole=lambda: Strategy.initialising_whole(None),
-    once_per_node=lambda work: work(), on_main=lambda work: work(), load=lambda load, options: load(options),
+    once_per_node=lambda work: work(), on_main=lambda work: work(),
+    load=lambda load, options: load(options), prepare_to_load=lambda new_model: None,
 )  # fmt: skip
 
 

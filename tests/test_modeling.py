@@ -46,7 +46,7 @@ def alone(**more):
         rank=0, world_size=1, is_main=True, device=torch.device("cpu"), from_main=lambda value: value, barrier=lambda: None,
         plan=PLAN, initialising_whole=lambda: Strategy.initialising_whole(None),
         once_per_node=lambda work: work(), on_main=lambda work, takes_long=False: work(),
-        load=lambda load, options: load(options), **more,
+        load=lambda load, options: load(options), prepare_to_load=lambda new_model: None, **more,
     )  # fmt: skip
 
 

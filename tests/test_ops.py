@@ -91,7 +91,7 @@ def test_a_toolkit_of_another_major_version_is_none(tmp_path, monkeypatch, relea
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
 
-    missing = ops.missing(on_gpus=True)
+    missing = ops.find_missing_ops(on_gpus=True)
 
     assert ("fused_adam" in missing) == is_missing
     if is_missing:
@@ -152,4 +152,4 @@ def test_the_op_that_pins_memory_is_needed_only_where_deepspeed_loads_it(monkeyp
     if backend is not None:
         monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
 
-    assert ("pin_memory" in ops.needed(plan)) == is_loaded
+    assert ("pin_memory" in ops.needed_ops(plan)) == is_loaded

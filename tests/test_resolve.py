@@ -455,9 +455,9 @@ def test_an_op_is_missing_where_the_compiler_finds_no_libaio(monkeypatch, tmp_pa
     nvcc.chmod(0o755)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("CFLAGS", f"-nostdinc -I{tmp_path}")
-    assert ops.missing(on_gpus=on_gpus) == {}
+    assert ops.find_missing_ops(on_gpus=on_gpus) == {}
     header.unlink()
-    missing = ops.missing(on_gpus=on_gpus)
+    missing = ops.find_missing_ops(on_gpus=on_gpus)
     assert list(missing) == ["async_io"] and "libaio-dev" in missing["async_io"]
 
 
