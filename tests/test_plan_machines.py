@@ -29,6 +29,7 @@ from zerobook.plan.traced_job import TracedJob
 from zerobook.plan.traffic import Transfer, list_transfers
 from zerobook.plan.work import Work
 from zerobook.utils.devices import DEVICES, find_device
+from zerobook.utils.model_config import nvme_buffer_elements
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,13 @@ def test_measured_links_are_planned_with(tmp_path):
     file.write_text("{}")
     with pytest.raises(ConfigError, match="allreduce_bench"):
         cluster(gpus="8", nodes="2", interconnect=str(file))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "largest_weight", "elements"), [("auto", 10, 100_000_000), (1e6, 10, 1_000_000), (1e6, 4_000_000, 2_040_000)]
+)
+def test_a_buffer_for_nvme_holds_the_largest_shard(chosen, largest_weight, elements):
+    assert nvme_buffer_elements(chosen, largest_weight, ranks=2) == elements
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp", "ddp"])

@@ -19,7 +19,7 @@ from zerobook.strategy.base import Strategy
 from zerobook.strategy.launch_plan import zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
 from zerobook.strategy.zero_state import ZeroState
-from zerobook.utils.model_config import DEFAULT_NVME_BUFFER, automatic_zero_sizes, nvme_buffer_elements
+from zerobook.utils.model_config import automatic_zero_sizes, nvme_buffer_elements
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -120,7 +120,7 @@ class ZeroStrategy(ZeroState, Strategy):
         # transformers reads the second one while it loads a model.
         for config in (plugin.deepspeed_config, plugin.dschf.config):
             section = config["zero_optimization"]["offload_param"]
-            chosen = section.get("buffer_size", DEFAULT_NVME_BUFFER)
+            chosen = section.get("buffer_size", "auto")
             section["buffer_size"] = nvme_buffer_elements(chosen, largest_weight, self.world_size)
 
     def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:

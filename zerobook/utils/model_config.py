@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 DEFAULT_NVME_BUFFER = 100_000_000
-"""Elements of a buffer for weights on NVMe, if the JSON of DeepSpeed has no ``buffer_size``."""
+"""Elements of a buffer for weights on NVMe, if ``buffer_size`` of the DeepSpeed JSON is ``auto`` or not set."""
 ROOM_FOR_TOKENS = 1.02
 """Factor on the size of the largest weight, which is often an embedding: tokens may be added to it after it is loaded."""
 
@@ -59,13 +59,14 @@ def automatic_zero_sizes(config: Any) -> dict[str, int]:
     }
 
 
-def nvme_buffer_elements(chosen: float, largest_weight: int, ranks: int) -> int:
+def nvme_buffer_elements(chosen: float | str, largest_weight: int, ranks: int) -> int:
     """Return the elements of a buffer of DeepSpeed for weights on NVMe: as many as were chosen, or as the largest shard needs.
 
     Each shard passes through a buffer while the model is loaded, and DeepSpeed 0.19.8 asserts that it fits.
 
     Args:
-        chosen: ``buffer_size`` of the JSON.
+        chosen: ``buffer_size`` of the JSON, a number or ``auto``.
         largest_weight: elements of the largest weight of the model.
     """
-    return max(int(chosen), math.ceil(ROOM_FOR_TOKENS * largest_weight / ranks))
+    chosen_elements = DEFAULT_NVME_BUFFER if chosen == "auto" else int(chosen)
+    return max(chosen_elements, math.ceil(ROOM_FOR_TOKENS * largest_weight / ranks))
