@@ -183,12 +183,27 @@ def test_a_broken_folder_in_the_cache_is_made_again(tmp_path, shelf, broken):
     assert again.train.fingerprint == first.train.fingerprint and len(again.train) == 19
 
 
-def test_a_validation_file_that_is_trained_on_is_said(tmp_path, shelf, capsys):
+def warnings_of(shelf, **flags) -> list[str]:
+    """The warnings about held-out samples that are trained on."""
+    return prepare.describe_trained_held_out(LoraConfig(**flags), shelf(**flags))
+
+
+def test_a_validation_file_that_is_trained_on_is_said(tmp_path, shelf):
     a, copy, b = (chats(tmp_path / f"{name}.jsonl", 20, start=start) for name, start in (("a", 0), ("copy", 0), ("b", 50)))
-    shelf(train_file=a, validation_file=b)
-    assert "is also training data" not in "".join(capsys.readouterr())
-    shelf(train_file=a, validation_file=copy)
-    assert "copy.jsonl is also training data" in "".join(capsys.readouterr())
+    assert not warnings_of(shelf, train_file=a, validation_file=b)
+    (warning,) = warnings_of(shelf, train_file=a, validation_file=copy)
+    assert "a.jsonl" in warning and "'validation'" in warning
+
+
+def test_entries_of_one_file_that_hold_out_different_samples_are_said(tmp_path, shelf):
+    a, other = chats(tmp_path / "a.jsonl", 40), chats(tmp_path / "other.jsonl", 40, start=50)
+    equal = [DatasetSpec(path=a, weight=1), DatasetSpec(path=a, name="again", weight=2), DatasetSpec(path=other)]
+    assert not warnings_of(shelf, datasets=equal)
+    # Each of the two trains on samples that the other one holds out.
+    different = [DatasetSpec(path=a), DatasetSpec(path=a, name="part", limit=20)]
+    assert len(warnings_of(shelf, datasets=different)) == 2
+    # Without held-out data there is nothing to say.
+    assert not warnings_of(shelf, datasets=different, validation_split_percentage=0)
 
 
 @pytest.mark.parametrize("name", ["input_ids.bin", "labels.bin", "supervised.npy", "input_ids.offsets.npy"])

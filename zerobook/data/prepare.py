@@ -34,7 +34,7 @@ from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
 from zerobook.data.templates import CausalEncoder, Encoder, describe_default_template
 from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Chunk, Reading, chunks, detect, encode_all, list_unread
-from zerobook.data.verification import find_damage, read_meta, stamp
+from zerobook.data.verification import find_damage, stamp
 from zerobook.data.views import Blocks, Documents, PreparedRows, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import NextToken, Objective, TargetTokens
@@ -137,7 +137,8 @@ def prepare(
     if strategy.is_main:
         if data.uses_default_template:
             tqdm.write(describe_default_template(tokenizer))
-        for message in (*describe_missing_held_out(config, data), *describe_cut_samples(config, data)):
+        held_out_warnings = [*describe_missing_held_out(config, data), *describe_trained_held_out(config, data)]
+        for message in (*held_out_warnings, *describe_cut_samples(config, data)):
             tqdm.write(message)
     if config.streaming:
         # One process of each node prepares the next shards for all of them.
@@ -156,6 +157,30 @@ def describe_missing_held_out(config: RecipeConfig, data: PreparedData) -> list[
     percentage = config.validation_split_percentage
     paths = [spec.path for spec in config.dataset_specs() if spec.name not in data.held_out]
     return [describe_empty_share(path, percentage, has_other_held_out_data=bool(data.held_out)) for path in paths]
+
+
+def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[str]:
+    """Return warnings about held-out samples that are also trained on. Only files of equal content are found."""
+    held_out_stores = {name: rows.views[0].store for name, rows in data.held_out.items()}
+    views = [] if config.streaming else data.train.views
+    messages = []
+    # Streams have no views, so the zip ends at once.
+    for spec, view in zip(config.dataset_specs(), views, strict=False):
+        own_held_out = held_out_stores.get(spec.name)
+        holds_out_a_share = own_held_out is not None and own_held_out.folder == view.store.folder
+        for name, store in held_out_stores.items():
+            # The digests are of contents, so a copy of a file under another name is found, too.
+            if store.meta["settings"]["source"] != view.store.meta["settings"]["source"]:
+                continue
+            # Datasets that are prepared with equal settings share a folder, and hold out the same samples of it.
+            if holds_out_a_share and store.folder == view.store.folder:
+                continue
+            messages.append(
+                f"WARNING: {spec.path} is training data, and held-out data of {name!r} has the same content. So the held-out "
+                "loss is partly measured on samples that are trained on. Name other data with --validation_file, or give all "
+                "entries of one file the same settings."
+            )
+    return messages
 
 
 def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
@@ -238,11 +263,6 @@ class Library:
             # The file is the held-out data of all datasets of the run, and has no training data.
             source = open_held_out(spec.path)
             held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
-            # Digests show whether the file has the content of a training file, also under another name.
-            train_metas = [read_meta(folders.train) for folders in all_folders if folders.train]
-            content = (read_meta(held_out) or {}).get("settings", {}).get("source")
-            if any(meta and meta["settings"]["source"] == content for meta in train_metas):
-                tqdm.write(f"WARNING: {source.name} is also training data, so its held-out loss does not measure other data")
             all_folders.append(_PreparedFolders(spec, None, held_out))
         return all_folders
 
