@@ -18,7 +18,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 if __name__ == "__main__":
@@ -32,8 +33,11 @@ import torch.distributed._tools.fake_collectives  # shapes of collectives
 import torch.nn.parallel.distributed as ddp
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +49,10 @@ from zerobook.config import ConfigSources
 from zerobook.launch import build
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
+from zerobook.strategy.fsdp_loading import shard_weights
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 RANKS = 8
 GPU = torch.device("cuda", 0)
@@ -209,12 +217,33 @@ def take_step(name: str, recipe: str, precision: str) -> Watch:
     return watch
 
 
+def load_offloaded() -> dict[str, list[str]]:
+    """Shard a module whose weights are offloaded to host memory, and take a forward pass. Return where its weights are."""
+    with gpus({"RANK": "0", "WORLD_SIZE": str(RANKS)}, RANKS):
+        mesh = init_device_mesh("cuda", (RANKS,))
+        with FakeTensorMode():
+            with torch.device("meta"):
+                module = torch.nn.Linear(16, 16)
+            # Fake tensors are not pinned.
+            fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            whole = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
+            shard_weights(cast("Accelerator", SimpleNamespace(is_main_process=True)), module, whole, cpu_offload=True)
+            weights = [cast(DTensor, weight) for weight in module.parameters()]
+            devices = {"weights": weights, "shards": [weight.to_local() for weight in weights]}
+            # torch raises an error here if it finds weights elsewhere than in host memory.
+            devices["result"] = [module(torch.zeros(2, 16, device=GPU))]
+    return {what: sorted({str(tensor.device) for tensor in tensors}) for what, tensors in devices.items()}
+
+
 def main() -> None:
     _, _, result, *cases = sys.argv
     LIBRARY.register_guard()
     seen = {}
     for case in cases:
         try:
+            if case == "load_offloaded":
+                seen[case] = load_offloaded()
+                continue
             watch = take_step(*case.split(":"))
             seen[case] = {key: sorted(getattr(watch, key)) for key in ("elsewhere", "collectives", "products")}
         except Exception:

@@ -146,15 +146,18 @@ def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
 
 @pytest.mark.launch
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_spread_over_ranks_is_one_process(tiny, tasks, tmp_path, strategy):
+@pytest.mark.parametrize(
+    "strategy, rows", [("zero3", 1), ("fsdp", 1), ("fsdp_tensor", 2), ("fsdp_context", 2), ("zero3_sequence", 2)]
+)
+def test_spread_over_ranks_is_one_process(tiny, tasks, tmp_path, strategy, rows):
+    """``rows``: of a micro-batch. Processes that share rows take two, so that the batch of a step is always two rows."""
     given = dict(
         model_name_or_path=tiny / "llama", dataset_name="embedded:stdlib", block_size=64, max_train_samples=32,
         max_train_steps=4, eval_steps=2, logging_steps=1, max_eval_samples=4, per_device_eval_batch_size=4,
         eval_tasks=[tasks / "choices.yaml", tasks / "text.yaml"],
     )  # fmt: skip
     alone = launch("single", 1, "causal_lm", tmp_path / "alone", per_device_train_batch_size=2, **given)
-    run = launch(strategy, 2, "causal_lm", tmp_path / "run", per_device_train_batch_size=1, **given)
+    run = launch(strategy, 2, "causal_lm", tmp_path / "run", per_device_train_batch_size=rows, **given)
     plain = launch("single", 1, "causal_lm", tmp_path / "plain", per_device_train_batch_size=2, **given | {"eval_tasks": []})
     assert plain.losses == alone.losses, "measuring does not change the training"
     measured = [[event["metrics"] for event in one.events if event["type"] == "eval"] for one in (alone, run)]

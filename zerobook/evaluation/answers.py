@@ -54,8 +54,10 @@ class AnswerSampler:
         )
         answers_of_this_rank: list[tuple[int, dict[str, str]]] = []
         # Every rank makes as many generate calls as rank 0: sharded weights are gathered in each of them.
-        for first in range(0, self.count, strategy.world_size):
-            number = first + strategy.rank
+        # Processes that compute the same tokens, each with its part of the weights, need the same prompt.
+        mesh = strategy.mesh
+        for first in range(0, self.count, mesh.token_parallel_size):
+            number = first + mesh.token_parallel_rank
             # A rank without a prompt of its own answers the first one again, and drops the answer.
             is_filler = number >= self.count
             prompt, expected = _split(self.rows[0 if is_filler else number])
@@ -63,9 +65,10 @@ class AnswerSampler:
             if not is_filler:
                 texts = {"prompt": self._text(prompt), "expected": self._text(expected), "answer": self._text(answer)}
                 answers_of_this_rank.append((number, texts))
-        # Ranks answered every N-th prompt, so the gathered answers are brought back into the order of the prompts.
-        numbered_answers = chain.from_iterable(strategy.gather(answers_of_this_rank))
-        return {}, [texts for _, texts in sorted(numbered_answers, key=lambda pair: pair[0])]
+        # Ranks answered every N-th prompt, so the gathered answers are brought back into the order of the prompts. Processes
+        # that answered the same prompt have the same answer.
+        answers_by_number = dict(chain.from_iterable(strategy.gather(answers_of_this_rank)))
+        return {}, [answers_by_number[number] for number in sorted(answers_by_number)]
 
     def _generate(self, strategy: Strategy, prompt: np.ndarray, decoding: GenerationConfig) -> list[int]:
         """Return the ids of the answer to a prompt. Collective."""

@@ -86,13 +86,15 @@ class GenerationScorer:
     def generate(self, strategy: Strategy) -> list[list[int]]:
         """Return the predicted token ids of the rows, in their order, on every rank. Collective."""
         # All ranks make the same number of calls, also if the last rows do not fill them: each call is collective.
-        rows_per_call = self.batch_size * strategy.world_size
+        # Processes that compute the same tokens, each with its part of the weights, need the same batch.
+        mesh = strategy.mesh
+        rows_per_call = self.batch_size * mesh.token_parallel_size
         calls = -(-len(self.rows) // rows_per_call)
         if self.batches:
             calls = min(calls, self.batches)
         predictions_of_this_rank: list[tuple[int, list[int]]] = []
         for call in tqdm(range(calls), desc="generating", leave=False, disable=not strategy.is_main):
-            start = call * rows_per_call + strategy.rank * self.batch_size
+            start = call * rows_per_call + mesh.token_parallel_rank * self.batch_size
             indices = range(start, min(start + self.batch_size, len(self.rows)))
             rows = [self.rows[index] for index in indices]
             # The first row fills up a batch that goes beyond the end; these predictions are dropped.
@@ -107,9 +109,9 @@ class GenerationScorer:
                 predictions_of_this_rank.append((index, self._strip(ids)))
             # All calls together may take longer than the limit of an evaluation.
             touch()
-        # Indices are unique, so the sort never compares predictions.
-        numbered_predictions = sorted(chain.from_iterable(strategy.gather(predictions_of_this_rank)))
-        return [ids for _, ids in numbered_predictions]
+        # Processes that computed the same batch have the same predictions.
+        predictions_by_index = dict(chain.from_iterable(strategy.gather(predictions_of_this_rank)))
+        return [predictions_by_index[index] for index in sorted(predictions_by_index)]
 
     def _strip(self, ids: list[int]) -> list[int]:
         """Return ``ids`` without the decoder's start token and the padding after the end token (which may be the same id)."""

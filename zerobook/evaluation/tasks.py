@@ -215,7 +215,7 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Return the likelihood of every sequence, on every rank. Collective if there is a strategy.
 
-    Batches do not depend on the number of ranks: rank r takes batches r, r + world_size, ... of one common list. So
+    Batches do not depend on the number of ranks: of n ranks, rank r takes batches r, r + n, ... of one common list. So
     the scores are the same numbers on any number of processes. Every rank runs the same number of forwards, since
     each may gather weights from all ranks; a rank without a batch repeats the last one and discards the scores.
 
@@ -227,8 +227,9 @@ def likelihoods(
     world_size = 1
     device = next(model.parameters()).device
     if strategy is not None:
-        rank = strategy.rank
-        world_size = strategy.world_size
+        # Processes that compute the same tokens, each with its part of the weights, need the same batch.
+        rank = strategy.mesh.token_parallel_rank
+        world_size = strategy.mesh.token_parallel_size
         device = strategy.device
     # The longest come first: a batch that does not fit into memory fails at once.
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].ids))
@@ -246,8 +247,8 @@ def likelihoods(
         # All batches together may take longer than the limit of an evaluation.
         touch()
     if strategy is not None:
-        # Each score is on one rank and 0 on the others, so the sum is that score.
-        scores = strategy.sum_over_ranks(scores)
+        # Each score is on one rank, or on those that computed it together, and 0 on the others. So the sum is that score.
+        scores = strategy.mesh.sum_over_samples(scores)
     return [Likelihood(log_probability, bool(is_greedy)) for log_probability, is_greedy in scores.tolist()]
 
 

@@ -86,6 +86,6 @@ def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTe
     shard = distribute_tensor(weight, mesh, target.placements, src_data_rank=None).to_local()
     # A view would keep the whole weight in memory.
     shard = shard.clone(memory_format=torch.contiguous_format)
-    if cpu_offload:
-        shard = shard.to("cpu")
-    return DTensor.from_local(shard, mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride())
+    sharded = DTensor.from_local(shard, mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride())
+    # Only the DTensor itself can leave the device of its mesh: `from_local` moves every shard to that device.
+    return sharded.to("cpu") if cpu_offload else sharded
