@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -25,6 +26,7 @@ from zerobook.training.intervals import (
     Measured,
     SaveClock,
     Schedule,
+    Timetable,
 )
 
 SECONDS = st.floats(1e-4, 7200)
@@ -327,3 +329,23 @@ def test_automatic_saves_prune_no_checkpoint_that_a_person_asked_for(tiny, tmp_p
     run = train(tmp_path / "run", **flags(tiny, max_train_steps=12, resume_from_checkpoint="auto"))
 
     assert checkpoints_of(run) == [2, 4, 6, 10, 12]
+
+
+def test_the_first_measured_step_is_that_of_the_device(monkeypatch):
+    """A GPU works on a step for 600 s, which the host has issued in no time. So the run saves soon."""
+    now = 0.0
+    monkeypatch.setattr("zerobook.training.intervals.time", SimpleNamespace(monotonic=lambda: now))
+    strategy = SimpleNamespace(on_main=lambda work: work())
+    timetable = Timetable(
+        strategy, step=0, total_steps=1000, resumed=False, eval_steps="auto", save_steps="auto", save_seconds=1.0,
+        held_out_batches=None, saves=True,
+    )  # fmt: skip
+
+    def settle():
+        nonlocal now
+        now += 600
+
+    for step in (1, 2):
+        timetable.measure_first_steps(step, settle=settle)
+    assert timetable.read_clock(2).step_seconds == 600
+    assert any(timetable.is_save_due(step, 0, 0, evaluates=False) for step in (3, 4))

@@ -55,13 +55,24 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         for dimension, placement in enumerate(placements):
             # Copies of a shard count once. All ranks go through the meshes in the same order. Collective.
             if not placement.is_replicate():
-                dist.all_reduce(square, group=mesh.get_group(dimension))
+                square = _sum_in_order(square, mesh.get_group(dimension))
         total += square
     return total.sqrt().float()
 
 
+def _sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of every rank's ``value``, fp64 and 0-dimensional. Collective.
+
+    The values are added by rank. An all-reduce may add them in another order in each replica of a hybrid sharding, whose
+    weights would then differ in their last bits.
+    """
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(values, value, group=group)
+    return torch.stack(values).sum()
+
+
 def _is_uniform(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether torch's function takes them: no DTensors, or all on one mesh and in ranges of rows or copies."""
+    """Return whether torch's function takes them: no DTensors, or all in ranges of rows over one mesh, without replicas."""
     from torch.distributed.tensor import DTensor
 
     meshes: set[DeviceMesh | None] = set()
@@ -70,7 +81,7 @@ def _is_uniform(gradients: Sequence[torch.Tensor]) -> bool:
             meshes.add(None)
             continue
         meshes.add(gradient.device_mesh)
-        if not all(placement.is_shard() or placement.is_replicate() for placement in gradient.placements):
+        if not all(placement.is_shard() for placement in gradient.placements):
             return False
     return len(meshes) == 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -287,12 +287,17 @@ class Timetable:
             return self._automatic_saves.is_due(step, evaluates=evaluates)
         return self._saves.is_due(step, passes_before, passes)
 
-    def measure_first_steps(self, step: int) -> None:
+    def measure_first_steps(self, step: int, *, settle: Callable[[], None]) -> None:
         """Let all ranks know how long a step takes before the first log point, which slow steps reach late. Collective once.
 
         The first step of an attempt is left out: much of its time is spent on compiling and allocating.
+
+        Args:
+            settle: waits until the device has done the steps that it was given. A host may be steps ahead of it.
         """
         self._steps_of_attempt += 1
+        if self._steps_of_attempt <= 2:
+            settle()
         if self._steps_of_attempt == 1:
             self._clock.start(step)
         elif self._steps_of_attempt == 2 and self._automatic_saves is not None:

@@ -364,7 +364,7 @@ class Trainer:
 
             # Log: losses and norms are known now, and a spike is seen before it is saved.
             if not is_last:
-                self.timetable.measure_first_steps(step)
+                self.timetable.measure_first_steps(step, settle=self._wait_for_device)
             evaluates = self.timetable.is_evaluation_set(step, passes_before, progress.epoch)
             saves = self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
             action = None
