@@ -127,6 +127,39 @@ TRAINED = [Weight(name, (4 * M,), 4, True) for name in "abc"]
 FROZEN = [Weight("frozen", (8 * M,), 4, False), Weight("small", (M - 2,), 4, False)]
 
 
+def planned_host(spread, *, accumulation=1, on_gpu=True, rank_weights=((3 * M,), (M,), (2 * M,))):
+    """The bytes of host RAM of one rank that trains weights of these shapes in one group."""
+    weights = [Weight(str(number), shape, 4, True) for number, shape in enumerate(rank_weights)]
+    model = ModelWeights(weights, [weights])
+    common = {"name": "", "ranks": 1, "ranks_per_node": 1, "shard_ranks": 1, "precision": "bf16"}
+    micro = Trace(0, [TimelinePoint(0, 0)])
+    spec = ShardingSpec(**common, **spread)
+    return peak_memory(model, spec, micro, accumulation=accumulation, gpus_per_node=1, on_gpu=on_gpu).host
+
+
+def test_offload_under_zero_2_has_buffers_in_host_ram():
+    """6 M elements: master weights, gradients and two moments in fp32, and updated weights in bf16."""
+    zero2 = {"kind": "deepspeed", "stage": 2, "offload_optimizer": "cpu", "pins_host_memory": False}
+    states = (4 * 4 + 2) * 6 * M
+    assert planned_host(zero2) == states + 2 * 3 * M, "the gradient of the largest weight"
+    assert planned_host(zero2, accumulation=2) == states + 2 * 3 * M + 2 * 6 * M, "and those of earlier micro-batches"
+
+
+def test_pinned_memory_is_rounded_up_to_powers_of_two_on_gpus():
+    zero2 = {"kind": "deepspeed", "stage": 2, "offload_optimizer": "cpu"}
+    moments = 2 * 4 * 6 * M
+    # master weights and gradients of 24 MiB each, updated weights of 12 MiB, and a gradient of 6 MiB
+    pinned = 32 * M + 32 * M + 16 * M + 8 * M
+    assert planned_host(zero2) == pinned + moments
+    # gradients of 6, 2 and 4 MiB
+    assert planned_host(zero2, accumulation=2) == pinned + moments + (8 + 2 + 4) * M
+    assert planned_host(zero2, on_gpu=False) == planned_host(zero2 | {"pins_host_memory": False}, on_gpu=False)
+    # FSDP2: shards of weights and of gradients, each 12, 4 and 8 MiB
+    fsdp = {"kind": "fsdp", "stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"}
+    extra = planned_host(fsdp) - planned_host(fsdp, on_gpu=False)
+    assert extra == 2 * (16 - 12) * M
+
+
 @pytest.mark.parametrize(
     "in_cpu, staying, set_aside",
     [
@@ -144,7 +177,7 @@ def test_what_host_ram_may_not_hold_lies_on_nvme(in_cpu, staying, set_aside):
         "kind": "deepspeed", "name": "", "ranks": 2, "ranks_per_node": 2, "stage": 3, "shard_ranks": 2, "precision": "bf16",
         "sub_group_elements": 2 * M,
         "persistence_threshold": 10, "max_reuse_elements": 0, "prefetch_bucket_elements": 0, "max_in_cpu_elements": in_cpu,
-        "nvme_buffers": 1, "nvme_buffer_elements": 100,
+        "nvme_buffers": 1, "nvme_buffer_elements": 100, "pins_host_memory": False,
         "offload_optimizer": "nvme",
     }  # fmt: skip
     weights, groups = [*TRAINED, *FROZEN], [TRAINED[:2], TRAINED[2:]]

@@ -6,16 +6,14 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from zerobook.plan.gather_schedule import Gathers, follow_gathers
+from zerobook.plan.host_ram import host_buffer_bytes, largest_trained, partition_sizes
 from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import (
     FP32_BYTES,
     ModelWeights,
     RankStates,
     cast_bytes,
-    ceil_div,
-    count_elements,
     count_states,
-    nvme_buffer_bytes,
 )
 from zerobook.plan.trace import Trace
 
@@ -126,6 +124,7 @@ def peak_memory(
             cached_share = SHARED_CACHED_SHARE
             low, high = SHARED_RANGE
         device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
+    host_buffers = host_buffer_bytes(model, states, sharding, accumulation=accumulation, on_gpu=on_gpu)
     return PeakMemory(
         device=device,
         # What is counted exactly is the least.
@@ -133,7 +132,7 @@ def peak_memory(
         high=int(high * device.total),
         when=when,
         host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node, on_gpu=on_gpu),
-        host=(states.host.total + _host_buffers(model, states, sharding) + trace.host_bytes) * gpus_per_node,
+        host=(states.host.total + host_buffers + trace.host_bytes) * gpus_per_node,
         disk=states.disk * gpus_per_node,
         moments={name: moment.allocated for name, moment in moments.items()},
     )
@@ -216,12 +215,13 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
     if sharding.kind != "deepspeed":
         return 0
     if sharding.stage < 3:
+        # With offload, the gradient of one weight passes through a buffer that is never freed.
+        buffers = largest_trained(model) * sharding.compute_bytes if sharding.offload_optimizer != "none" else 0
         # Gradients are reduced in the backward pass alone.
-        if not is_backward:
-            return 0
-        # With overlap_comm, one bucket is filled while the other is reduced.
-        buckets = 2 if sharding.overlap_comm else 1
-        return buckets * _reduce_bucket(sharding)
+        if is_backward:
+            # With overlap_comm, one bucket is filled while the other is reduced.
+            buffers += (2 if sharding.overlap_comm else 1) * _reduce_bucket(sharding)
+        return buffers
     if sharding.ranks > 1:
         # A prefetch gathers several weights into one flat buffer, which exists besides the weights themselves.
         gathered_elements += min(sharding.prefetch_bucket_elements, gathered_elements)
@@ -263,27 +263,12 @@ def _step_buffers(model: ModelWeights, sharding: ShardingSpec) -> int:
     # An optimizer on the host needs no buffers of the GPU.
     if sharding.kind != "deepspeed" or sharding.offload_optimizer != "none":
         return 0
-    largest_partition = max(_partition_sizes(model, sharding), default=0)
+    largest_partition = max(partition_sizes(model, sharding), default=0)
     # ZeRO-3 casts the gradients of one sub-group at a time to fp32.
     if sharding.stage == 3:
         return FP32_BYTES * min(largest_partition, sharding.sub_group_elements) + _reduce_bucket(sharding)
     # a group's gradients flattened, and again in fp32
     return (FP32_BYTES + sharding.compute_bytes) * largest_partition
-
-
-def _partition_sizes(model: ModelWeights, sharding: ShardingSpec) -> list[int]:
-    """Return the elements of each parameter group that a rank of DeepSpeed updates."""
-    return [ceil_div(count_elements(group), sharding.ranks) for group in model.groups]
-
-
-def _host_buffers(model: ModelWeights, states: RankStates, sharding: ShardingSpec) -> int:
-    """Return the bytes of host RAM beside the states: ZeRO-2 offload also keeps updated weights in the compute dtype there,
-    and weights on NVMe are read through buffers."""
-    if not states.host.total:
-        return 0
-    if sharding.kind == "deepspeed" and sharding.stage < 3:
-        return sharding.compute_bytes * sum(_partition_sizes(model, sharding))
-    return nvme_buffer_bytes(model, sharding)
 
 
 def _model_bytes_at_load(model: ModelWeights, sharding: ShardingSpec, gpus_per_node: int, *, on_gpu: bool) -> int:

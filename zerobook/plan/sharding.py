@@ -37,6 +37,8 @@ class ShardingSpec:
     # "none", "cpu" or "nvme"
     offload_optimizer: str = "none"
     offload_param: str = "none"
+    # what is offloaded to host RAM is pinned there, if there is a GPU
+    pins_host_memory: bool = True
     reduce_bucket_elements: int = 500_000_000
     prefetch_bucket_elements: int = 50_000_000
     # elements up to which a weight stays gathered
@@ -142,11 +144,13 @@ def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_no
 
     stage = plan.zero_stage or 0
     offloaded_weights = zero.get("offload_param") or {}
+    offloaded_optimizer = zero.get("offload_optimizer") or {}
     return ShardingSpec(
         **common,
         stage=stage,
         shard_ranks=plan.world_size if stage == 3 else 1,
         secondary_ranks=plan.secondary,
+        pins_host_memory=bool(offloaded_weights.get("pin_memory") or offloaded_optimizer.get("pin_memory")),
         reduce_bucket_elements=read_number("reduce_bucket_size", 5e8),
         prefetch_bucket_elements=read_number("stage3_prefetch_bucket_size", 5e7),
         persistence_threshold=read_number("stage3_param_persistence_threshold", 1e5),

@@ -195,10 +195,10 @@ def _fsdp_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> Rank
     """
     states = StateBytes()
     for weight in model.weights:
-        states.parameters += _row_shard_elements(weight, sharding.shard_ranks, 0) * weight.element_bytes
+        states.parameters += row_shard_elements(weight, sharding.shard_ranks, 0) * weight.element_bytes
     for weight in model.trained:
-        states.gradients += FP32_BYTES * _row_shard_elements(weight, sharding.shard_ranks, 0)
-        rank_elements = _row_shard_elements(weight, sharding.shard_ranks, rank % sharding.shard_ranks)
+        states.gradients += FP32_BYTES * row_shard_elements(weight, sharding.shard_ranks, 0)
+        rank_elements = row_shard_elements(weight, sharding.shard_ranks, rank % sharding.shard_ranks)
         states.optimizer += _flat_state(rank_elements, sharding)
     states.optimizer += _step_counts(len(model.trained), sharding)
     if sharding.offload_param != "none":
@@ -206,7 +206,8 @@ def _fsdp_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> Rank
     return RankStates(device=states)
 
 
-def _row_shard_elements(weight: Weight, ranks: int, rank: int) -> int:
+def row_shard_elements(weight: Weight, ranks: int, rank: int) -> int:
+    """Return the elements of a rank's shard of a weight whose rows FSDP2 divides."""
     rows = weight.shape[0]
     rows_per_rank = ceil_div(rows, ranks)
     # The last ranks have fewer rows, or none.
@@ -244,14 +245,20 @@ def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> Rank
 def _reduced_elements(group: Sequence[Weight], partition: int, rank: int) -> int:
     """Return the gradient elements that a rank keeps of a group: the complete gradient of every weight that overlaps its
     partition, and zeros where its partition extends beyond the last weight."""
+    elements = count_elements(weights_of_partition(group, partition, rank))
+    return elements + max(0, partition * (rank + 1) - max(count_elements(group), partition * rank))
+
+
+def weights_of_partition(group: Sequence[Weight], partition: int, rank: int) -> list[Weight]:
+    """Return the weights of a group of which a rank's partition, of ``partition`` elements, has a part."""
     start = partition * rank
-    end = partition * (rank + 1)
-    position = elements = 0
+    position = 0
+    weights = []
     for weight in group:
-        if position < end and position + weight.numel > start:
-            elements += weight.numel
+        if position < start + partition and position + weight.numel > start:
+            weights.append(weight)
         position += weight.numel
-    return elements + max(0, end - max(position, start))
+    return weights
 
 
 def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
@@ -277,7 +284,7 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
         sharded += first_shards_per_second * shard_bytes(copied, sharding)
 
     # Each sub-group is one flat fp32 tensor, with the master weights beside the optimizer's state.
-    sub_groups = _split_sub_groups(model, sharding)
+    sub_groups = split_sub_groups(model, sharding)
     elements = sum(sub_group.elements for sub_group in sub_groups)
     optimizer = FP32_BYTES * elements + _flat_state(elements, sharding) + _step_counts(len(sub_groups), sharding)
     device = StateBytes(persistent + sharded, elements * sharding.compute_bytes, optimizer)
@@ -286,7 +293,7 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
     if sharding.offload_optimizer != "none":
         swapped = 0
         for sub_group in sub_groups:
-            if sharding.offload_optimizer == "nvme" and FP32_BYTES * sub_group.elements >= SWAP_MINIMUM_BYTES:
+            if is_swapped(sub_group, sharding):
                 swapped += sub_group.elements
         states.disk = FP32_BYTES * swapped + _flat_state(swapped, sharding)
         states.host.optimizer = optimizer - states.disk
@@ -304,7 +311,7 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
 
 
 @dataclass
-class _SubGroup:
+class SubGroup:
     """Consecutive weights of a parameter group that ZeRO-3's optimizer updates together. ``elements`` are those of one
     rank's shards. ``stays_in_ram`` means that the weights are never written to NVMe."""
 
@@ -313,18 +320,18 @@ class _SubGroup:
     stays_in_ram: bool = False
 
 
-def _split_sub_groups(model: ModelWeights, sharding: ShardingSpec) -> list[_SubGroup]:
+def split_sub_groups(model: ModelWeights, sharding: ShardingSpec) -> list[SubGroup]:
     """Return the sub-groups of all parameter groups. Each ends with the weight that makes it reach ``sub_group_size``.
 
     Those that are completely within the first ``max_in_cpu`` elements of a rank's shards stay in host RAM.
     """
-    sub_groups: list[_SubGroup] = []
+    sub_groups: list[SubGroup] = []
     previous_elements = 0
     for group in model.groups:
         group_elements = sum(shard_elements(weight, sharding.ranks) for weight in group)
         room = min(group_elements, sharding.max_in_cpu_elements - previous_elements)
         position = 0
-        sub_group = _SubGroup([])
+        sub_group = SubGroup([])
         for weight in group:
             if not sub_group.weights:
                 sub_groups.append(sub_group)
@@ -333,9 +340,14 @@ def _split_sub_groups(model: ModelWeights, sharding: ShardingSpec) -> list[_SubG
             position += shard_elements(weight, sharding.ranks)
             sub_group.stays_in_ram = position <= room
             if sub_group.elements >= sharding.sub_group_elements:
-                sub_group = _SubGroup([])
+                sub_group = SubGroup([])
         previous_elements += group_elements
     return sub_groups
+
+
+def is_swapped(sub_group: SubGroup, sharding: ShardingSpec) -> bool:
+    """Return whether the optimizer state of a sub-group is on NVMe."""
+    return sharding.offload_optimizer == "nvme" and FP32_BYTES * sub_group.elements >= SWAP_MINIMUM_BYTES
 
 
 def weights_on_nvme(model: ModelWeights, sharding: ShardingSpec) -> list[Weight]:
@@ -344,7 +356,7 @@ def weights_on_nvme(model: ModelWeights, sharding: ShardingSpec) -> list[Weight]
     if sharding.offload_param != "nvme":
         return []
     names_in_ram: set[str] = set()
-    for sub_group in _split_sub_groups(model, sharding):
+    for sub_group in split_sub_groups(model, sharding):
         if sub_group.stays_in_ram:
             names_in_ram.update(weight.name for weight in sub_group.weights)
     on_nvme = []
@@ -360,7 +372,7 @@ def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
     weights are rounded before they are written."""
     if sharding.offload_param != "nvme":
         return 0
-    sub_groups = _split_sub_groups(model, sharding)
+    sub_groups = split_sub_groups(model, sharding)
     largest_elements = 0
     elements = staying_elements = 0
     for sub_group in sub_groups:

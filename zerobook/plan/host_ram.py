@@ -1,0 +1,118 @@
+"""Host RAM of a rank beside its states: buffers of offload, and what pinned memory needs more than its contents."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zerobook.plan.sharding import ShardingSpec
+from zerobook.plan.state_bytes import (
+    FP32_BYTES,
+    ModelWeights,
+    RankStates,
+    cast_bytes,
+    ceil_div,
+    count_elements,
+    is_swapped,
+    nvme_buffer_bytes,
+    row_shard_elements,
+    shard_elements,
+    split_sub_groups,
+    weights_of_partition,
+)
+
+
+class HostBlocks(NamedTuple):
+    """Sizes in bytes of a rank's blocks of host RAM that are pinned on a machine with GPUs."""
+
+    buffers: list[int]
+    """Beside the states."""
+    states: list[int]
+    """Parts of the states, which are counted already."""
+    loading: list[int]
+    """Used while a model is loaded. torch keeps freed blocks of pinned memory."""
+
+
+def host_buffer_bytes(
+    model: ModelWeights, states: RankStates, sharding: ShardingSpec, *, accumulation: int, on_gpu: bool
+) -> int:
+    """Return the bytes of a rank's host RAM beside the states that it offloads.
+
+    torch 2.13 rounds each block of pinned memory up to a power of two (ATen/core/CachingHostAllocator.h).
+
+    Args:
+        states: of the rank.
+        accumulation: micro-batches of a step.
+        on_gpu: memory is pinned only for a GPU.
+    """
+    if not states.host.total:
+        return 0
+    if sharding.kind == "fsdp":
+        blocks = _fsdp_blocks(model, sharding)
+    elif sharding.stage == 3:
+        blocks = _zero3_blocks(model, sharding)
+    else:
+        blocks = _zero_blocks(model, sharding, accumulation)
+    total = sum(blocks.buffers) + nvme_buffer_bytes(model, sharding)
+    if on_gpu and sharding.pins_host_memory:
+        total += sum(map(_rounding, [*blocks.buffers, *blocks.states]))
+        total += sum(size + _rounding(size) for size in blocks.loading)
+    return total
+
+
+def _rounding(size: int) -> int:
+    """Return the bytes that a pinned block of ``size`` bytes takes beyond its size."""
+    return (1 << (size - 1).bit_length()) - size if size else 0
+
+
+def partition_sizes(model: ModelWeights, sharding: ShardingSpec) -> list[int]:
+    """Return the elements of each parameter group that a rank of DeepSpeed updates."""
+    return [ceil_div(count_elements(group), sharding.ranks) for group in model.groups]
+
+
+def largest_trained(model: ModelWeights) -> int:
+    """Return the elements of the largest weight that is trained."""
+    return max((weight.numel for weight in model.trained), default=0)
+
+
+def _zero_blocks(model: ModelWeights, sharding: ShardingSpec, accumulation: int) -> HostBlocks:
+    """Return the blocks of ZeRO-2 with offload (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
+    partitions = partition_sizes(model, sharding)
+    # updated weights in the compute dtype, and the gradient of one weight
+    buffers = [sharding.compute_bytes * elements for elements in (*partitions, largest_trained(model))]
+    if accumulation > 1:
+        # the gradients of earlier micro-batches, each complete
+        for group, partition in zip(model.groups, partitions, strict=True):
+            buffers += [sharding.compute_bytes * weight.numel for weight in weights_of_partition(group, partition, rank=0)]
+    masters_and_gradients = [FP32_BYTES * elements for elements in (*partitions, *partitions)]
+    return HostBlocks(buffers, masters_and_gradients, [])
+
+
+def _zero3_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
+    """Return the blocks of ZeRO-3 with offload (DeepSpeed 0.19.8, runtime/zero/stage3.py)."""
+    states = []
+    loading = []
+    if sharding.offload_optimizer != "none":
+        sub_groups = split_sub_groups(model, sharding)
+        states.append(sharding.compute_bytes * sum(sub_group.elements for sub_group in sub_groups))
+        for sub_group in sub_groups:
+            # the fp32 gradients of sub-groups in host RAM
+            if not is_swapped(sub_group, sharding):
+                states.append(FP32_BYTES * sub_group.elements)
+    if sharding.offload_param == "cpu":
+        for weight in model.weights:
+            shard = cast_bytes(weight, sharding) * shard_elements(weight, sharding.ranks)
+            # Shards of trained weights are copied into one block for each group after the model was loaded.
+            (loading if weight.trained else states).append(shard)
+        for group in model.groups:
+            states.append(sharding.compute_bytes * sum(shard_elements(weight, sharding.ranks) for weight in group))
+    return HostBlocks([], states, loading)
+
+
+def _fsdp_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
+    """Return the blocks of FSDP2 with offload: the shards of weights and gradients (torch 2.13, fsdp/_fully_shard)."""
+    states = []
+    for weight in model.weights:
+        states.append(weight.element_bytes * row_shard_elements(weight, sharding.shard_ranks, 0))
+    for weight in model.trained:
+        states.append(FP32_BYTES * row_shard_elements(weight, sharding.shard_ranks, 0))
+    return HostBlocks([], states, [])
