@@ -28,6 +28,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -76,8 +77,19 @@ class WrongLabels(Hook):
         with (self.output / f"fault-{RANK}.jsonl").open("a") as file:
             file.write(json.dumps({"row": index, "redone": progress.redone, "step": progress.step + 1}) + "\n")
         labels = row["labels"].copy()
-        labels[labels >= 0] = 5
+        supervised = labels >= 0
+        labels[supervised] = self.falsify(labels[supervised], index)
         return row | {"labels": labels}
+
+    def falsify(self, labels, index):
+        return 5
+
+
+class ShuffledLabels(WrongLabels):
+    """The labels of these rows are in a random order, the same one whenever a row is read."""
+
+    def falsify(self, labels, index):
+        return np.random.default_rng(index).permutation(labels)
 
 
 class Poisoned:
@@ -205,6 +217,7 @@ class Kill(Hook):
 
 HOOKS = {
     "labels": WrongLabels,
+    "shuffled": ShuffledLabels,
     "burst": Burst,
     "rate": HighRate,
     "sharp": Sharp,
