@@ -89,8 +89,8 @@ def _zero_blocks(model: ModelWeights, sharding: ShardingSpec, accumulation: int)
 
 def _zero3_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
     """Return the blocks of ZeRO-3 with offload (DeepSpeed 0.19.8, runtime/zero/stage3.py)."""
-    states = []
-    loading = []
+    states: list[int] = []
+    loading: list[int] = []
     if sharding.offload_optimizer != "none":
         sub_groups = split_sub_groups(model, sharding)
         states.append(sharding.compute_bytes * sum(sub_group.elements for sub_group in sub_groups))

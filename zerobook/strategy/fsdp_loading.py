@@ -88,4 +88,4 @@ def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTe
     shard = shard.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(shard, mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride())
     # Only the DTensor itself can leave the device of its mesh: `from_local` moves every shard to that device.
-    return sharded.to("cpu") if cpu_offload else sharded
+    return cast("DTensor", sharded.to("cpu")) if cpu_offload else sharded
