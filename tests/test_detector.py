@@ -274,7 +274,7 @@ def test_the_whole_grid_of_descents(scale, straight):
 
 
 def test_a_state_with_residuals_in_units_of_the_loss_loads():
-    """As checkpoints of earlier versions have it."""
+    """Checkpoints of earlier versions have such a state."""
     losses = lifted(noise(0.02), 300, [1.8] * 40)
     points = [Point(step=i, loss=loss, grad_norm=1 + 0.1 * (i % 3)) for i, loss in enumerate(losses)]
     first = Detector()

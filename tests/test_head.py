@@ -108,7 +108,7 @@ def test_small_probabilities_have_a_gradient_in_fp16():
 
 
 def multiply(multiplied, a, b, out_dtype, alpha, out):
-    """What CUDA's addmm does: sums of half-precision products in fp32."""
+    """Add half-precision products in fp32, as CUDA's addmm does."""
     assert out is multiplied and a.dtype == b.dtype != out_dtype == multiplied.dtype
     return out.addmm_(a.float(), b.float(), alpha=alpha)
 

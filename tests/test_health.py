@@ -310,7 +310,7 @@ for step in range(1, 1000):
 
 
 def test_ranks_that_were_suspended_together_go_on():
-    """As by Ctrl-Z or Slurm's suspend. The one that goes on first hears nothing of the other for a moment."""
+    """Ctrl-Z and Slurm's suspend do this. The rank that goes on first hears nothing of the other one for a moment."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(2):
@@ -350,7 +350,7 @@ watch.stop()
 
 
 def test_a_rank_that_needs_longer_than_rank_0_for_its_end_is_left_alone():
-    """As a hook that closes something on this rank does."""
+    """A hook that closes something on this rank may take this time."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ranks = []
     for rank in range(2):

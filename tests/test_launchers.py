@@ -183,7 +183,7 @@ def test_slurms_warning_reaches_all_ranks_and_the_job_is_queued_again(tmp_path, 
 
 @pytest.mark.parametrize("reason, is_queued_again", [("None", False), ("TimeLimit", True)])
 def test_a_slurm_job_saves_at_sigterm_and_is_queued_again_only_at_the_end_of_its_time(tmp_path, stubs, reason, is_queued_again):
-    """As with proctrack/cgroup, Slurm sends SIGTERM to the batch script and to the tasks, and to none of their processes."""
+    """With proctrack/cgroup, Slurm sends SIGTERM to the batch script and to the tasks, and to none of their processes."""
     with subprocess.Popen(["bash", SLURM, *JOB], cwd=ROOT, env=stubs | {"LASTS": "60", "REASON": reason}) as job:
         ranks = [tmp_path / f"rank-{machine}-{rank}" for machine in (0, 1) for rank in (0, 1)]
         wait_for(ranks)
@@ -377,7 +377,7 @@ def test_a_pod_of_the_jobset_that_starts_again_finds_its_model_and_its_data():
     ],
 )
 def test_what_the_jobset_does_when_a_pod_ends(code, action):
-    """As Kubernetes and JobSet apply their rules: the first that matches counts."""
+    """Kubernetes and JobSet apply the first rule that matches."""
     spec = manifest("kubernetes/jobset.yaml")["spec"]
     (pod_rule, evicted) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert evicted["onPodConditions"][0]["type"] == "DisruptionTarget"
@@ -438,7 +438,7 @@ DDP = ["--config_file", str(ROOT / "accelerate_configs" / "ddp.yaml")]
 
 @pytest.mark.parametrize("codes", [[1, 1, 1], [2], [STOPPED], [1, STOPPED], [1, 2, 2]])
 def test_ranks_are_started_again_but_where_another_start_would_end_alike(codes, tmp_path):
-    """What ranks refuse that have run before may be over at another start: a lock, or another machine."""
+    """Ranks that have run before may be refused for a reason that ends before another start: a lock, or another machine."""
     # Rank 1 lives until the launcher ends it.
     text = f"""
 import os, time

@@ -303,7 +303,7 @@ def test_every_command_without_a_note_runs(page, clone):
 
 @pytest.mark.launch
 def test_the_launch_of_the_readme_trains(clone, tiny):
-    """As typed, with a tiny model on two processes."""
+    """The line is launched as the page has it, with a tiny model on two processes."""
     values = {"MODEL": str(tiny / "llama"), "TRAIN_FILE": "chats.jsonl", "GPUS": "2"}
     (launch,) = [line for line, _ in commands(README) if line.startswith("accelerate launch") and "$MODEL" in line]
     (clone / "chats.jsonl").write_text(12 * blocks(README, "jsonl")[0])
