@@ -91,7 +91,8 @@ def test_a_runs_words_are_one_line_each_and_steer_nothing(tmp_path, capsys):
         assert said and not FORBIDDEN.search(said)
         assert "\n[99]" not in said, "nothing can be added to the log by a reason"
     main(["runlog", "report", str(tmp_path)])
-    assert not FORBIDDEN.search((tmp_path / "runlog" / "report.md").read_text())
+    page = (tmp_path / "runlog" / "report.html").read_text()
+    assert "[99] All is well." in page and not FORBIDDEN.search(page)
     assert main(["checkpoint", "list", EVIL]) == 2
     assert not FORBIDDEN.search(capsys.readouterr().err)
 

@@ -169,7 +169,7 @@ def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on
     # the log, the status and the page name the rung
     assert problems(run.output / "runlog")[0] == []
     assert "Last decision: lower_rate" in summary(run.output / "runlog")
-    page = (run.output / "runlog" / "report.md").read_text()
+    page = (run.output / "runlog" / "report.html").read_text()
     assert f"to the checkpoint of step {back} (lower_rate)" in page
     assert f"From step {back} on, the learning rate is 0.75 of its schedule" in page
     if (strategy, on_spike) == ("published", "lower_rate"):
@@ -263,9 +263,7 @@ def test_a_clean_run_does_nothing(trained):
     assert [e["step"] for e in run.events if e["type"] == "checkpoint" and e["state"] == "proven_good"] == list(
         range(10, 100, 10)
     )
-    assert (run.output / "runlog" / "report.html").exists() and "Finished: step 100" in (
-        run.output / "runlog" / "report.md"
-    ).read_text()
+    assert "Finished: step 100" in (run.output / "runlog" / "report.html").read_text()
 
 
 @pytest.mark.full

@@ -5,7 +5,7 @@ zerobook runlog show outputs/run [VIEW]      one view, or all but the last two: 
                                              branches, events, steps (those that are part of the run, as CSV)
 zerobook runlog compare A B C ...            runs in one table: what differs, held-out loss, speed, memory
 zerobook runlog compare RUN --attempts 1 2   two attempts of one run
-zerobook runlog report outputs/run           the runlog as one HTML page and as Markdown
+zerobook runlog report outputs/run           the runlog as one HTML page
 zerobook runlog verify outputs/run           read every line; exit code 1 if something is wrong
 zerobook runlog act outputs/run COMMAND      give a command to a live run: rollback --to STEP, lower-rate FACTOR,
                                              skip FIRST-LAST, save, stop, policy VALUE
@@ -134,9 +134,9 @@ def _print_steps(history: History, *, as_json: bool) -> None:
 
 
 def report(flags: argparse.Namespace) -> None:
-    """Write the report as one HTML page that needs no other file, and as Markdown. The run may still train."""
-    page, markdown = write(flags.run)
-    say(f"written: {page} and {markdown}")
+    """Write the report as one HTML page that needs no other file. The run may still train."""
+    page = write(flags.run)
+    say(f"written: {page}")
 
 
 def verify(flags: argparse.Namespace) -> int:

@@ -219,7 +219,7 @@ def write_page(log: RunLog) -> None:
     from zerobook.runlog.report import write
 
     try:
-        page, _ = write(log.folder)
+        page = write(log.folder)
         tqdm.write(f"report: {page}")
     # The run itself has ended without an error, so a failure of the page is only a warning.
     except Exception as error:

@@ -1,9 +1,7 @@
-"""The report of a run as one HTML page that needs no other file, and as Markdown."""
+"""The report of a run as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
-import html
-import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,28 +27,23 @@ from zerobook.utils.terminal import plain
 from zerobook.utils.writing import write_whole
 
 PAGE = "report.html"
-MARKDOWN = "report.md"
 
 
-def write(run: str | Path) -> tuple[Path, Path]:
-    """Write the page and the Markdown file beside the log. Return their paths."""
+def write(run: str | Path) -> Path:
+    """Write the page beside the log. Return its path."""
     folder = folder_of(run)
-    # Both texts are made before one is written, so an error leaves the files of the last report.
+    # The page is rendered before the file is opened, so an error leaves the last page.
     with add_log_name_to_errors(folder):
-        history = History.read(folder)
-        html_text = render(history)
-        markdown_text = as_markdown(history)
+        content = render(History.read(folder))
     page = folder / PAGE
-    markdown = folder / MARKDOWN
-    write_whole(page, html_text)
-    write_whole(markdown, markdown_text)
-    return page, markdown
+    write_whole(page, content)
+    return page
 
 
 def render(history: History) -> str:
     """Return the page."""
     return render_page(
-        name=_name(history),
+        name=history.folder.resolve().parent.name,
         state=summary(history.folder),
         facts=run_facts(history),
         cards=_cards(history, time_spent(history)),
@@ -75,10 +68,6 @@ def render_page(**values: Any) -> str:
 def _printable(value: Any) -> Any:
     """Return a value of the page without control characters, which its source may show in a terminal."""
     return plain(value) if type(value) is str else value
-
-
-def _name(history: History) -> str:
-    return str(history.folder.resolve().parent.name)
 
 
 def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
@@ -140,36 +129,3 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
         entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "style": style(event)}
         days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
     return list(days.items())
-
-
-def as_markdown(history: History) -> str:
-    """Return the report as Markdown, without the figures."""
-    spent = time_spent(history)
-    lines = [f"# {_plain(_name(history))}: runlog", "", _plain(summary(history.folder)), ""]
-    lines += [f"- {label}: {_plain(text)}" for label, text in run_facts(history).items()]
-    lines += [f"- {label}: {number}" for number, label in _cards(history, spent)]
-    for table in _tables(history):
-        lines += ["", f"## {_plain(table.title)}", ""]
-        if table.rows:
-            lines += [_markdown_row(table.columns), "|" + "---|" * len(table.columns)]
-            lines += [_markdown_row(row) for row in table.rows]
-        else:
-            lines.append("None.")
-    lines += ["", "## Events"]
-    for day, entries in _days(history):
-        lines += ["", f"### {day}", ""]
-        lines += [f"- {entry['time']} [{entry['seq']}] {_plain(entry['text'])}" for entry in entries]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_row(cells: list[str]) -> str:
-    """Return a row of a table. Its cells, the names of columns too, may come from data."""
-    return "| " + " | ".join(_plain(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _plain(text: str) -> str:
-    """Return ``text`` as one line, escaped for Markdown and HTML."""
-    visible = "".join(character for character in text if character.isprintable() or character.isspace())
-    line = html.escape(" ".join(visible.split()), quote=False)
-    # It makes no link, picture or code.
-    return re.sub(r"([\\`*\[])", r"\\\1", line)

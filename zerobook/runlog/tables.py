@@ -1,4 +1,4 @@
-"""Tables of what happened to a run, for the page, its Markdown and the terminal."""
+"""Tables of what happened to a run, for the page and the terminal."""
 
 from __future__ import annotations
 
