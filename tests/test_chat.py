@@ -21,6 +21,7 @@ from zerobook.models import result as load
 from zerobook.models.generation_config import stop_tokens
 from zerobook.models.result import load_result
 from zerobook.utils.terminal import plain
+from zerobook.utils.units import size
 
 IDS = torch.tensor([[1, 5, 9, 14]])
 
@@ -78,6 +79,23 @@ def test_a_model_folder_a_run_and_an_adapter(tiny, run, tmp_path):
     assert adapted.kind == "causal" and adapted.tokenizer.chat_template and not adapted.model.training
     assert (logits(adapted.model) - logits(plain.model)).abs().max() > 0.1, "the adapter's weights are in"
     assert torch.equal(logits(load_result(run / "adapter").model), logits(adapted.model))
+
+
+def test_a_model_that_does_not_fit_the_gpu_is_an_error_with_sizes(tiny, monkeypatch):
+    weight_bytes = sum(weight.nbytes for weight in load_result(tiny / "llama").model.parameters())
+
+    def fail(module, device):
+        raise torch.OutOfMemoryError(f"{device} out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24_100_000_000, 25_000_000_000))
+    monkeypatch.setattr(torch.nn.Module, "to", fail)
+
+    with pytest.raises(ConfigError) as caught:
+        load_result(tiny / "llama")
+
+    for part in (str(tiny / "llama"), size(weight_bytes), "24.1 GB", "CUDA_VISIBLE_DEVICES="):
+        assert part in str(caught.value)
 
 
 def test_the_cache_that_training_switched_off_is_on(tiny, tmp_path):

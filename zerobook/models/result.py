@@ -21,6 +21,7 @@ from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.model_config import auto_class, text_config
 from zerobook.utils.reading import file_digest, read_json
 from zerobook.utils.terminal import say
+from zerobook.utils.units import size
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -73,7 +74,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
 
     Raises:
         ConfigError: no such folder, a folder with neither a model nor an adapter in it, an adapter whose base
-            is not there, or weights that cannot be read.
+            is not there, weights that cannot be read, or a model for which the GPU has too little memory.
     """
     from zerobook.models.load import use_cache
 
@@ -96,8 +97,18 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     # Training switches the cache off and saves this setting; without a cache, every answer takes quadratic time.
     use_cache(model, True)
     model.generation_config.use_cache = True
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    cast("nn.Module", model).to(device).eval()
+    module = cast("nn.Module", model).eval()
+    if torch.cuda.is_available():
+        # Measured before the move: a move that fails leaves some of the weights on the GPU.
+        free_bytes, _ = torch.cuda.mem_get_info()
+        try:
+            module.to("cuda")
+        except torch.OutOfMemoryError as error:
+            model_bytes = sum(weight.nbytes for weight in module.parameters())
+            raise ConfigError(
+                f"{path}: the weights of the model need {size(model_bytes)}, and the GPU has {size(free_bytes)} free. To use "
+                "the CPU, set CUDA_VISIBLE_DEVICES to an empty value: write CUDA_VISIBLE_DEVICES= before the command."
+            ) from error
     return Loaded(model, tokenizer, kind)
 
 
