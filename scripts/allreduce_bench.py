@@ -29,6 +29,9 @@ import torch.distributed as dist
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 BUS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+CPU_MEGABYTES = (0.25, 1, 4, 16, 64)
+# NCCL reaches its full rate only at hundreds of megabytes.
+GPU_MEGABYTES = (*CPU_MEGABYTES, 256, 1024)
 
 
 def measured(operation: str, size: int, device: torch.device, rounds: int) -> float:
@@ -64,7 +67,7 @@ def wait(device: torch.device) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2, help="where torchrun did not start it: processes to start")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.25, 1, 4, 16, 64], help="sizes of the whole tensor")
+    parser.add_argument("--megabytes", type=float, nargs="+", help="sizes of the whole tensor (0.25 to 64; on GPUs to 1024)")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     asked = parser.parse_args()
@@ -78,9 +81,10 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     ranks = dist.get_world_size()
     nodes = ranks // int(os.environ["LOCAL_WORLD_SIZE"])
+    sizes = asked.megabytes or (GPU_MEGABYTES if on_gpu else CPU_MEGABYTES)
     rows = []
     for operation in OPERATIONS:
-        for megabytes in asked.megabytes:
+        for megabytes in sizes:
             size = int(megabytes * 1e6)
             seconds = measured(operation, size, device, asked.rounds)
             rows.append(
