@@ -125,7 +125,8 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
         options["kwargs_handlers"].append(ddp)
         strategy = ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
-    # NCCL connects the ranks at the first collective.
+    # The first collective. It connects NCCL, unless the process group has gloo beside NCCL: under FSDP2, and where torchrun may
+    # restart the ranks. A barrier then uses gloo, and NCCL connects at the first collective of tensors on the GPUs.
     strategy.barrier()
     meet.stop_listening()
     if plan.kind == "deepspeed" and plan.device == "cpu":
