@@ -188,6 +188,24 @@ def test_a_saved_adapter_fits_the_base_as_it_was_loaded(tiny, tmp_path, method):
     torch.testing.assert_close(model.merge_and_unload()(IDS).logits, after, **close)
 
 
+@torch.no_grad()
+def test_ranks_that_hold_zeros_decompose_no_weights(tiny, monkeypatch):
+    """Under FSDP2, ranks other than 0 hold zeros, and get the adapters of rank 0."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    for parameter in model.parameters():
+        parameter.zero_()
+    decompose = torch.svd_lowrank
+    decomposed = []
+    monkeypatch.setattr(torch, "svd_lowrank", lambda *args, **more: decomposed.append(1) or decompose(*args, **more))
+
+    adapted = add_adapter(model, "pissa", rank=4, alpha=12, dropout=0.0, targets=["all-linear"], seed=0)
+
+    shapes = {tuple(p.shape) for name, p in adapted.named_parameters() if "lora_A" in name}
+    assert decomposed == [] and (4, model.config.hidden_size) in shapes
+
+
 def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
     from transformers import AutoModelForCausalLM
 

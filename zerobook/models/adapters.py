@@ -464,8 +464,8 @@ def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> No
 
 def _principal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (A, B), such that B A is the best approximation of ``weight`` with that rank."""
-    # Under FSDP2, only rank 0 has loaded the weights, and the others get its adapters. The planner has shapes only.
-    if weight.is_meta:
+    # Under FSDP2, the ranks other than 0 have zeros for weights, and get the adapters of rank 0. The planner has shapes only.
+    if weight.is_meta or not weight.any():
         return weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
     u, s, v = torch.svd_lowrank(weight, rank, niter=PISSA_ITERATIONS)
     return s.sqrt()[:, None] * v.T, u * s.sqrt()
