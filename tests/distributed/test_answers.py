@@ -33,5 +33,5 @@ def test_held_out_prompts_are_answered_and_the_training_is_the_same(tiny, tmp_pa
         samples = event["samples"]
         assert [sample["expected"] for sample in samples] == ["0 it is.", "1 it is.", "2 it is."]
         assert all(f"Say {number}." in sample["prompt"] and sample["answer"] for number, sample in enumerate(samples))
-    page, _ = write(run.output)
+    page = write(run.output)
     assert "Samples of the evaluation at step 4" in page.read_text()
