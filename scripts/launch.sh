@@ -9,9 +9,11 @@
 #   10.0.0.1 slots=8
 #   10.0.0.2 slots=8
 #
-# Variables: PORT (default 29500) must be free on the first host. SSH (default ssh) is the remote shell with its options.
-# Ctrl-C: the run saves a checkpoint and ends; a second one ends it at once. The end of one host's launcher with an error ends all
-# of them.
+# Variables: PORT (default 29500) must be free on the first host. SSH (default ssh) is the remote shell with its options. Those that
+# begin with NCCL_, GLOO_ or TORCH_, and HF_HOME, are set on all hosts as they are set here. Others are not, so log in to the hub and to
+# trackers on each host.
+# Ctrl-C: the run saves a checkpoint and ends; a second one ends it at once. Each launcher leaves its ranks 10 minutes to save, or
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds. The end of one host's launcher with an error ends all of them.
 # Status: tested with a simulated ssh; not run on real hosts.
 set -euo pipefail
 
@@ -63,6 +65,13 @@ interrupt() {
   done
 }
 trap interrupt INT
+# The launcher's own default of 30 seconds is too short for three steps and a save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# ssh passes no variables on.
+settings="PATH=$(printf %q "$PATH")"
+while read -r name; do
+  case $name in NCCL_* | GLOO_* | TORCH_* | HF_HOME) settings+=" $name=$(printf %q "${!name}")" ;; esac
+done < <(compgen -e)
 pipes=$(mktemp -d)
 
 for number in "${!hosts[@]}"; do
@@ -72,7 +81,7 @@ for number in "${!hosts[@]}"; do
     "$recipe" --config "$config" --resume_from_checkpoint auto "$@"
   )
   mkfifo "$pipes/$number"
-  command="cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $(printf '%q ' "${words[@]}")"
+  command="cd $(printf %q "$PWD") && $settings $(printf '%q ' "${words[@]}")"
   # -tt: the remote launcher has a terminal, and ends with this connection. Ctrl-C is for the launcher, not for the connection.
   (trap '' INT && exec "${remote[@]}" -tt "${hosts[$number]}" "$command") \
     <"$pipes/$number" > >(trap '' INT && exec sed -u "s/^/${hosts[$number]}: /") 2>&1 &

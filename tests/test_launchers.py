@@ -58,6 +58,8 @@ with open(f"{{record}}/launches-{{machine}}", "a") as file:
     file.write("launch\\n")
 with open(f"{{record}}/launch-{{machine}}", "w") as file:
     file.write("\\n".join(sys.argv[1:]))
+with open(f"{{record}}/variables-{{machine}}", "w") as file:
+    file.write("\\n".join(f"{{name}}={{value}}" for name, value in os.environ.items()))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 ranks = [subprocess.Popen([sys.executable, "-c", rank, f"{{record}}/rank-{{machine}}-{{i}}"]) for i in range(2)]
 codes = [r.wait() for r in ranks]
@@ -66,7 +68,8 @@ sys.exit(max(*codes, int(os.environ.get("CODE", 0))))
     "ssh": """#!/bin/bash
 [[ $1 == -tt ]] && shift
 echo "$1" >> "$RECORD/hosts"
-exec bash -c "$2"
+# It passes no variables on. The stubs find what they need in these.
+exec env -i RECORD="$RECORD" LASTS="$LASTS" HOME="$HOME" bash -c "$2"
 """,
 }  # fmt: skip
 
@@ -221,7 +224,8 @@ def test_a_launcher_on_every_host_of_a_file(tmp_path, stubs):
     file = tmp_path / "hostfile"
     file.write_text("# ours\n10.0.0.1 slots=2\n\n10.0.0.2 slots=2")
     line = ["bash", SSH, file, *JOB[:3], "--run_name", "two words"]
-    done = subprocess.run(line, cwd=ROOT, env=stubs, capture_output=True, text=True, timeout=60)
+    environment = stubs | {"NCCL_SOCKET_IFNAME": "eth 0", "HF_TOKEN": "secret"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert sorted((tmp_path / "hosts").read_text().split()) == ["10.0.0.1", "10.0.0.2"]
     for machine in (0, 1):
@@ -229,13 +233,16 @@ def test_a_launcher_on_every_host_of_a_file(tmp_path, stubs):
         assert words[-2:] == ["--run_name", "two words"]
         said = " ".join(words)
         assert f"--num_machines 2 --num_processes 4 --machine_rank {machine} --main_process_ip 10.0.0.1" in said
+        variables = (tmp_path / f"variables-{machine}").read_text().split("\n")
+        assert {"NCCL_SOCKET_IFNAME=eth 0", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600"} <= set(variables)
+        assert not any(variable.startswith("HF_TOKEN") for variable in variables)
 
 
 def test_a_host_that_fails_ends_the_others(tmp_path, stubs):
     file = tmp_path / "hostfile"
     file.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
     ssh = Path(stubs["PATH"].split(":")[0]) / "ssh"
-    ssh.write_text(STUBS["ssh"].replace("exec bash", "[[ $1 == 10.0.0.2 ]] && { sleep 1; exit 9; }\nexec bash"))
+    ssh.write_text(STUBS["ssh"].replace("exec env", "[[ $1 == 10.0.0.2 ]] && { sleep 1; exit 9; }\nexec env"))
     begun = time.monotonic()
     done = subprocess.run(["bash", SSH, file, *JOB], cwd=ROOT, env=stubs | {"LASTS": "50"}, timeout=40)
     assert done.returncode == 9 and time.monotonic() - begun < 30
