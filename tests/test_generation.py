@@ -38,6 +38,7 @@ ALONE = SimpleNamespace(
     inference=lambda: Strategy.inference(None), initialising_whole=lambda: Strategy.initialising_whole(None),
     once_per_node=lambda work: work(), on_main=lambda work: work(),
     load=lambda load, options: load(options), prepare_to_load=lambda new_model: None,
+    mesh=SimpleNamespace(token_parallel_rank=0, token_parallel_size=1),
 )  # fmt: skip
 
 

@@ -323,6 +323,13 @@ class Ranks:
         self.rank = 0
         self.parts: list[torch.Tensor] = []
 
+    @property
+    def mesh(self):
+        # Each rank computes tokens of its own.
+        return SimpleNamespace(
+            token_parallel_rank=self.rank, token_parallel_size=self.world_size, sum_over_samples=self.sum_over_ranks
+        )
+
     def sum_over_ranks(self, values):
         self.parts.append(values)
         return torch.stack(self.parts).sum(0)

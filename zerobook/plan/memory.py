@@ -125,6 +125,8 @@ def peak_memory(
             low, high = SHARED_RANGE
         device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
     host_buffers = host_buffer_bytes(model, states, sharding, accumulation=accumulation, on_gpu=on_gpu)
+    # At the end, rank 0 collects what was trained in host RAM, beside what is offloaded.
+    collected = sum(weight.numel * weight.element_bytes for weight in model.trained) if sharding.offloads else 0
     return PeakMemory(
         device=device,
         # What is counted exactly is the least.
@@ -132,7 +134,7 @@ def peak_memory(
         high=int(high * device.total),
         when=when,
         host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node, on_gpu=on_gpu),
-        host=(states.host.total + host_buffers + trace.host_bytes) * gpus_per_node,
+        host=(states.host.total + host_buffers + trace.host_bytes) * gpus_per_node + collected,
         disk=states.disk * gpus_per_node,
         moments={name: moment.allocated for name, moment in moments.items()},
     )

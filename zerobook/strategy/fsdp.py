@@ -87,8 +87,12 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         if self.plan.context > 1:
-            # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation.
+            from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+            # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation. The
+            # strategy file's way to pass keys and values on is all that is kept of it.
             self.accelerator._prepare_cp = lambda *objects: objects
+            set_rotate_method(self.accelerator.parallelism_config.cp_handler.cp_comm_strategy)
         with self._sharding(model):
             prepared = super()._spread(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded

@@ -206,6 +206,9 @@ class ZeroStrategy(ZeroState, Strategy):
             # The last rank's partition ends with padding, which is cut off.
             start, stop = self._bounds(parameter)
             return zero.get_local_fp32_grad_for_param(parameter)[: stop - start] / zero.loss_scale
+        # Gradients of an offloaded optimizer are still being copied to the host.
+        if zero.cpu_offload and parameter.is_cuda:
+            torch.cuda.synchronize()
         fragment = cast("ZeroParameter", parameter)
         mapping = fragment._hp_mapping
         # This rank's partition has no part of the weight.
