@@ -41,6 +41,7 @@ COMBINATIONS = {
     "zero3-recomputed": ("zero3_sequence", {}, 2, {"activation_checkpointing": True, "gradient_accumulation_steps": 2}),
     "context-2x2": ("fsdp_context", {}, 4, {}),
     "context-4": ("fsdp_context", {"cp_size: 2": "cp_size: 4"}, 4, {}),
+    "context-gathered": ("fsdp_context", {"alltoall": "allgather"}, 2, {}),
     "context-recomputed": ("fsdp_context", {}, 2, {"activation_checkpointing": True, "gradient_accumulation_steps": 2}),
     "context-gpt2": ("fsdp_context", {}, 2, {"model": "gpt2"}),
 }
