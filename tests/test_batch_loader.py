@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness import ROOT
 from zerobook.constants import FILLER, IGNORE
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.collate import CausalCollator
@@ -171,6 +174,30 @@ def test_workers_do_not_change_the_plan():
         feed = BatchLoader(part, SampleOrder([30], seed=0), layout, CausalCollator(0), end=45, workers=workers)
         found.append([(p.cursor, p.ids.tolist(), [b["input_ids"].tolist() for b in bs]) for p, bs in feed])
     assert found[0] == found[1] and len(found[0]) == 12
+
+
+WARNED = """
+import os, signal
+from tests.test_batch_loader import *
+part = Rows([{"input_ids": [i, i], "labels": [i, i]} for i in range(200)])
+feed = BatchLoader(part, SampleOrder([200], seed=0), BatchLayout(world_size=1, rank=0, micro=2), CausalCollator(0), end=200,
+                   workers=1)
+warnings = []
+signal.signal(signal.SIGTERM, lambda *_: warnings.append("SIGTERM"))
+steps = 0
+for plan, batches in feed:
+    steps += len(list(batches))
+    if steps == 1:
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+print(warnings, steps)
+"""
+
+
+def test_a_worker_outlives_the_warning_that_torchrun_sends_to_the_group_of_its_rank():
+    done = subprocess.run(
+        [sys.executable, "-c", WARNED], capture_output=True, text=True, timeout=120, start_new_session=True, cwd=ROOT
+    )
+    assert done.stdout.split("\n")[0] == "['SIGTERM'] 100", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("multiple", [1, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,6 +162,7 @@ class BatchLoader:
             batch_sampler=self._batches(),
             collate_fn=self.collate,
             num_workers=self.workers,
+            worker_init_fn=_leave_process_group if self.workers else None,
             pin_memory=self.pin_memory,
         )
         batches = iter(loader)
@@ -193,3 +195,12 @@ class BatchLoader:
             for micro in range(layout.accumulation):
                 start = (micro * layout.world_size + layout.rank) * layout.micro
                 yield padded[start : start + layout.micro].tolist()
+
+
+def _leave_process_group(worker: int) -> None:
+    """Move this worker process into a process group of its own.
+
+    torchrun sends SIGTERM to the process group of each rank. torch raises an error in a rank whose worker ends by a signal,
+    and the rank could then not save a checkpoint.
+    """
+    os.setpgid(0, 0)
