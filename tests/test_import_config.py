@@ -745,6 +745,21 @@ def test_files_are_written_and_the_exit_code_is_1_where_a_key_has_no_counterpart
     assert main(arguments) == 2
 
 
+def test_a_config_without_data_is_written_with_a_word_about_it(tmp_path, capsys):
+    config = {key: value for key, value in HANDBOOK.items() if key != "dataset_name"}
+    assert main(["import", "config", write(tmp_path, config), "--from", "trl", "--output", str(tmp_path / "ours")]) == 1
+    assert "no training data" in capsys.readouterr().out
+    assert (tmp_path / "ours" / "recipe.yaml").exists()
+
+
+@pytest.mark.parametrize("key", ["eval_strategy", "save_strategy"])
+def test_a_strategy_that_nobody_knows_has_no_counterpart(tmp_path, key):
+    imported = importer.import_config(HANDBOOK | {key: "setps"}, tmp_path / "a.yaml", "trl")
+    (line,) = [line for line in imported.lines if line.key == key]
+    assert line.kind == table.NOT_POSSIBLE and "setps" in line.say
+    assert importer.import_config(HANDBOOK | {key: "steps"}, tmp_path / "a.yaml", "trl").changes_training is False
+
+
 def test_a_config_for_something_else_is_refused_by_name(tmp_path, capsys):
     assert main(["import", "config", write(tmp_path, HANDBOOK | {"beta": 0.1}), "--output", str(tmp_path / "ours")]) == 2
     assert "preference" in capsys.readouterr().err

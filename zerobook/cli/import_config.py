@@ -34,7 +34,7 @@ examples:
 
 
 def import_foreign(argv: list[str]) -> int:
-    """Run the command. Return 0, or 1 if a key that may change the training has no counterpart."""
+    """Run the command. Return 0, or 1 if a key that may change the training has no counterpart, or no data is named."""
     from zerobook.interop.configs.command_lines import Command, read_command
     from zerobook.interop.configs.importer import import_config, recognise
     from zerobook.interop.configs.table import TRAINERS
@@ -64,10 +64,11 @@ def import_foreign(argv: list[str]) -> int:
     words = shlex.join(launch_words(imported, folder))
     say("\nCheck it, then train; --num_processes is the number of GPUs:")
     say(f"  zerobook doctor {words}\n  zerobook launch {words}")
-    if not imported.changes_training:
-        return 0
-    say("\nA key that may change the training has no counterpart: see NOT POSSIBLE and UNKNOWN. The files are without it.")
-    return 1
+    if not imported.names_data:
+        say("\nThe recipe's YAML names no training data. Add dataset_name, train_file or datasets to it.")
+    if imported.changes_training:
+        say("\nA key that may change the training has no counterpart: see NOT POSSIBLE and UNKNOWN. The files are without it.")
+    return 0 if imported.names_data and not imported.changes_training else 1
 
 
 def write(imported: Imported, folder: Path) -> None:

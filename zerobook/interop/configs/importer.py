@@ -82,6 +82,11 @@ class Imported:
         """Whether a key that may change the training has no counterpart."""
         return any(line.kind in (NOT_POSSIBLE, UNKNOWN) for line in self.lines)
 
+    @property
+    def names_data(self) -> bool:
+        """Whether the recipe's YAML names training data."""
+        return not self.values.keys().isdisjoint(("dataset_name", "train_file", "datasets"))
+
 
 def recognise(config: dict[str, Any], name: str) -> str:
     """Return the value of ``--from`` for a config: the trainer of which it has the most characteristic keys.

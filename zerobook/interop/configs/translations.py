@@ -63,7 +63,10 @@ def _interval(strategy: Any, steps: Any) -> Any:
     if strategy in (None, "steps"):
         return steps
     # YAML reads the word no as false. The value best, a checkpoint at each lower loss, has no counterpart but the default.
-    return {"no": 0, False: 0, "epoch": "epoch"}.get(strategy, "auto")
+    intervals = {"no": 0, False: 0, "epoch": "epoch", "best": "auto"}
+    if strategy not in intervals:
+        raise NoCounterpart(f"The strategy beside it is {strategy!r}. Write steps, epoch or no.")
+    return intervals[strategy]
 
 
 def per_epoch(foreign: Foreign, value: Any) -> Flags:
