@@ -224,15 +224,17 @@ def test_a_rollback_may_go_to_an_imported_checkpoint(tiny, tmp_path, theirs):
 @pytest.mark.launch
 @pytest.mark.full
 def test_trainer_continues_under_ddp_what_it_began_with_zero_and_we_went_on_with(tiny, tmp_path, theirs):
-    losses, checkpoint = theirs("trainer-zero3")
+    losses, checkpoint = theirs("trainer-zero3-on-4")
     import_checkpoint(checkpoint, tmp_path / "run")
-    launch("fsdp", 2, "causal_lm", tmp_path / "run", save_steps=4, **flags_of(tiny, "trainer-zero3", 2))
+    launch("fsdp", 2, "causal_lm", tmp_path / "run", save_steps=4, **flags_of(tiny, "trainer-zero3-on-4", 2))
     exported = tmp_path / "checkpoint-4"
     export_state(tmp_path / "run" / "checkpoints" / "step-000004", exported, "trainer")
     (tmp_path / "back").mkdir()
     loss = largest_difference(run_other(tiny, tmp_path / "back", "trainer-ddp", exported), losses[4:])
     assert loss < TOLERANCE
-    record("imported", trainer="trainer-zero3 on 2", reader="fsdp on 2, then trainer-ddp on 2", recipe="causal_lm", loss=loss)
+    record(
+        "imported", trainer="trainer-zero3-on-4 on 4", reader="fsdp on 2, then trainer-ddp on 2", recipe="causal_lm", loss=loss
+    )
 
 
 @pytest.mark.launch
