@@ -222,6 +222,8 @@ def test_inputs_that_wait_in_host_memory_are_counted_there(tiny):
                 found[mode, kernels] = trace_step(model, batch, planned.objective.loss, "no", device=kernels)
     inputs = 2 * (2 * 48 * 64 * 4)
     assert [found[case].host_bytes for case in found] == [0, 0, 0, inputs]
+    # Two inputs of 24 KiB, each in a pinned block of 32 KiB.
+    assert found["offload", "cuda"].pinned_bytes == 2 * 32 * 1024
     assert found["full", "cuda"].saved_bytes - found["offload", "cuda"].saved_bytes == inputs
     assert found["offload", "cuda"].peak_bytes < found["full", "cuda"].peak_bytes
     assert found["offload", "cpu"].peak_bytes == found["full", "cpu"].peak_bytes

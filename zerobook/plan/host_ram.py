@@ -54,14 +54,14 @@ def host_buffer_bytes(
         blocks = _zero_blocks(model, sharding, accumulation)
     total = sum(blocks.buffers) + nvme_buffer_bytes(model, sharding)
     if on_gpu and sharding.pins_host_memory:
-        total += sum(map(_rounding, [*blocks.buffers, *blocks.states]))
-        total += sum(size + _rounding(size) for size in blocks.loading)
+        total += sum(pinned_bytes(size) - size for size in (*blocks.buffers, *blocks.states))
+        total += sum(map(pinned_bytes, blocks.loading))
     return total
 
 
-def _rounding(size: int) -> int:
-    """Return the bytes that a pinned block of ``size`` bytes takes beyond its size."""
-    return (1 << (size - 1).bit_length()) - size if size else 0
+def pinned_bytes(size: int) -> int:
+    """Return the bytes that a block of ``size`` bytes takes in pinned memory."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def partition_sizes(model: ModelWeights, sharding: ShardingSpec) -> list[int]:
@@ -103,16 +103,14 @@ def _zero3_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
             shard = cast_bytes(weight, sharding) * shard_elements(weight, sharding.ranks)
             # Shards of trained weights are copied into one block for each group after the model was loaded.
             (loading if weight.trained else states).append(shard)
-        for group in model.groups:
-            states.append(sharding.compute_bytes * sum(shard_elements(weight, sharding.ranks) for weight in group))
+        group_elements = [sum(shard_elements(weight, sharding.ranks) for weight in group) for group in model.groups]
+        states += [sharding.compute_bytes * elements for elements in group_elements]
     return HostBlocks([], states, loading)
 
 
 def _fsdp_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
     """Return the blocks of FSDP2 with offload: the shards of weights and gradients (torch 2.13, fsdp/_fully_shard)."""
-    states = []
-    for weight in model.weights:
-        states.append(weight.element_bytes * row_shard_elements(weight, sharding.shard_ranks, 0))
-    for weight in model.trained:
-        states.append(FP32_BYTES * row_shard_elements(weight, sharding.shard_ranks, 0))
-    return HostBlocks([], states, [])
+    ranks = sharding.shard_ranks
+    weights = [weight.element_bytes * row_shard_elements(weight, ranks, 0) for weight in model.weights]
+    gradients = [FP32_BYTES * row_shard_elements(weight, ranks, 0) for weight in model.trained]
+    return HostBlocks([], weights + gradients, [])

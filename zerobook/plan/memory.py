@@ -134,7 +134,7 @@ def peak_memory(
         high=int(high * device.total),
         when=when,
         host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node, on_gpu=on_gpu),
-        host=(states.host.total + host_buffers + trace.host_bytes) * gpus_per_node + collected,
+        host=(states.host.total + host_buffers + trace.pinned_bytes) * gpus_per_node + collected,
         disk=states.disk * gpus_per_node,
         moments={name: moment.allocated for name, moment in moments.items()},
     )

@@ -42,6 +42,7 @@ class Piece:
     # bytes of the storages made here that autograd keeps for the backward pass
     saved_bytes: int = 0
     host_bytes: int = 0
+    pinned_bytes: int = 0
     work: Work = field(default_factory=Work)
     visits: list[Visit] = field(default_factory=list)
     # elements of the weight whose gradient ends the piece; 0 at the end of a pass, and None at a mark

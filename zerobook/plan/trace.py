@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from zerobook import head
 from zerobook.models import recompute
 from zerobook.plan.gather_schedule import Visit
+from zerobook.plan.host_ram import pinned_bytes
 from zerobook.plan.repetition import Mark, Piece, Repetition, extend
 from zerobook.plan.work import Product, Work
 from zerobook.utils.dtypes import HALF
@@ -60,8 +61,9 @@ class Trace:
     uncounted: tuple[str, ...] = ()
     # the most bytes alive at once in a forward pass of the evaluation and its loss; None if nothing is evaluated
     evaluation_bytes: int | None = None
-    # what is in host memory between the passes
+    # what is in host memory between the passes, and the pinned memory that it takes
     host_bytes: int = 0
+    pinned_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -408,6 +410,7 @@ def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
     for piece in pieces:
         trace.saved_bytes += piece.saved_bytes
         trace.host_bytes += piece.host_bytes
+        trace.pinned_bytes += piece.pinned_bytes
         trace.work.add(piece.work)
         visits += piece.visits
         peak_bytes = max(peak_bytes, live_bytes + piece.peak_bytes)
@@ -656,6 +659,7 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
 
     def move_to_host(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
         counter.pieces[-1].host_bytes += tensor.nbytes
+        counter.pieces[-1].pinned_bytes += pinned_bytes(tensor.nbytes)
         return tensor.shape, tensor.dtype
 
     def move_back(description: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
