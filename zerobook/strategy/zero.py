@@ -207,7 +207,7 @@ class ZeroStrategy(ZeroState, Strategy):
             start, stop = self._bounds(parameter)
             return zero.get_local_fp32_grad_for_param(parameter)[: stop - start] / zero.loss_scale
         # Gradients of an offloaded optimizer are still being copied to the host.
-        if zero.cpu_offload and parameter.is_cuda:
+        if parameter.is_cuda and zero.cpu_offload:
             torch.cuda.synchronize()
         fragment = cast("ZeroParameter", parameter)
         mapping = fragment._hp_mapping
