@@ -142,7 +142,7 @@ def import_one(project: Project, read, hardware: Hardware) -> None:
         project.refused[f"not readable: {str(error).rpartition(': ')[2]:.60}"] += 1
         return
     project.imported += 1
-    project.exit_0 += not imported.changes_training
+    project.exit_0 += imported.names_data and not imported.changes_training
     project.kinds.update(dict.fromkeys(HEADINGS, 0))
     project.kinds.update(line.kind for line in imported.lines)
     lines = [line for line in imported.lines if line.kind in (NOT_POSSIBLE, UNKNOWN)]
@@ -200,7 +200,7 @@ def page(projects: list[Project]) -> str:
     for project in projects:
         lines += ["", f"## {project.name}", ""]
         lines += listed("Not imported, by name", project.refused)
-        missing = Counter(dict(project.missing.most_common(MOST_KEYS)))
+        missing = Counter(dict(ranked(project.missing)[:MOST_KEYS]))
         lines += listed("Keys without a counterpart, in configs", missing)
         lines.append(f"`zerobook doctor` has no problem with {project.passes} of {project.imported}.")
         lines += listed("Problems of this machine alone, in configs", project.machine_problems)
@@ -208,10 +208,15 @@ def page(projects: list[Project]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ranked(counts: Counter[str]) -> list[tuple[str, int]]:
+    """Return the names with their counts, the largest first, and equal ones by name."""
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
 def listed(title: str, counts: Counter[str]) -> list[str]:
     if not counts:
         return []
-    entries = [f"- {name}: {count}" for name, count in counts.most_common()]
+    entries = [f"- {name}: {count}" for name, count in ranked(counts)]
     return [f"{title}:", "", *entries, ""]
 
 

@@ -382,8 +382,8 @@ def score_in_a_launch() -> None:
     assert strategy.shards_parameters
     forwards, scores = [], []
     strategy.model.register_forward_hook(lambda *_: forwards.append(1))
-    real = strategy.sum_over_ranks
-    strategy.sum_over_ranks = lambda values: scores.append(real(values).tolist()) or values
+    real = strategy.mesh.sum_over_samples
+    strategy.mesh.sum_over_samples = lambda values: scores.append(real(values).tolist()) or values
     strategy.model.train()
     metrics, table = TaskScorer([read_task(file) for file in FIXTURES], tokenizer, 32)(strategy, strategy.model, 3)
     result = {"metrics": metrics, "table": table, "forwards": len(forwards), "training": strategy.model.training}
