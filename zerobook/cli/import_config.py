@@ -23,8 +23,8 @@ USAGE = """zerobook import config FILE [--from TRAINER] [--output FOLDER]
 FILE is another trainer's YAML or JSON, and COMMAND a command line of trl sft, llamafactory-cli train, axolotl train, tune run,
 run_clm.py or run_summarization.py, with its launcher. The command writes a recipe's YAML, a strategy file (if no shipped one is
 equivalent), and a report on every key: the same, translated, without any change, without effect here, not possible, or unknown.
-The report is also printed. The exit code is 1 if a key that may change the training has no counterpart; the files are still
-written.
+The report is also printed. The exit code is 1 if a key that may change the training has no counterpart, or if no training data
+is named; the files are still written.
 
 examples:
   zerobook import config qlora.yml

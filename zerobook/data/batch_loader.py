@@ -162,7 +162,7 @@ class BatchLoader:
             batch_sampler=self._batches(),
             collate_fn=self.collate,
             num_workers=self.workers,
-            worker_init_fn=_leave_process_group if self.workers else None,
+            worker_init_fn=_leave_process_group,
             pin_memory=self.pin_memory,
         )
         batches = iter(loader)

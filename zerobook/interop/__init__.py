@@ -1,1 +1,1 @@
-"""What goes between Zerobook and other trainers: their configs and their checkpoints."""
+"""Imports and exports of other trainers' configs and checkpoints."""

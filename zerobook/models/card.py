@@ -33,7 +33,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a card tells about the training of its model."""
+    """The facts that a card tells about the training of its model."""
 
     run: Path
     """the run's output_dir"""

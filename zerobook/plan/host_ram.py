@@ -102,7 +102,10 @@ def _zero3_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
         for weight in model.weights:
             shard = cast_bytes(weight, sharding) * shard_elements(weight, sharding.ranks)
             # Shards of trained weights are copied into one block for each group after the model was loaded.
-            (loading if weight.trained else states).append(shard)
+            if weight.trained:
+                loading.append(shard)
+            else:
+                states.append(shard)
         group_elements = [sum(shard_elements(weight, sharding.ranks) for weight in group) for group in model.groups]
         states += [sharding.compute_bytes * elements for elements in group_elements]
     return HostBlocks([], states, loading)

@@ -33,7 +33,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Piece:
-    """What happens after a mark, until the next mark or the gradient of a weight."""
+    """The part of a step after a mark, until the next mark or the gradient of a weight."""
 
     mark: Mark | None = None
     # bytes alive at the end, and the most alive at once, above those alive at the start

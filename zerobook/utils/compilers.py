@@ -1,4 +1,4 @@
-"""What torch needs on the machine to compile kernels."""
+"""Checks of the programs and headers that torch compiles kernels with."""
 
 from __future__ import annotations
 

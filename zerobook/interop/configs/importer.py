@@ -57,7 +57,7 @@ class Line(NamedTuple):
 
 @dataclass
 class Imported:
-    """What a foreign config becomes here.
+    """The recipe, its settings and the account that a foreign config becomes.
 
     Attributes:
         trainer: whose config it is, in words.

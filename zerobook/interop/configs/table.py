@@ -54,7 +54,7 @@ TRAINERS = {
 
 @dataclass(frozen=True)
 class Entry:
-    """What becomes of a key. The attributes are those of the module's docstring."""
+    """The translation of a key. The attributes are those of the module's docstring."""
 
     kind: str
     say: str = ""

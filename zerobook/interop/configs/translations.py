@@ -65,7 +65,7 @@ def _interval(strategy: Any, steps: Any) -> Any:
     # YAML reads the word no as false. The value best, a checkpoint at each lower loss, has no counterpart but the default.
     intervals = {"no": 0, False: 0, "epoch": "epoch", "best": "auto"}
     if strategy not in intervals:
-        raise NoCounterpart(f"The strategy beside it is {strategy!r}. Write steps, epoch or no.")
+        raise NoCounterpart(f"{strategy!r} names no interval. Write steps, epoch or no as the strategy.")
     return intervals[strategy]
 
 
