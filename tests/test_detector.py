@@ -336,6 +336,42 @@ def test_noise_around_zero_is_noise():
     assert seeds_with(alarms, losses_near_0) == 0
 
 
+def mean_since_the_epoch_began(rng):
+    """The losses of a log with the mean of the losses since the epoch began, for 20 epochs of 66 steps."""
+    losses = []
+    for _ in range(20):
+        total = 0.0
+        for step in range(1, 67):
+            total += rng.gauss(1.0, 0.15)
+            losses.append(total / step)
+    return losses
+
+
+def test_the_restarts_of_a_mean_are_noise_and_damage_among_them_is_found():
+    # The first ten epochs show how far the mean jumps.
+    settled = 10 * 66
+
+    def late_alarms(losses):
+        points = [Point(step=step, loss=loss) for step, loss in enumerate(losses)]
+        return any(finding.alarm and finding.onset >= settled for finding in replay(points))
+
+    def damaged(rng):
+        return [loss * (1 if step < 900 else 1.6) for step, loss in enumerate(mean_since_the_epoch_began(rng))]
+
+    assert seeds_with(late_alarms, mean_since_the_epoch_began) <= 6
+    assert seeds_with(late_alarms, damaged) == 20
+
+
+def test_single_high_points_among_usual_ones_are_noise():
+    def with_other_batches(rng):
+        losses = [2.0 + rng.gauss(0, 0.03) for _ in range(400)]
+        for step in range(300, 340, 3):
+            losses[step] += 0.25
+        return losses
+
+    assert seeds_with(alarms, with_other_batches) <= 1
+
+
 def restarted(rng, height):
     """500 losses and rates of a cosine schedule with a restart every 125 steps, each of which lifts the loss by ``height``."""
     points = []

@@ -15,6 +15,12 @@ MEDIAN_OF_NORMAL = 1.4826
 """Ratio of the standard deviation to the median of the absolute values, for normal noise."""
 NEWEST_POINTS = 7
 """Number of newest points whose median is the level of a loss that falls fast."""
+DIP_POINTS = 128
+"""Largest number of points of a dip. A loss that stays lower for longer is a new level."""
+DIP_MEMORY = 512
+"""Accepted points for which a dip is remembered."""
+MAX_UNIT_OF_DIPS = 0.1
+"""Largest unit because of dips, as a share of the level, so that a loss that rises by half is always high."""
 
 
 class RollingQuantiles:
@@ -102,13 +108,35 @@ class LossBaseline(Baseline):
 
     Residuals are kept as shares of the loss. Its noise falls with it, so those of the first steps say little otherwise.
 
+    A *dip* is a range of values far below the level, after which the loss is back at this level. Training does not undo what
+    it has learnt, so a dip is noise: for example, a log of the mean since the epoch began jumps at each epoch, as often down
+    as up. The loss may then also rise as far as it fell in the deepest dip.
+
+    Args:
+        smallest_unit: smallest unit, as a share of the level.
+        smallest_unit_at_start: smallest unit without history, as a share of the level. It shrinks over the first
+            ``level_points`` residuals.
+
     Attributes:
         noise: sizes of the newest residuals, in units of the loss.
         excesses: distances of the newest accepted values above the level that they were compared with.
+        dip: values since the loss fell far below the level; empty while it is at its level.
+        dip_level: the level before these.
+        dip_depths: for each of the newest accepted values the depth of the dip that ended there, as a share of the loss. It
+            is 0 for most values.
     """
 
-    def __init__(self, level_points: int, unit_points: int, state: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        level_points: int,
+        unit_points: int,
+        smallest_unit: float,
+        smallest_unit_at_start: float,
+        state: dict[str, Any] | None = None,
+    ):
         super().__init__(level_points, unit_points, state)
+        self.smallest_unit = smallest_unit
+        self.smallest_unit_at_start = smallest_unit_at_start
         state = state or {}
         # The residuals of such an earlier state become shares of the loss.
         if "residuals" not in state and len(self.accepted) > 0:
@@ -118,6 +146,9 @@ class LossBaseline(Baseline):
         self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, self.residuals.values))
         self.noise = RollingQuantiles(4 * level_points, state.get("noise", []))
         self.excesses = RollingQuantiles(unit_points, state.get("excesses", []))
+        self.dip: list[float] = state.get("dip", [])
+        self.dip_level: float = state.get("dip_level", 0.0)
+        self.dip_depths = RollingQuantiles(DIP_MEMORY, state.get("dip_depths", []))
 
     @property
     def is_young(self) -> bool:
@@ -155,14 +186,17 @@ class LossBaseline(Baseline):
         noise = self.noise.quantile(0.5) if len(self.noise) > 0 else 0.0
         return self.size(level) + 5 * noise
 
-    def unit(self, smallest: float, smallest_at_start: float) -> float:
-        """Return the estimate of the noise that corresponds to one standard deviation.
+    def unit(self) -> float:
+        """Return the estimate of the noise that corresponds to one standard deviation."""
+        unit = self._unit_of_residuals()
+        if len(self.dip_depths) == 0:
+            return unit
+        deepest = self.dip_depths.quantile(1.0)
+        # Three units are the smallest excess of a high point.
+        unit_of_dips = min(deepest / 3, MAX_UNIT_OF_DIPS) * self.size(self.level())
+        return max(unit, unit_of_dips)
 
-        Args:
-            smallest: smallest unit, as a share of the level.
-            smallest_at_start: smallest unit without history, as a share of the level. It shrinks over the first
-                ``level_points`` residuals.
-        """
+    def _unit_of_residuals(self) -> float:
         level = self.level()
         size = self.size(level)
         # Before the noise is known, only a loss of twice the level is high.
@@ -171,8 +205,8 @@ class LossBaseline(Baseline):
         missing_history = 1 - len(self.residuals) / self.level_points
         scale = self.scale(level)
         units = [
-            smallest * size,
-            smallest_at_start * size * missing_history,
+            self.smallest_unit * size,
+            self.smallest_unit_at_start * size * missing_history,
             scale * self.upper_unit(),
             # From both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it.
             scale * MEDIAN_OF_NORMAL * self.residual_sizes.quantile(0.5),
@@ -199,7 +233,30 @@ class LossBaseline(Baseline):
         # The median of a short history is not a level yet.
         if len(self.accepted) >= self.level_points:
             self.excesses.add(value - self.accepted.quantile(0.5))
+        if not self.is_young:
+            self.dip_depths.add(self._follow_dip(value))
         super().accept(value)
+
+    def _follow_dip(self, value: float) -> float:
+        """Return the depth of the dip that ends with this value, as a share of the loss; 0 if none ends here."""
+        if not self.dip:
+            level = self.accepted.quantile(0.5)
+            # The unit takes longer to compute than this, so it is asked for only if a dip is possible.
+            is_possible = level - value > 3 * self.smallest_unit * self.size(level)
+            if is_possible and level - value > 3 * self._unit_of_residuals():
+                self.dip = [value]
+                self.dip_level = level
+            return 0.0
+        if value < self.dip_level - self._unit_of_residuals():
+            self.dip.append(value)
+            # The loss has fallen for good.
+            if len(self.dip) > DIP_POINTS:
+                self.dip = []
+            return 0.0
+        # The loss is back. A single batch may have a much lower loss than others, so the second lowest value decides.
+        second_lowest = sorted([*self.dip, self.dip_level])[1]
+        self.dip = []
+        return (self.dip_level - second_lowest) / self.size(self.dip_level)
 
     def learn(self, residual: float, trend: float) -> None:
         self.noise.add(abs(residual))
@@ -208,7 +265,14 @@ class LossBaseline(Baseline):
         self.residual_sizes.add(abs(share))
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "noise": list(self.noise.values), "excesses": list(self.excesses.values)}
+        return {
+            **super().state(),
+            "noise": list(self.noise.values),
+            "excesses": list(self.excesses.values),
+            "dip": list(self.dip),
+            "dip_level": self.dip_level,
+            "dip_depths": list(self.dip_depths.values),
+        }
 
 
 def _falls_steadily(values: Sequence[float]) -> bool:

@@ -74,7 +74,13 @@ class Detector:
     def __init__(self, settings: Settings | None = None, state: dict[str, Any] | None = None):
         self.settings = settings or Settings()
         state = state or {}
-        self.loss = LossBaseline(self.settings.level_points, self.settings.unit_points, state.get("loss"))
+        self.loss = LossBaseline(
+            self.settings.level_points,
+            self.settings.unit_points,
+            self.settings.min_unit,
+            self.settings.min_unit_at_start,
+            state.get("loss"),
+        )
         self.norm = Baseline(self.settings.level_points, self.settings.unit_points, state.get("norm"))
         self.seen: int = state.get("seen", 0)
         self.last_step: int | None = state.get("last_step")
@@ -156,7 +162,7 @@ class Detector:
 
     def unit(self) -> float:
         """Return the usual residual of the loss: what one standard deviation is to normal noise."""
-        unit = self.loss.unit(self.settings.min_unit, self.settings.min_unit_at_start)
+        unit = self.loss.unit()
         # A slow rise after a shock is not noise either.
         if self.shock_unit is not None:
             unit = min(unit, self.shock_unit)
@@ -338,7 +344,9 @@ class Detector:
             excursion.high += 1
             # A spike has more high points than an outlier can have. If the points are far apart, an outlier has fewer.
             needed_points = max(settings.min_high_points, math.ceil(settings.outlier_steps / stride) + 1)
-            if self.evidence >= settings.evidence and excursion.high >= needed_points:
+            # Among usual points, single high ones are noise of another shape.
+            are_most_high = 2 * excursion.high >= len(excursion.losses)
+            if self.evidence >= settings.evidence and excursion.high >= needed_points and are_most_high:
                 return self._confirm(excursion, point, excess)
             if self.armed is None and excess >= settings.evidence_cap:
                 return [self._arm(point, f"loss {point.loss:.4g} where {base:.4g} was usual")]
