@@ -39,12 +39,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from scripts.log_detector import LogDetector, LogSettings
 from scripts.other_logs import read_log
 from scripts.other_runs import OtherRun, points_of
 from zerobook.errors import ZerobookError
 from zerobook.monitor.detector import Detector
 from zerobook.monitor.finding import Finding, Point
-from zerobook.monitor.settings import Settings
 from zerobook.utils.terminal import console, plain, say
 from zerobook.utils.units import counted
 
@@ -57,9 +57,9 @@ def read_column(file: Path) -> dict[int, float]:
         return {int(float(step)): float(value) for step, value in itertools.islice(csv.reader(handle), 1, None)}
 
 
-def replay(points: Iterable[Point], settings: Settings | None = None) -> list[Finding]:
-    """Return the detector's findings on a curve, in order."""
-    detector = Detector(settings)
+def replay(points: Iterable[Point], detector: Detector | None = None) -> list[Finding]:
+    """Return the findings of a detector on a curve, in order. Without one, it is that for logs."""
+    detector = detector or LogDetector()
     found = []
     for point in points:
         found += detector.update(point)
@@ -91,8 +91,8 @@ class Verdict:
     rollbacks: list[tuple[int, int]]
 
 
-def ours(points: list[Point], settings: Settings | None = None) -> Verdict:
-    found = replay(points, settings)
+def ours(points: list[Point], settings: LogSettings | None = None) -> Verdict:
+    found = replay(points, LogDetector(settings))
     return Verdict([(f.onset, f.step) for f in found if f.alarm], [(f.onset, f.step) for f in found if f.needs_action])
 
 
@@ -272,14 +272,12 @@ def load(folder: Path) -> list[Curve]:
     return curves
 
 
-def near_defaults() -> dict[str, Settings]:
+def near_defaults() -> dict[str, LogSettings]:
     """Return the default settings, and those in which one number is two thirds or one and a half times as large, by name."""
-    defaults = Settings()
+    defaults = LogSettings()
     options = {"the defaults": defaults}
-    for field in fields(Settings):
+    for field in fields(LogSettings):
         default = getattr(defaults, field.name)
-        if isinstance(default, bool):
-            continue
         for factor in (2 / 3, 3 / 2):
             value = round(default * factor) if isinstance(default, int) else round(default * factor, 6)
             changes: dict[str, Any] = {field.name: value}

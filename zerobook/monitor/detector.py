@@ -10,8 +10,11 @@
     accepted point above the level: it is larger than ``r`` if neighbouring points have similar noise. High points change
     neither the level nor the unit.
 *   Evidence: the sum over points of the excess, at most `Settings.evidence_cap`, minus `Settings.drift` (one-sided CUSUM: Page,
-    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than an outlier.
-*   Shape: the loss is normal again at once, falls back slowly, stays at a new level, rises, or repeats the run's beginning.
+    "Continuous inspection schemes", Biometrika 1954). An alarm also needs high points over more steps than an outlier, and
+    at least half of the points must be high.
+*   Dip: a range of points far below the level, after which the loss is back at it. It is noise too: the loss may then also
+    rise as far as it fell in the deepest dip.
+*   Shape: the loss is normal again at once, falls back slowly, stays at a new level, or rises.
 *   Slow rise: the level stays far above its lowest value, although no point was high.
 *   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
     and its unit are kept for eight times `Settings.patience` points. During this time a slow rise changes neither of them, and
@@ -28,12 +31,10 @@ from statistics import median
 from typing import Any
 
 from zerobook.monitor.baseline import Baseline, LossBaseline
-from zerobook.monitor.excursion import BEGINNING_POINTS, Excursion
+from zerobook.monitor.excursion import Excursion
 from zerobook.monitor.finding import Finding, Point
 from zerobook.monitor.settings import Settings
 
-RECENT_RATES = 32
-"""Points whose learning rates are remembered."""
 CHRONIC_POINTS = 1000
 """Points within which spikes are counted for a ``chronic`` finding."""
 DEAD_LEVEL = 0.02
@@ -54,9 +55,7 @@ class Detector:
         norm: level and unit of the logarithm of the gradient norm.
         seen: number of points so far.
         evidence: sum of the evidence for a spike.
-        beginning: the first losses of the run.
-        rates: the newest learning rates. Those of the first warm-up are left out, since they do not explain a step of the loss.
-        is_warming_up: whether the first rise of the learning rate goes on.
+        last_rate: the newest learning rate.
         armed: step with a very high loss or gradient norm, after which a spike is likely; None if there is none.
         armed_at: value of ``seen`` at that step.
         shock: level of the loss before the last shock; None if there is none.
@@ -84,10 +83,8 @@ class Detector:
         self.norm = Baseline(self.settings.level_points, self.settings.unit_points, state.get("norm"))
         self.seen: int = state.get("seen", 0)
         self.last_step: int | None = state.get("last_step")
+        self.last_rate: float | None = state.get("last_rate")
         self.evidence: float = state.get("evidence", 0.0)
-        self.beginning: list[float] = state.get("beginning", [])
-        self.rates: list[float] = state.get("rates", [])
-        self.is_warming_up: bool = state.get("is_warming_up", not state)
         self.armed: int | None = state.get("armed")
         self.armed_at: int = state.get("armed_at", 0)
         self.shock: float | None = state.get("shock")
@@ -103,8 +100,9 @@ class Detector:
         self.excursion: Excursion | None = None
         if state.get("excursion"):
             excursion = dict(state["excursion"])
-            # Earlier versions wrote the steps of the losses too.
+            # Earlier versions wrote the steps of the losses too, and the learning rate.
             excursion.pop("steps", None)
+            excursion.pop("rate", None)
             self.excursion = Excursion(**excursion)
 
     def state(self) -> dict[str, Any]:
@@ -114,10 +112,8 @@ class Detector:
             "norm": self.norm.state(),
             "seen": self.seen,
             "last_step": self.last_step,
+            "last_rate": self.last_rate,
             "evidence": self.evidence,
-            "beginning": list(self.beginning),
-            "rates": list(self.rates),
-            "is_warming_up": self.is_warming_up,
             "armed": self.armed,
             "armed_at": self.armed_at,
             "shock": self.shock,
@@ -183,12 +179,11 @@ class Detector:
         if not point.is_finite:
             return self._see_not_finite(point)
         self.not_finite.clear()
-        if point.loss == 0.0 and self.has_level and self.loss.level() > DEAD_LEVEL:
+        if self._is_dead(point):
             return self._see_zero(point)
         self.zeros.clear()
-        if len(self.beginning) < BEGINNING_POINTS:
-            self.beginning.append(point.loss)
-        self._see_rate(point.learning_rate)
+        if point.learning_rate is not None:
+            self.last_rate = point.learning_rate
         # The norm first: a shock at this step changes what its loss is compared with.
         return self._see_norm(point) + self._see_loss(point, stride) + self._see_level(point)
 
@@ -228,6 +223,9 @@ class Detector:
             return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
 
+    def _is_dead(self, point: Point) -> bool:
+        return point.loss == 0.0 and self.has_level and self.loss.level() > DEAD_LEVEL
+
     def _see_zero(self, point: Point) -> list[Finding]:
         """Process a loss of exactly 0: a batch without supervised tokens, or NaN that a trainer logs as 0."""
         enough = self.settings.outlier_steps + 1
@@ -239,18 +237,6 @@ class Detector:
             return []
         reason = f"the loss was exactly 0 at {enough} points in a row, where {self.loss.level():.4g} was usual"
         return [self._finding("divergence", point, reason)]
-
-    # --- the learning rate
-    def _see_rate(self, rate: float | None) -> None:
-        if rate is None:
-            return
-        last = self.rates[-1] if self.rates else None
-        # A rate of 0 is the first step of a warm-up.
-        self.is_warming_up = self.is_warming_up and (last is None or last == 0.0 or rate > last)
-        if self.is_warming_up:
-            self.rates = [rate]
-        else:
-            self.rates = [*self.rates[-RECENT_RATES + 1 :], rate]
 
     # --- the gradient norm, which often moves first
     def _see_norm(self, point: Point) -> list[Finding]:
@@ -324,8 +310,7 @@ class Detector:
     def _extend_excursion(self, point: Point) -> Excursion:
         """Return the excursion, which begins here if there is none, with this point."""
         if self.excursion is None:
-            rate = self.rates[-1] if self.rates else None
-            self.excursion = Excursion(onset=point.step, base=self.level(), unit=self.unit(), rate=rate)
+            self.excursion = Excursion(onset=point.step, base=self.level(), unit=self.unit())
         self.excursion.add(point.loss)
         return self.excursion
 
@@ -411,8 +396,9 @@ class Detector:
         settings = self.settings
         base = excursion.base
         excursion.add(point.loss)
-        if self._begins_again(excursion):
-            return [self._reset(excursion, point)]
+        new_run = self._see_new_run(excursion, point)
+        if new_run:
+            return new_run
 
         # Back at the base, for one point or for two.
         # A high spike does not come back to the last digit.
@@ -465,8 +451,9 @@ class Detector:
             excursion.extended += 1
             return []
 
-        if self._begins_again(excursion):
-            return [self._reset(excursion, point)]
+        new_run = self._see_new_run(excursion, point)
+        if new_run:
+            return new_run
         # The loss stays high for a harmless reason.
         cause = self._cause_of_step(excursion, late)
         if regained < 0.5 and cause is not None:
@@ -484,18 +471,9 @@ class Detector:
         reason = f"from {base:.4g} to {late:.4g} in {count} points, and not coming down"
         return [self._finding_of("divergence", point, excursion, reason)]
 
-    def _begins_again(self, excursion: Excursion) -> bool:
-        """Return whether the log holds several runs, and the next one begins here."""
-        # The first losses of the log are not a repetition of themselves.
-        if self.settings.is_one_run or self.seen < 3 * BEGINNING_POINTS:
-            return False
-        return excursion.begins_as(self.beginning)
-
-    def _reset(self, excursion: Excursion, point: Point) -> Finding:
-        """End an excursion that is the beginning of another run."""
-        self._close(excursion.losses[-1:])
-        reason = f"from {excursion.base:.4g} back to {excursion.peak:.4g}, as at the beginning of the run"
-        return self._finding_of("reset", point, excursion, reason)
+    def _see_new_run(self, excursion: Excursion, point: Point) -> list[Finding]:
+        """End the excursion if another run begins here. A live run has no other, but a log may."""
+        return []
 
     def _cause_of_step(self, excursion: Excursion, new_level: float) -> str | None:
         """Return a harmless explanation for a rise of the loss to ``new_level``, in words; None if there is none."""
@@ -511,27 +489,15 @@ class Detector:
         max_share = settings.small_step / 2 if self.loss.is_young else settings.small_step
         if new_level - lowest_level < max_share * loss_size:
             return "a small step, as of other data"
-        # In a live run, `SpikeMonitor` knows when the schedule raises the learning rate, and accepts the step itself.
-        if settings.is_one_run:
-            return None
-        if excursion.rate is not None:
-            if self._rate_was_raised() and new_level - lowest_level < settings.step_of_raised_rate * loss_size:
-                return "the learning rate was raised"
-            return None
-        # The log has no learning rates. A raised rate is assumed if the rise undoes little of the fall since the start.
-        assert self.loss.first is not None
-        if new_level - previous_level < min(loss_size, settings.step_of_unknown_rate * (self.loss.first - previous_level)):
-            return "the learning rate, which is not known, may have been raised"
-        return None
+        return self._cause_of_large_step(previous_level, new_level, new_level - lowest_level)
 
-    def _rate_was_raised(self) -> bool:
-        """Return whether the learning rate was raised by a fifth after the first warm-up, as far as it is remembered."""
-        lowest = math.inf
-        for rate in self.rates:
-            lowest = min(lowest, rate)
-            if rate > 1.2 * lowest:
-                return True
-        return False
+    def _cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
+        """Return a harmless explanation for a step that is not small, in words. In a live run, `SpikeMonitor` knows it.
+
+        Args:
+            rise: of the new level above the lowest one since the last accepted step.
+        """
+        return None
 
     def _close(self, level: list[float], *, is_settled: bool = True) -> None:
         """End the excursion, and set the level to that of some losses.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 MAX_EXCURSION_POINTS = 512
 """Points of an excursion that are remembered from its onset on, besides the newest one."""
-BEGINNING_POINTS = 8
-"""Points at the beginning of a run that are kept, to recognise a run that starts again from its first losses."""
 
 
 @dataclass
@@ -34,8 +30,6 @@ class Excursion:
     """a point was at the base again since that report"""
     extended: int = 0
     """number of extensions of the patience, while the loss was coming back"""
-    rate: float | None = None
-    """learning rate at the onset"""
 
     @property
     def peak(self) -> float:
@@ -64,20 +58,3 @@ class Excursion:
         if was_coming_down:
             return late > self.peak_then
         return late - self.base > 2 * (self.peak_then - self.base)
-
-    def begins_as(self, beginning: Sequence[float]) -> bool:
-        """Return whether the losses repeat those at the beginning of a run, so that weights were initialised anew."""
-        ratios = []
-        losses = []
-        for loss, first_loss in zip(self.losses, beginning, strict=False):
-            if loss > 0 and first_loss > 0:
-                losses.append(loss)
-                # Do not take the logarithm of the ratio, which can be rounded to 0.
-                ratios.append(abs(math.log(loss) - math.log(first_loss)))
-        # The loss has halved. On bad data it may start at that of an untrained model, too, but it does not fall as fast.
-        if len(losses) >= 3 and losses[-1] < 0.5 * losses[0] and max(ratios) < 0.15:
-            return True
-        # A run that learns slowly at first repeats itself point by point. One point may be off.
-        if len(losses) < BEGINNING_POINTS:
-            return False
-        return sorted(ratios)[-2] < 0.05 and max(losses) <= 1.05 * losses[0]

@@ -36,11 +36,6 @@ class Settings:
     small_step: float = 0.2
     """largest rise to a new level that is accepted without a known cause, as a share of the loss. Other data causes such
     rises."""
-    step_of_raised_rate: float = 0.75
-    """largest rise to a new level that a raised learning rate explains, as a share of the loss; a rate that is too high causes
-    a larger one"""
-    step_of_unknown_rate: float = 0.1
-    """the same if the log has no learning rates, as a share of the fall of the loss since the start of the log"""
     slow_rise: float = 0.25
     """largest slow rise of a loss that is not reported, as a share of its lowest level"""
     absurd_factor: float = 40.0
@@ -54,6 +49,3 @@ class Settings:
     """a gradient norm of this factor times its level is a shock, whatever the loss is at that step"""
     chronic_spikes: int = 3
     """spikes within 1000 points that make a ``chronic`` finding"""
-    is_one_run: bool = False
-    """the points are of one run. A log may hold several, and a loss that begins again is a new run there. In one run, it means
-    that its weights were lost."""

@@ -83,7 +83,7 @@ class SpikeMonitor:
         detector: dict[str, Any],
         policy: dict[str, Any],
     ):
-        self.settings = Settings(is_one_run=True)
+        self.settings = Settings()
         self.detector = Detector(self.settings, detector)
         self.policy = RecoveryPolicy(
             on_spike,
@@ -124,9 +124,9 @@ class SpikeMonitor:
         rate = point.learning_rate
         # In its first steps a new run is in its warm-up, which is no event.
         is_new = self.detector.seen < self.settings.level_points
-        if is_new or rate is None or not self.detector.rates:
+        last_rate = self.detector.last_rate
+        if is_new or rate is None or last_rate is None:
             return
-        last_rate = self.detector.rates[-1]
         # A rate above the schedule's peak may do harm, so it is not announced.
         if RAISED_RATE * last_rate < rate <= self._peak_rate:
             self.expected.add(point.step, f"the learning rate was raised from {last_rate:.3g} to {rate:.3g}")
