@@ -137,6 +137,14 @@ def test_a_level_that_creeps_up_without_a_spike_is_reported_and_not_rolled_back(
     assert kind == "slow_rise" and onset < 150 and not rolls_back(losses, 0)
 
 
+@pytest.mark.parametrize("slope", [0.02, 0.04])
+def test_a_loss_that_rises_evenly_in_a_short_run_is_rolled_back(slope):
+    def rising(rng):
+        return [1.2 + 2 * math.exp(-i / 10) + rng.gauss(0, 0.04) + slope * 1.2 * max(0, i - 40) for i in range(150)]
+
+    assert seeds_with(lambda losses: rolls_back(losses, 41), rising) >= 18
+
+
 def test_what_is_not_finite_is_a_divergence_at_once_and_skipped_updates_after_four():
     losses = noise(0.02)
     assert kinds([*losses[:50], math.inf, *losses[50:80]])[0] == ("divergence", 51)

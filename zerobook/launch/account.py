@@ -31,6 +31,7 @@ UNUSED = {
     "tpu_use_sudo": "it is for TPUs",
     "fsdp_state_dict_type": WRITTEN_HERE,
     "zero3_save_16bit_model": WRITTEN_HERE,
+    "parallelism_config_sp_attn_implementation": "Zerobook splits the attention of the recipe's attn_implementation",
     **VERSION_1,
 }
 """Keys of the Accelerate YAML that are never used -> why."""

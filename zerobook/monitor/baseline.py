@@ -188,15 +188,18 @@ class LossBaseline(Baseline):
 
     def unit(self) -> float:
         """Return the estimate of the noise that corresponds to one standard deviation."""
-        unit = self._unit_of_residuals()
-        if len(self.dip_depths) == 0:
-            return unit
-        deepest = self.dip_depths.quantile(1.0)
+        units = [self.residual_unit()]
+        # Noise whose points resemble their neighbours moves the trend too, so residuals from it are too small.
+        if len(self.excesses) >= self.level_points:
+            units.append(1.3 * self.excesses.quantile(0.95) / Q95_OF_NORMAL)
         # Three units are the smallest excess of a high point.
-        unit_of_dips = min(deepest / 3, MAX_UNIT_OF_DIPS) * self.size(self.level())
-        return max(unit, unit_of_dips)
+        if len(self.dip_depths) > 0:
+            deepest = self.dip_depths.quantile(1.0)
+            units.append(min(deepest / 3, MAX_UNIT_OF_DIPS) * self.size(self.level()))
+        return max(units)
 
-    def _unit_of_residuals(self) -> float:
+    def residual_unit(self) -> float:
+        """Return the estimate of the noise around the trend. A loss that rises slowly does not make it larger."""
         level = self.level()
         size = self.size(level)
         # Before the noise is known, only a loss of twice the level is high.
@@ -214,9 +217,6 @@ class LossBaseline(Baseline):
         # For few points, the largest rise among them says more than quantiles. It is about 3 standard deviations for 13 points.
         if self.is_young:
             units.append(self._largest_rise() / 3)
-        # Noise whose points resemble their neighbours moves the trend too, so residuals from it are too small.
-        if len(self.excesses) >= self.level_points:
-            units.append(1.3 * self.excesses.quantile(0.95) / Q95_OF_NORMAL)
         return max(units)
 
     def _largest_rise(self) -> float:
@@ -243,11 +243,11 @@ class LossBaseline(Baseline):
             level = self.accepted.quantile(0.5)
             # The unit takes longer to compute than this, so it is asked for only if a dip is possible.
             is_possible = level - value > 3 * self.smallest_unit * self.size(level)
-            if is_possible and level - value > 3 * self._unit_of_residuals():
+            if is_possible and level - value > 3 * self.residual_unit():
                 self.dip = [value]
                 self.dip_level = level
             return 0.0
-        if value < self.dip_level - self._unit_of_residuals():
+        if value < self.dip_level - self.residual_unit():
             self.dip.append(value)
             # The loss has fallen for good.
             if len(self.dip) > DIP_POINTS:

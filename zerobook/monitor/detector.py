@@ -530,7 +530,7 @@ class Detector:
         if self.excursion is not None or len(self.loss.accepted) < settings.level_points:
             return []
         rise = level - self.lowest
-        is_far = rise > settings.slow_rise * self.loss.size(self.lowest) and rise > settings.high * self.unit()
+        is_far = rise > settings.slow_rise * self.loss.size(self.lowest) and rise > settings.high * self.loss.residual_unit()
         # Points count only in a row: one that is back at the level starts the count again.
         if is_far:
             self.risen += 1
@@ -538,8 +538,10 @@ class Detector:
             self.risen = 0
         if self.risen < settings.level_points:
             return []
+        # A rise of twice this size, without a step, is no effect of other data.
+        is_divergence = rise > 2 * settings.slow_rise * self.loss.size(self.lowest)
         finding = Finding(
-            kind="slow_rise",
+            kind="divergence" if is_divergence else "slow_rise",
             step=point.step,
             onset=self.lowest_at,
             points=self.risen,

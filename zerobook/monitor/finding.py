@@ -33,7 +33,7 @@ class Finding:
     ``spike_end``    the loss came back
     ``damage``       the loss did not come back in time
     ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on
-    ``slow_rise``    the level has crept far above its lowest value
+    ``slow_rise``    the level has slowly risen far above its lowest value
     ``level_shift``  a moderate step to a new level, which is accepted
     ``reset``        the losses repeat the beginning of the log: another run begins (only in logs of other programs)
     ``chronic``      spikes so often that the learning rate is the cause

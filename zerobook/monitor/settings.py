@@ -37,7 +37,7 @@ class Settings:
     """largest rise to a new level that is accepted without a known cause, as a share of the loss. Other data causes such
     rises."""
     slow_rise: float = 0.25
-    """largest slow rise of a loss that is not reported, as a share of its lowest level"""
+    """largest slow rise of a loss that is not reported, as a share of its lowest level; twice this share is a divergence"""
     absurd_factor: float = 40.0
     """factor above the level, or above the run's first loss, that no data causes with sound weights"""
     precursor: float = 8.0
