@@ -57,6 +57,18 @@ def test_a_policy_orders_the_actions():
     assert take(ladder(order=["skip"]), finding(45), GOOD, hardware="replicas differ").kind == "replay"
 
 
+def test_after_a_slow_rise_the_rate_is_lowered_and_no_sample_is_left_out():
+    rise = replace(finding(25, "divergence", noticed=70), is_slow=True)
+    climbing = ladder(total_steps=1000)
+    measures = [take(climbing, rise, GOOD) for _ in range(3)]
+    assert [(m.kind, m.to_step, m.steps) for m in measures] == [
+        ("lower_rate", 20, None),
+        ("lower_rate", 10, None),
+        ("stop", None, None),
+    ]
+    assert measures[0].options == ("lower_rate", "stop")
+
+
 def test_a_short_run_is_not_replayed():
     """A replay of its steps costs more than the samples that a skip may leave out for nothing."""
     short, long = ladder(total_steps=129), ladder(total_steps=130)

@@ -110,6 +110,19 @@ def test_a_checkpoint_is_good_once_training_went_on_well_from_it(tmp_path):
     assert run.manager.proven == [10, 20, 30]
 
 
+def test_a_loss_that_rises_evenly_lowers_the_rate_from_before_the_rise(tmp_path):
+    run = Run(tmp_path)
+    curve = {}
+    for step in range(1, 151):
+        falling = 1.2 + 2 * math.exp(-step / 10) + random.Random(step).gauss(0, 0.1)
+        curve[f"s{step}"] = (falling + 0.024 * max(0, step - 40), 1.0)
+    measure = run.go(1, 150, **curve)
+    assert measure.kind == "lower_rate" and measure.to_step < measure.onset <= 45 and measure.steps is None
+    assert run.monitor.detector.seen == measure.noticed
+    run.back(measure)
+    assert run.monitor.detector.seen == measure.to_step
+
+
 def test_what_was_saved_inside_or_right_before_a_spike_is_never_good(tmp_path):
     run = Run(tmp_path, on_spike="log")
     assert run.go(1, 110, **{f"s{s}": (6.0, 1.0) for s in range(42, 56)}) is None

@@ -547,6 +547,7 @@ class Detector:
             points=self.risen,
             base=self.lowest,
             peak=level,
+            is_slow=True,
             reason=f"the level has risen from {self.lowest:.4g} to {level:.4g} since step {self.lowest_at}, without a spike",
         )
         self.lowest = level

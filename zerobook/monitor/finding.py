@@ -53,6 +53,8 @@ class Finding:
     """reason in words"""
     finite: bool = True
     """False if a loss or a gradient was not finite"""
+    is_slow: bool = False
+    """True if the loss has risen slowly over many steps, so that no single samples are the cause"""
 
     @property
     def alarm(self) -> bool:

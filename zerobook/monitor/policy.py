@@ -164,7 +164,9 @@ class RecoveryPolicy:
             checkpoints = [step for step in unproven if step <= first - LEAD]
             quality = "the last checkpoint before it, which is not proven good yet"
         if checkpoints:
-            return self._decide_rollback(undecided, trouble, checkpoints, quality, is_hardware=hardware is not None)
+            return self._decide_rollback(
+                undecided, trouble, checkpoints, quality, is_hardware=hardware is not None, is_slow=finding.is_slow
+            )
         rule = f"there is no checkpoint from before step {first - LEAD + 1}"
         # Finite weights may recover by themselves. With a faulty rank or NaN there is no hope of that.
         if hardware is not None or not finding.finite:
@@ -172,7 +174,14 @@ class RecoveryPolicy:
         return replace(undecided, rule=f"{rule}; training goes on")
 
     def _decide_rollback(
-        self, undecided: RecoveryAction, trouble: Trouble | None, checkpoints: list[int], quality: str, *, is_hardware: bool
+        self,
+        undecided: RecoveryAction,
+        trouble: Trouble | None,
+        checkpoints: list[int],
+        quality: str,
+        *,
+        is_hardware: bool,
+        is_slow: bool,
     ) -> RecoveryAction:
         """Return the next action in the order: a rollback, or a stop if all were taken.
 
@@ -180,6 +189,7 @@ class RecoveryPolicy:
             checkpoints: steps of checkpoints from before the spike.
             quality: what the newest of them is, in words.
             is_hardware: a fault of the hardware is known.
+            is_slow: the loss has risen over many steps, so no samples are left out.
         """
         first = undecided.onset
         last = undecided.noticed
@@ -190,7 +200,7 @@ class RecoveryPolicy:
             earlier_actions = trouble.tried
         to_step = max(checkpoints)
         abandoned = undecided.noticed - to_step
-        kind = self._next_action(earlier_actions, abandoned)
+        kind = self._next_action(earlier_actions, abandoned, is_slow=is_slow)
         # If the hardware is known to be faulty, the data are blamed only after two replays.
         if is_hardware and earlier_actions.count("replay") < 2:
             kind = "replay"
@@ -198,8 +208,8 @@ class RecoveryPolicy:
             return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_actions)}")
         steps_left_out = None
         rate_factor = None
-        # With on_spike lower_rate, no samples are left out.
-        if kind != "replay" and self.on_spike == "rollback":
+        # With on_spike lower_rate, or after a slow rise, no samples are left out.
+        if kind != "replay" and self.on_spike == "rollback" and not is_slow:
             steps_left_out = (max(1, first - LEAD + 1), last)
         if kind == "lower_rate":
             rate_factor = self.rate_factor
@@ -212,7 +222,7 @@ class RecoveryPolicy:
         return replace(
             undecided,
             kind=kind,
-            options=self._options(earlier_actions),
+            options=self._options(earlier_actions, is_slow=is_slow),
             rule=f"{kind}: {quality}, step {to_step}; {cost}",
             to_step=to_step,
             steps=steps_left_out,
@@ -242,26 +252,31 @@ class RecoveryPolicy:
             return None
         return trouble
 
-    def _next_action(self, earlier: Sequence[ActionKind], abandoned: int) -> ActionKind:
+    def _next_action(self, earlier: Sequence[ActionKind], abandoned: int, *, is_slow: bool) -> ActionKind:
         """Return the action after the ``earlier`` actions, if going back abandons ``abandoned`` steps."""
         if self.on_spike == "lower_rate":
             return "lower_rate"
-        order = list(self.order)
+        order = self._order_after(is_slow=is_slow)
         is_expensive = self.total_steps is not None and abandoned > MOST_REPLAYED * self.total_steps
         # By default, a replay is only the first action, and only if it is cheap. After another action, the samples of the spike
         # are left out already, and a replay would show nothing.
-        if not self._has_own_order and (is_expensive or earlier):
+        if not self._has_own_order and not is_slow and (is_expensive or earlier):
             order.remove("replay")
         for action in order:
             if earlier.count(action) < MOST_TIMES.get(action, 1):
                 return action
         return "stop"
 
-    def _options(self, earlier: Sequence[ActionKind]) -> tuple[ActionKind, ...]:
+    def _order_after(self, *, is_slow: bool) -> list[PolicyAction]:
+        """Return the actions that may help. After a slow rise, no step shows its cause in a replay, and no sample is suspect."""
+        return [action for action in self.order if not is_slow or action not in ("replay", "skip")]
+
+    def _options(self, earlier: Sequence[ActionKind], *, is_slow: bool) -> tuple[ActionKind, ...]:
         """Return the actions that are left."""
         if self.on_spike == "lower_rate":
             return ("lower_rate", "stop")
-        return tuple(action for action in self.order if action not in earlier or action == "lower_rate")
+        order = self._order_after(is_slow=is_slow)
+        return tuple(action for action in order if action not in earlier or action == "lower_rate")
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
