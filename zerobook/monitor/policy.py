@@ -268,7 +268,7 @@ class RecoveryPolicy:
         return "stop"
 
     def _order_after(self, *, is_slow: bool) -> list[PolicyAction]:
-        """Return the actions that may help. After a slow rise, no step shows its cause in a replay, and no sample is suspect."""
+        """Return the actions that may help. A slow rise has no step that a replay could compare, and no suspect samples."""
         return [action for action in self.order if not is_slow or action not in ("replay", "skip")]
 
     def _options(self, earlier: Sequence[ActionKind], *, is_slow: bool) -> tuple[ActionKind, ...]:
