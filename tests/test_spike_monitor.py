@@ -116,6 +116,8 @@ def test_a_loss_that_rises_evenly_lowers_the_rate_from_before_the_rise(tmp_path)
     for step in range(1, 151):
         falling = 1.2 + 2 * math.exp(-step / 10) + random.Random(step).gauss(0, 0.1)
         curve[f"s{step}"] = (falling + 0.024 * max(0, step - 40), 1.0)
+    announced = Run(tmp_path / "announced", expect=["50 the mixture changes"])
+    assert announced.go(1, 100, **curve) is None, "a rise that was announced is an alarm alone"
     measure = run.go(1, 150, **curve)
     assert measure.kind == "lower_rate" and measure.to_step < measure.onset <= 45 and measure.steps is None
     assert run.monitor.detector.seen == measure.noticed

@@ -36,3 +36,9 @@ class ExpectedEvents:
         """Return the newest event that explains a change that began at ``onset``; None if there is none."""
         # A loss that rises slowly is noticed as high a few steps late, and never early.
         return next((event for event in reversed(self._events) if event.first <= onset <= event.last), None)
+
+    def during(self, first: int, last: int) -> ExpectedEvent | None:
+        """Return the newest event that explains a slow rise of the loss between two steps; None if there is none."""
+        # The beginning of an epoch does not raise the loss slowly.
+        lasting = [event for event in self._events if event.last - event.first > EPOCH_WINDOW]
+        return next((event for event in reversed(lasting) if event.first <= last and first <= event.last), None)

@@ -137,13 +137,18 @@ class SpikeMonitor:
         If the event explains the finding completely, a new level of the loss is returned instead, which needs no action.
         """
         event = self.expected.at(finding.onset)
+        if finding.is_slow:
+            event = self.expected.during(finding.onset, finding.step)
         is_explicable = finding.alarm or finding.kind == "level_shift"
         # No event makes a loss infinite without damage.
         if event is None or not is_explicable or not finding.finite:
             return finding
         if finding.needs_action and self._is_harmless_step(finding):
             return self.detector.accept_level(point, f"from {finding.base:.4g} to {point.loss:.4g}, as announced: {event.what}")
-        return replace(finding, reason=f"{finding.reason} (announced: {event.what})")
+        reason = f"{finding.reason} (announced: {event.what})"
+        # A slow rise that at most doubles the loss stays an alarm, without an action.
+        is_moderate = finding.is_slow and finding.peak - finding.base < abs(finding.base)
+        return replace(finding, kind="slow_rise" if is_moderate else finding.kind, reason=reason)
 
     def _is_harmless_step(self, finding: Finding) -> bool:
         """Return whether the loss has risen to a new level by a moderate amount, so that an announced event can explain it."""
