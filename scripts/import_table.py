@@ -39,7 +39,6 @@ NOT_A_CONFIG = "no config of a training, such as one of accelerate or of an infe
 OF_THIS_MACHINE = {
     "no such file or folder": "a model or a file of the example is not on this machine",
     "is not installed": "a tracker of the example is not installed here",
-    "flash": "this machine has no GPU for flash attention",
     "does not train on a CPU": "this machine has no GPU",
     "GPU": "this machine has no GPU",
     "CUDA": "this machine has no GPU",

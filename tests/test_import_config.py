@@ -12,8 +12,9 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Seq2SeqTrainingArguments, get_scheduler
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainingArguments, get_scheduler
 
+from tests.test_resolve import plan_for
 from zerobook.cli.main import main
 from zerobook.config import read
 from zerobook.errors import ConfigError
@@ -21,6 +22,8 @@ from zerobook.interop.configs import command_lines, data, importer, strategies, 
 from zerobook.interop.configs.account import account_text
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
 from zerobook.launch.by_name import written_out
+from zerobook.launch.resolve import Hardware
+from zerobook.models.load import choose_attention
 from zerobook.training.recipe_file import recipe_class
 from zerobook.training.schedule import learning_rate_schedule
 from zerobook.utils.shipped import shipped
@@ -312,6 +315,33 @@ def test_an_axolotl_config_becomes_the_values_of_a_recipe():
 )
 def test_what_axolotl_does_and_nothing_here_is_not_possible(key, value):
     assert imported(AXOLOTL | {key: value}, "axolotl").changes_training
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "value"),
+    [
+        ("trl", "attn_implementation", "flash_attention_2"),
+        ("trl", "attn_implementation", "kernels-community/vllm-flash-attn3"),
+        ("trl", "use_flash_attention_2", True),
+        ("trainer", "attn_implementation", "flash_attention_3"),
+        ("axolotl", "attn_implementation", "kernels-community/flash-attn2"),
+        ("axolotl", "flash_attention", True),
+        ("llamafactory", "flash_attn", "fa2"),
+        ("ms-swift", "attn_impl", "flash_attn"),
+    ],
+)
+def test_flash_attention_of_another_trainer_does_not_need_the_package_here(trainer, key, value):
+    names = {"axolotl": "base_model", "ms-swift": "model"}
+    result = imported({names.get(trainer, "model_name_or_path"): "org/model", key: value}, trainer)
+    assert kinds_of(result)[key] == TRANSLATED and not result.changes_training
+    without_package = Hardware(gpus=1, gpu_name="H100")
+    plan, _ = plan_for({}, without_package, kind=RECIPES[result.recipe], **result.values)
+    assert not plan.problems
+    config = RECIPES[result.recipe](**result.values)
+    model_config = LlamaConfig()
+    with_package = dataclasses.replace(without_package, flash_attention=True)
+    assert choose_attention(config, model_config, LlamaForCausalLM, with_package, "bf16") == "flash_attention_2"
+    assert choose_attention(config, model_config, LlamaForCausalLM, without_package, "bf16") is None
 
 
 SLICE = "train[5%:20%]"
