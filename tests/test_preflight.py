@@ -130,8 +130,10 @@ def test_slow_links_are_compared_with_links_of_their_kind():
     assert [link[:3] for link in between] == [("b", "a", 1e9), ("a", "b", 1e8)]
     assert [link[:3] for link in inside] == [("a", "a", 8e9), ("b", "b", 4e9)]
     (said,) = links.slow_links(between)
-    assert said.startswith("slow link: a sends 800 Mbit/s to b; the fastest link has 8 Gbit/s") and not links.slow_links(inside)
-    assert links.summary(between, inside) == "links between hosts: 800 Mbit/s to 8 Gbit/s, inside hosts: 32 Gbit/s to 64 Gbit/s"
+    assert said.startswith("slow link: a sends 800 Mbit/s to b; the fastest link has 8.00 Gbit/s")
+    assert not links.slow_links(inside)
+    rates = ("800 Mbit/s to 8.00 Gbit/s", "32.0 Gbit/s to 64.0 Gbit/s")
+    assert links.summary(between, inside) == f"links between hosts: {rates[0]}, inside hosts: {rates[1]}"
 
 
 def test_a_link_of_a_busy_host_is_not_called_slow():

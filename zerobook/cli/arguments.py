@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from zerobook.utils.nearest import nearest
 
 if TYPE_CHECKING:
     from zerobook.plan.hardware import Cluster
@@ -28,10 +29,7 @@ class Parser(argparse.ArgumentParser):
         else:
             wrong_words = _unrecognized_flags(message)
             valid_words = [flag for action in self._actions for flag in action.option_strings]
-        nearest = []
-        for word in wrong_words:
-            nearest += difflib.get_close_matches(word, valid_words, n=1)
-        hint = f" Did you mean {', '.join(nearest)}?" if nearest else ""
+        hint = "".join(nearest(word, valid_words) for word in wrong_words)
         print(f"{self.prog}: {message}.{hint} {self.prog} --help shows what there is.", file=sys.stderr)
         sys.exit(2)
 

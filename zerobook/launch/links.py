@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zerobook.utils.units import size
+
 PROBE_BYTES = 1 << 18
 """Size of the first messages."""
 MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
@@ -143,7 +145,7 @@ def summary(between: Sequence[Link], inside: Sequence[Link]) -> str:
     """Return the slowest and the fastest link of each kind in one line.
 
     >>> summary([Link("a", "b", 1e9, 1e9), Link("b", "a", 2e9, 2e9)], [])
-    'links between hosts: 8 Gbit/s to 16 Gbit/s'
+    'links between hosts: 8.00 Gbit/s to 16.0 Gbit/s'
     """
     kinds: Mapping[str, Sequence[Link]] = {"between hosts": between, "inside hosts": inside}
     spans = []
@@ -158,13 +160,6 @@ def speed(rate: float) -> str:
     """Return bytes per second as bits per second, as links are named.
 
     >>> speed(1.25e9), speed(1.25e6), speed(3e4)
-    ('10 Gbit/s', '10 Mbit/s', '0.24 Mbit/s')
+    ('10.0 Gbit/s', '10.0 Mbit/s', '240 kbit/s')
     """
-    bits = 8 * rate
-    unit = 1e6
-    name = "Mbit/s"
-    if bits >= 1e9:
-        unit = 1e9
-        name = "Gbit/s"
-    digits = ".3g" if bits / unit < 1000 else ".0f"
-    return f"{bits / unit:{digits}} {name}"
+    return size(8 * rate).replace("B", "bit/s")

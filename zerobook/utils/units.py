@@ -25,7 +25,7 @@ def parse_bytes(text: str, key: str) -> int:
     # A number of many digits is infinite as a float.
     if match is None or not math.isfinite(float(match[1])):
         # 80 alone could be bytes or GB.
-        is_bare_number = _number(text) is not None
+        is_bare_number = re.fullmatch(rf"\s*{_NUMBER}\s*", text) is not None
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if is_bare_number else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
     # Exact: the float 2.01 times 10^9 is below 2010000000.
@@ -65,14 +65,6 @@ def parse_count(text: str, key: str) -> int:
     return int(Fraction(match[1]) * _COUNTS[(match[2] or "").lower()])
 
 
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
 def with_range(value: float, bounds: tuple[float, float], show: Callable[[float], str]) -> str:
     """Return a value with its range; alone if its bounds are equal, since its range is not known.
 
@@ -85,8 +77,6 @@ def with_range(value: float, bounds: tuple[float, float], show: Callable[[float]
 
 def gb(amount: float) -> str:
     """Return bytes in units of 10^9, as in the names of hardware: three figures, never in scientific notation."""
-    if amount >= 1e15:
-        return f"{amount / 1e9:,.0f}"
     return _three(amount / 1e9)
 
 
