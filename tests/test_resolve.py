@@ -78,6 +78,7 @@ def test_a_gpu_that_only_emulates_bf16_does_not_count_as_having_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     plan, _ = plan_for({"ACCELERATE_MIXED_PRECISION": "bf16"}, Hardware.detect())
     assert plan.problems == ["mixed_precision: bf16 is not supported by V100. Use fp16."]

@@ -168,11 +168,11 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
     from zerobook.utils.versions import versions
 
-    # The machine may have GPUs that this torch cannot use. `hardware.unused` is the reason, and a problem of the machine.
-    if hardware.unused:
-        gpus = "none that torch sees"
-    elif hardware.gpus:
+    if hardware.gpus:
         gpus = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}"
+    # The machine may have GPUs that this torch does not see. `hardware.unused` is the reason, and a problem of the machine.
+    elif hardware.unused:
+        gpus = "none that torch sees"
     else:
         gpus = "none"
     if hardware.flash_attention:

@@ -254,7 +254,7 @@ def here(processes: str | None) -> Cluster:
     if processes is not None and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"--gpus: {processes!r} is not a number of processes; give 1 or more.")
     hardware = Hardware.detect()
-    if hardware.unused:
+    if hardware.unused and int(processes or hardware.gpus or 1) > hardware.first_unused:
         raise ConfigError(hardware.unused)
     host_memory = psutil.virtual_memory().available
     disk = shutil.disk_usage(Path.cwd()).free

@@ -50,8 +50,9 @@ class Hardware:
     Attributes:
         gpus: number of GPUs that torch sees.
         flash_attention: True if flash attention 2 runs on all of them; if not, ``no_flash_attention`` says why.
-        unused: why torch does not see the GPUs that this process may use; None if it sees them, if there are none, or if the
-            environment hides them.
+        unused: why torch does not see the GPUs that this process may use, or has no kernels for one of them; None if it has, if
+            there are none, or if the environment hides them.
+        first_unused: index of the first GPU that ``unused`` is about.
         missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
         missing_compiler: what is missing here to compile models, see `missing_compiler`.
         lockable_bytes: memory that a process may lock; None: any amount.
@@ -63,6 +64,7 @@ class Hardware:
     flash_attention: bool = False
     no_flash_attention: str = "the flash-attn package is not installed"
     unused: str | None = None
+    first_unused: int = 0
     missing_ops: dict[str, str] = field(default_factory=dict)
     missing_compiler: str | None = None
     lockable_bytes: int | None = None
@@ -85,12 +87,15 @@ class Hardware:
                 lockable_bytes=lockable_bytes(),
             )
         missing = _no_flash_attention()
+        first_unused, unused = gpus.find_without_kernels()
         return cls(
             gpus=torch.cuda.device_count(),
             gpu_name=torch.cuda.get_device_name(0),
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             flash_attention=not missing,
             no_flash_attention=missing,
+            unused=unused,
+            first_unused=first_unused,
             missing_ops=ops.find_missing_ops(on_gpus=True),
             missing_compiler=missing_compiler(),
             lockable_bytes=lockable_bytes(),
@@ -310,7 +315,8 @@ def _choose_device(launch: LaunchDraft) -> None:
     is_told_to_use_cpu = is_true(launch.environ.get("ACCELERATE_USE_CPU"))
     if is_told_to_use_cpu:
         plan.device = "cpu"
-    elif launch.hardware.unused:
+    # A process takes the GPU of its LOCAL_RANK, so a later GPU may be one that torch cannot use.
+    elif launch.hardware.unused and int(launch.environ.get("LOCAL_WORLD_SIZE", 1)) > launch.hardware.first_unused:
         plan.problems.append(launch.hardware.unused)
     if launch.is_launched:
         plan.backend = "gloo" if launch.on_cpu else "nccl"

@@ -1,11 +1,14 @@
-"""NVIDIA GPUs that this process may use, found without torch, and the reason why torch does not see them.
+"""NVIDIA GPUs that this process may use and torch cannot, with the reason: torch does not see them, or has no kernels for
+them.
 
-torch reports "no GPU" if there is none, if the driver is too old for it, and if torch was built without CUDA.
+torch reports "no GPU" if there is none, if the driver is too old for it, and if torch was built without CUDA. A GPU for which
+torch has no kernels is reported as any other, with a warning, and the first computation on it fails.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from ctypes.util import find_library
 from pathlib import Path
 
@@ -34,6 +37,46 @@ def unused(torch_version: str, built_for: str | None) -> str | None:
         f"torch is built {built}, and the driver is version {driver_version()}. nvidia-smi shows which CUDA it supports; "
         "update it, or install a torch built for that CUDA or an older one. python -c 'import torch; torch.cuda.init()' prints "
         'torch\'s error. To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
+    )
+
+
+def find_without_kernels() -> tuple[int, str | None]:
+    """Return (index of the first GPU for which torch has no kernels, why it cannot be used); (0, None) if there is none.
+
+    Call it where torch sees GPUs.
+    """
+    import torch
+
+    architectures = torch.cuda.get_arch_list()
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        # A build for AMD's GPUs names other architectures.
+        if torch.version.cuda and not has_kernels(capability, architectures):
+            return index, (
+                f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, has no kernels for GPU {index} "
+                f"({torch.cuda.get_device_name(index)}): its compute capability is {'.'.join(map(str, capability))}, and this "
+                f"build has {', '.join(architectures)}. Install torch's build for CUDA 12.6, which has kernels for compute "
+                "capabilities from 5.0 to 9.0, or one for a newer CUDA if the GPU is newer. To train without this GPU, leave "
+                "it out of CUDA_VISIBLE_DEVICES, or set use_cpu: true in the Accelerate YAML."
+            )
+    return 0, None
+
+
+def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Return whether a build of torch has kernels that a GPU can execute.
+
+    Args:
+        capability: the compute capability of the GPU.
+        architectures: ``torch.cuda.get_arch_list()``. Machine code, as ``sm_86``, runs on GPUs of the same major version and of
+            this or a higher minor version. The driver translates PTX, as ``compute_86``, for every newer GPU.
+
+    >>> has_kernels((8, 9), ["sm_75", "sm_86"]), has_kernels((7, 0), ["sm_75", "sm_86"]), has_kernels((9, 0), ["compute_86"])
+    (True, False, True)
+    """
+    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))
+    return any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in kernels
     )
 
 
