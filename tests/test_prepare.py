@@ -8,6 +8,7 @@ import fcntl
 import gzip
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -330,7 +331,7 @@ def test_prepared_files_are_durable_before_their_folder_has_its_name(tmp_path, s
 
     monkeypatch.setattr(os, "fsync", noted)
     folder = shelf(train_file=chats(tmp_path / "a.jsonl", 20)).train.views[0].store.folder
-    staging = folder.with_name(f".{folder.name}.partial")
+    (staging,) = {file.parent for file in durable if file.parent.name.endswith(".partial")}
     names = [file.name for file in folder.iterdir() if not file.name.startswith("verified-")]
     assert {staging / name for name in names} < set(durable)
     assert durable[-2:] == [staging, folder.parent]
@@ -353,27 +354,39 @@ def test_a_run_resumes_on_the_data_that_it_began_with_where_a_byte_was_changed(t
     assert ids.read_bytes() == content
 
 
-def test_data_is_prepared_on_a_file_system_without_locks(tmp_path, shelf, monkeypatch):
-    """Another process prepares the same data at the same time, and is faster."""
+@pytest.mark.parametrize("has_locks", [False, True], ids=["no locks", "each host grants its own"])
+def test_data_is_prepared_on_a_file_system_whose_locks_do_not_reach_other_hosts(tmp_path, shelf, monkeypatch, has_locks):
+    """Another host prepares the same data at the same time, and is faster."""
 
     def flock(handle, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        if not has_locks:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     file = chats(tmp_path / "chats.jsonl", 20)
-    write, others = Library._write, []
+    write, others, inode = Library._write, [], []
 
     def meanwhile(self, writer, *arguments):
         if not others:
             others.append(None)
-            others[0] = shelf(train_file=file).train
+            with pytest.MonkeyPatch.context() as on_other_host:
+                on_other_host.setattr(socket, "gethostname", lambda: "other")
+                others[0] = shelf(train_file=file).train
+            inode.append(_data_folder(tmp_path).stat().st_ino)
         return write(self, writer, *arguments)
 
     monkeypatch.setattr(Library, "_write", meanwhile)
     train = shelf(train_file=file).train
     assert len(train) == 19 and train.fingerprint == others[0].fingerprint
-    folders = [f for f in (tmp_path / "cache" / "data").iterdir() if f.is_dir()]
-    assert len(folders) == 1 and not folders[0].name.startswith("."), "nothing half made stays"
+    folder = _data_folder(tmp_path)
+    assert not folder.name.startswith("."), "nothing half made stays"
+    assert [folder.stat().st_ino] == inode, "what the other host has made stays, since it is read there"
+
+
+def _data_folder(tmp_path):
+    """The only folder of prepared data, besides those that are being written."""
+    (folder,) = (f for f in (tmp_path / "cache" / "data").iterdir() if f.is_dir() and not f.name.endswith(".partial"))
+    return folder
 
 
 def test_workers_make_the_same_bytes(tmp_path, shelf, tokenizer, monkeypatch):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
+import pickle
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +25,7 @@ from zerobook.data.stream import BEHIND, Stream, row_number
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Documents, PreparedRows
 from zerobook.errors import DataError
+from zerobook.health import position
 from zerobook.objective import NextToken
 
 IN_ANY_ORDER = OrderSettings(group_by_length=False, datasets=None)
@@ -223,9 +228,9 @@ def library(tmp_path, tiny):
 
     tokenizer = AutoTokenizer.from_pretrained(tiny / "llama")
 
-    def make(**keys):
+    def make(objective=None, **keys):
         config = RecipeConfig(cache_dir=str(tmp_path / "cache"), **keys)
-        return Library(config, tokenizer, CausalEncoder(tokenizer, length=64), NextToken())
+        return Library(config, tokenizer, CausalEncoder(tokenizer, length=64), objective or NextToken())
 
     return make
 
@@ -259,6 +264,27 @@ def test_a_damaged_shard_is_prepared_again(tiny, tmp_path, library):
     (store.folder / "input_ids.bin").unlink()
     (store.folder / "input_ids.bin").write_bytes(bytes(len(content)))
     assert library(**keys).shard(0, 0).views[0].store.ids.tobytes() == content
+
+
+def test_a_wait_for_a_shard_that_another_process_prepares_is_progress(tiny, library):
+    """The watch of the ranks ends a run without progress."""
+    keys = dict(train_file=str(tiny / "chats.jsonl"), streaming=True, max_train_steps=1)
+    lock = library(**keys).shard(0, 0).views[0].store.folder.with_name("shard-00000.lock")
+    with open(lock, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        release = threading.Timer(0.5, fcntl.flock, (other, fcntl.LOCK_UN))
+        release.start()
+        began = time.monotonic()
+        library(**keys).shard(0, 0)
+    assert position.here().since > began + 0.1
+
+
+def test_a_stream_is_prepared_by_other_processes_when_the_objective_has_a_second_model(tiny, library):
+    objective = NextToken()
+    made = library(objective, train_file=str(tiny / "chats.jsonl"), streaming=True, max_train_steps=1)
+    # A model that a strategy has sharded cannot be pickled, like this object.
+    objective.reference_model = threading.Lock()
+    assert len(pickle.loads(pickle.dumps(made)).shard(0, 0))
 
 
 def test_what_changed_under_a_stream_is_another_stream(tiny, tmp_path, library):

@@ -12,9 +12,11 @@ import inspect
 import json
 import math
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -37,6 +39,7 @@ from zerobook.data.tokenize import BY_DEFAULT_TEMPLATE, CUT, DROPPED, Chunk, Rea
 from zerobook.data.verification import find_damage, stamp
 from zerobook.data.views import Blocks, Documents, PreparedRows, View, pack, report, text_row
 from zerobook.errors import ConfigError, DataError
+from zerobook.health.position import touch
 from zerobook.objective import NextToken, Objective, TargetTokens
 from zerobook.strategy import Strategy
 from zerobook.utils import locks
@@ -232,7 +235,8 @@ class Library:
             )
         self.config = config
         self.encoder = encoder
-        self.objective = objective
+        # A second model, which the objective may get later, cannot be sent to the processes that prepare a stream.
+        self.objective = copy(objective)
         self.tokenizer_digest = digest_of_tokenizer(tokenizer)
         self.vocabulary = len(tokenizer)
         if not encoder.length:
@@ -380,7 +384,7 @@ class Library:
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Keep the lock until the files are mapped, since another process may be about to delete them.
-        with locks.locked(_lock(folder)) as alone:
+        with locks.locked(_lock(folder), meanwhile=touch) as alone:
 
             def make() -> None:
                 self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1, alone=bool(alone))
@@ -562,19 +566,17 @@ class Library:
         Args:
             alone: this process has a lock. Without locks, other processes may prepare the same folder at the same time.
         """
-        suffix = "" if alone else f".{uuid4().hex}"
+        # Some file systems grant a lock to a process of each host, so hosts may prepare the same folder at the same time.
+        suffix = socket.gethostname() if alone else uuid4().hex
         # Write to a folder on the same file system, which is then renamed.
-        staging = folder.with_name(f".{folder.name}{suffix}.partial")
+        staging = folder.with_name(f".{folder.name}.{suffix}.partial")
         shutil.rmtree(staging, ignore_errors=True)
         try:
             writer = TokenWriter(staging)
             meta = self._write(writer, spec, source, rows, workers)
             writer.close(meta | {"settings": settings, "source_name": source.name})
-            # Without locks, another process may have made the folder in the meantime.
-            refresh(folder)
-            if alone or not folder.exists() or find_damage(folder, silent=True) is not None:
-                put_in_place(staging, folder)
-                stamp(folder)
+            put_in_place(staging, folder, is_sound=lambda: _is_sound(folder))
+            stamp(folder)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -604,6 +606,7 @@ class Library:
         bad_samples: list[str] = []
         reasons: Counter = Counter()
         for encoded in encode_all(reading, chain([first_chunk], raw_chunks), workers):
+            touch()
             for location, reason in encoded.bad:
                 if self.config.on_bad_sample == "error":
                     raise DataError(f"{source.name}, {location}: {reason}. Correct it, or pass --on_bad_sample skip.")
@@ -704,6 +707,12 @@ def _settings_of(instance: object) -> dict[str, Any]:
 
 def _is_built_in(kind: type) -> bool:
     return kind.__module__.split(".")[0] in ("zerobook", "builtins", "abc", "typing")
+
+
+def _is_sound(folder: Path) -> bool:
+    """Return whether another host has prepared the folder by now."""
+    refresh(folder)
+    return folder.exists() and find_damage(folder, silent=True) is None
 
 
 def _weighed_by(objective: Objective) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -88,14 +88,20 @@ def staged(folder: Path) -> Iterator[Path]:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def put_in_place(staging: Path, folder: Path) -> None:
+def put_in_place(staging: Path, folder: Path, *, is_sound: Callable[[], bool] = lambda: False) -> None:
     """Make a complete folder durable, and give it its name. An old one of that name is deleted when the new one is there.
 
     A process that is killed between the renames leaves both, hidden; the next process writes the folder again.
+
+    Args:
+        is_sound: returns whether ``folder`` is sound by now, since another host has made it. Then it stays, and others may
+            read it already.
     """
+    _make_durable(staging)
+    if is_sound():
+        return
     old = folder.with_name(f".{folder.name}.replaced")
     _remove(old)
-    _make_durable(staging)
     # A rename cannot replace a folder with content.
     if os.path.lexists(folder):
         folder.rename(old)

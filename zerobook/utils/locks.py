@@ -18,8 +18,11 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 _POLL_S = 0.1
 
 
-def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None:
-    """Lock an open file, and try again for ``wait`` seconds where another process holds it.
+def _do_nothing() -> None: ...
+
+
+def lock(handle: int, *, shared: bool = False, wait: float = 0.0, meanwhile: Callable[[], None] = _do_nothing) -> bool | None:
+    """Lock an open file, and try again for ``wait`` seconds where another process holds it; each time, call ``meanwhile``.
 
     Returns:
         True: it is locked now. False: another process holds it. None: its file system has no locks.
@@ -39,25 +42,32 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0) -> bool | None
         # Tried at least once, also without a wait.
         if time.monotonic() >= deadline:
             return False
+        meanwhile()
         time.sleep(_POLL_S)
 
 
 @contextmanager
 def locked(
-    file: Path, *, wait: float = math.inf, before_wait: Callable[[], None] = lambda: None, temporary: bool = False
+    file: Path,
+    *,
+    wait: float = math.inf,
+    before_wait: Callable[[], None] = _do_nothing,
+    meanwhile: Callable[[], None] = _do_nothing,
+    temporary: bool = False,
 ) -> Iterator[bool | None]:
     """Lock ``file``, which is made if it is missing, for the block. Yield what `lock` returns.
 
     Args:
         wait: seconds to wait for another process that holds the lock.
         before_wait: called once, where another process holds the lock.
+        meanwhile: called again and again during the wait.
         temporary: delete the file after the block. A process that opened it just before counts it as held.
     """
     with open(file, "a", opener=refuse_link) as handle:
         is_locked = lock(handle.fileno())
         if is_locked is False:
             before_wait()
-            is_locked = lock(handle.fileno(), wait=wait)
+            is_locked = lock(handle.fileno(), wait=wait, meanwhile=meanwhile)
         # The process that held the lock before may have deleted the file: then others lock another file of this name.
         if temporary and is_locked and not _is_open(file, handle.fileno()):
             unlock(handle.fileno())
