@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,15 +20,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerobook.cli.checkpoint import checkpoint
 from zerobook.cli.main import main
-from zerobook.errors import LockedError, RunLogError
+from zerobook.errors import CheckpointError, LockedError, RunLogError
 from zerobook.runlog import writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
 from zerobook.runlog.lifecycle import begin, log_failure
 from zerobook.runlog.machine import nearly_full, sample
-from zerobook.runlog.writer import NullRunLog, RunLog
+from zerobook.runlog.writer import EVENTS, NullRunLog, RunLog
 from zerobook.utils.terminal import say
 
 json_values = st.recursive(
@@ -429,6 +431,20 @@ def test_a_run_that_ended_far_above_its_best_says_so_in_its_status_and_on_its_pa
         text = write(tmp_path / str(said)).read_text()
         assert text.count(sentence) == 2 * said, "in the state, and in the events"
         assert ('class="entry bad"' in text) == said
+
+
+def test_a_run_on_another_host_whose_disk_grants_a_lock_to_each_host_is_live(tmp_path, capsys):
+    for host, state in ((socket.gethostname(), "ENDED WITHOUT AN EVENT"), ("another-host", "Training")):
+        log = attempt(tmp_path, {"seed": 1})
+        log.event("env", host=host)
+        log.close()
+        assert told(capsys, "status", tmp_path)[1].startswith(state)
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="another host"):
+        checkpoint(["prune", str(tmp_path), "--keep", "1"])
+    long_ago = time.time() - 600
+    os.utime(log.folder / EVENTS, (long_ago, long_ago))
+    assert told(capsys, "status", tmp_path)[1].startswith("ENDED WITHOUT AN EVENT")
 
 
 def test_the_story_is_told_from_every_side(run, capsys):

@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint import store
 from zerobook.cli.arguments import Parser
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, RunLogError
+from zerobook.runlog.history import folder_of, is_written_elsewhere
 from zerobook.utils.terminal import console, plain, say
 from zerobook.utils.units import counted, size
 
@@ -113,6 +115,12 @@ def _prune(path: Path, keep: int | None) -> None:
     if keep is None or keep < 1:
         raise CheckpointError(f"prune: --keep is {keep}. Say how many of the newest checkpoints stay, at least 1.")
     checkpoints = _checkpoints_folder(path)
+    with suppress(RunLogError):
+        if is_written_elsewhere(folder_of(checkpoints.parent)):
+            raise CheckpointError(
+                f"{checkpoints}: a run on another host has written its log within the last three minutes, and prunes its own "
+                "checkpoints. Wait until it ends."
+            )
     # A run that trains prunes its own checkpoints, and owns the folder.
     with store.locked(checkpoints, wait=0):
         deleted = store.prune(checkpoints, keep)

@@ -11,7 +11,6 @@ data. The data is tokenized on all cores, or on as many as the recipe's --prepro
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import parse
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
+from zerobook.launch.build import usable_cores
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import names
 from zerobook.utils.terminal import console, say
@@ -66,7 +66,7 @@ def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTok
     if dry_run:
         raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
     # The tokenization has all cores: no other process of a launch runs beside this one.
-    workers = config.preprocessing_num_workers or os.cpu_count() or 1
+    workers = config.preprocessing_num_workers or usable_cores()
     return prepare_data(recipe_type(config), sources, workers)
 
 

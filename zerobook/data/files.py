@@ -20,6 +20,7 @@ from zerobook.data.samples import Segment
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.data.values import refuse_constant
 from zerobook.errors import DataError
+from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import file_digest, open_regular
 
 LINE_LIMIT = 256 << 20
@@ -68,13 +69,19 @@ def file_source(file: Path) -> Source:
         name=str(file),
         read=lambda: readers[kind](file),
         # The same bytes, read as another type, are other samples.
-        digest=lambda: f"{kind} {file_digest(file)}",
+        digest=lambda: f"{kind} {_digest(file)}",
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in TEXT,
         sketch=lambda: f"{kind} {_sketch(file)}",
         cut=_cutter(file, kind),
     )
+
+
+def _digest(file: Path) -> str:
+    # The bar appears if the file takes longer than a few seconds.
+    with tqdm(total=file.stat().st_size, desc=f"reading {file.name}", unit="B", unit_scale=True, leave=False, delay=5) as bar:
+        return file_digest(file, bar.update)
 
 
 def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import socket
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 from zerobook.utils import locks
 from zerobook.utils.reading import open_regular
+
+_RECENT_S = 180.0
 
 
 def folder_of(run: str | Path) -> Path:
@@ -85,7 +89,24 @@ def is_being_written(folder: Path) -> bool:
     """Return whether a process holds the log, or may hold it: on a file system without locks this is not known."""
     with open_regular(folder / EVENTS) as handle:
         # Only a writer refuses a shared lock: readers do not refuse each other.
-        return locks.lock(handle.fileno(), shared=True) is not True
+        if locks.lock(handle.fileno(), shared=True) is not True:
+            return True
+    return is_written_elsewhere(folder)
+
+
+def is_written_elsewhere(folder: Path) -> bool:
+    """Return whether a process of another host has written the log lately, and has not ended.
+
+    Some network file systems grant a lock to a process of each host. A run that lives writes at least twice a minute.
+    """
+    log = folder / EVENTS
+    if time.time() - log.stat().st_mtime > _RECENT_S:
+        return False
+    newest = last_of(log, ["env", *ending_types()])
+    attempt = newest.pop("env", None)
+    if attempt is None or attempt["host"] == socket.gethostname():
+        return False
+    return all(ending["seq"] < attempt["seq"] for ending in newest.values())
 
 
 def when(event: Event) -> datetime:
