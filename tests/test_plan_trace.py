@@ -212,6 +212,24 @@ def test_what_cuda_does_otherwise_is_traced(tiny):
     assert functional.dropout.__module__ == "torch.nn.functional" and torch.Tensor.pow is torch._C.TensorBase.pow
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_kernels_other_than_flash_attention_keep_repeated_keys(tiny, precision):
+    """A T4 has none, and no GPU has one in fp32."""
+    planned = made("causal_lm", tiny / "llama")
+    saved_bytes = {}
+    for gpu in ("t4", "a100-40gb"):
+        with planned.build(BatchShape(2, 48, 0, False)) as (model, batch):
+            trace = trace_step(model, batch, planned.objective.loss, precision, device=cluster(gpu=gpu).kernels)
+        saved_bytes[gpu] = trace.saved_bytes
+    with planned.build(BatchShape(2, 48, 0, False)) as (model, batch):
+        shared = trace_step(model, batch, planned.objective.loss, precision, device="cpu").work
+    # Two layers; keys and values of 2 heads with 16 numbers become 4 heads.
+    repeated = 2 * 2 * (2 * 48) * 2 * 16 * (4 if precision == "no" else 2)
+    expected = {"no": 0, "fp16": repeated}
+    assert saved_bytes["t4"] - saved_bytes["a100-40gb"] == expected[precision]
+    assert shared.attention == trace.work.attention
+
+
 def test_inputs_that_wait_in_host_memory_are_counted_there(tiny):
     """On a GPU; a CPU's activations are there anyway."""
     found, shape = {}, BatchShape(2, 48, 0, False)

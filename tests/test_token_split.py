@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.planning import rows_of, shortened
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
@@ -17,7 +15,6 @@ from zerobook.errors import ConfigError
 from zerobook.models.whole_rows import check_split
 from zerobook.objective import TARGETS, NextToken, TargetTokens, causal_lm_loss
 from zerobook.plan.hardware import cluster
-from zerobook.strategy import token_split
 from zerobook.strategy.token_split import TokenSplit, without_masks
 
 SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -88,38 +85,6 @@ def test_masks_and_attention_come_back():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is min and ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](1, q_length=2) is None
         raise ZeroDivisionError
     assert [table["sdpa"] for table in tables] == before
-
-
-@pytest.mark.parametrize("has_flash", [True, False])
-def test_repeated_keys_attend_as_shared_ones_do(monkeypatch, has_flash):
-    """In fp32, no fused kernel of a GPU lets query heads share keys."""
-    monkeypatch.setattr(token_split, "has_flash_attention", lambda query: has_flash)
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 6, 5, 4, generator=generator).requires_grad_()
-    key, value = torch.randn(2, 2, 2, 5, 4, generator=generator).requires_grad_().unbind()
-    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-    heads = []
-    plain_attention = torch.nn.functional.scaled_dot_product_attention
-
-    def noting_heads(query, key, value, **options):
-        heads.append(key.shape[1])
-        return plain_attention(query, key, value, **options)
-
-    expected, _ = sdpa_attention_forward(module, query, key, value, None)
-    wanted = torch.autograd.grad(expected.square().sum(), (query, key, value))
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", noting_heads)
-    output, _ = token_split.attend_fused(module, query, key, value, None)
-    assert heads == [2 if has_flash else 6]
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), (query, key, value)), wanted)
-
-
-@pytest.mark.parametrize("can_use_flash", [True, False])
-def test_torch_says_whether_a_gpu_has_flash_attention(monkeypatch, can_use_flash):
-    monkeypatch.setattr("torch.backends.cuda.can_use_flash_attention", lambda parameters: can_use_flash)
-    assert token_split.has_flash_attention(torch.zeros(1, 2, 3, 4))
-    with FakeTensorMode():
-        assert token_split.has_flash_attention(torch.zeros(1, 2, 3, 4, device="cuda")) is can_use_flash
 
 
 class Pairs(NextToken):

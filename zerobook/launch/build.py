@@ -21,6 +21,7 @@ from zerobook.launch.accelerate_file import FileCheck
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import plain_environment
 from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils.attention import prepare_attention
 from zerobook.utils.environment import is_true
 from zerobook.utils.library_messages import hush, hush_deepspeed_builds
 from zerobook.utils.terminal import keep_logs_plain, say
@@ -142,6 +143,7 @@ def _prepare_process(plan: LaunchPlan) -> None:
 
     # Set the variables before accelerate and DeepSpeed read them.
     set_environment(plan)
+    prepare_attention()
     hush()
     if plan.kind == "deepspeed":
         hush_deepspeed_builds()

@@ -17,6 +17,7 @@ from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
 from zerobook.utils import hub
+from zerobook.utils.attention import prepare_attention
 from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.model_config import auto_class, text_config
 from zerobook.utils.reading import file_digest, read_json
@@ -79,6 +80,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     from zerobook.models.load import use_cache
 
     hush_loading()
+    prepare_attention()
     name = locate_result(str(path))
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():

@@ -10,10 +10,10 @@ from zerobook.models.isolation import random_tokens
 from zerobook.objective import Objective, with_targets
 from zerobook.strategy import Strategy
 
+# Tokens of a process in the measured row.
 _TOKENS = 16
-"""Tokens of a process in the measured row."""
+# Largest difference that is taken for rounding, as a share of the logits, by the run's precision.
 _ROUNDING = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-"""Largest difference that is taken for rounding, as a share of the logits, by the run's precision."""
 
 
 def check_split(strategy: Strategy, objective: Objective) -> None:

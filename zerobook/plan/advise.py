@@ -34,10 +34,10 @@ MICRO_BATCH_TOKENS = 8192
 """Tokens of a micro-batch that is not made larger, unless the user asks for more."""
 CHECKPOINTING = ("none", "full", "offload")
 """Activation checkpointing that is tried, from the fastest to the one with the least memory."""
+# Names of the strategy files that keep weights or optimizer state outside of the GPU.
 _OFFLOADS = re.compile("offload|nvme")
-"""Names of the strategy files that keep weights or optimizer state outside of the GPU."""
+# Names of the strategy files that share each row among ranks.
 _SHARES_ROWS = re.compile("context|sequence|tensor")
-"""Names of the strategy files that share each row among ranks."""
 _LORA_RECIPE = "lora_finetune"
 _ACTIVATIONS = {"none": "activations kept", "full": "activations recomputed", "offload": "activations recomputed and offloaded"}
 

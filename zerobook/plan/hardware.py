@@ -50,8 +50,10 @@ class Cluster:
 
     @property
     def kernels(self) -> str:
-        """The device whose kernels a trace simulates."""
-        return "cpu" if self.cpu else "cuda"
+        """The device whose kernels a trace simulates: ``cpu``, ``cuda``, or ``cuda without flash`` for older GPUs."""
+        if self.cpu:
+            return "cpu"
+        return "cuda" if self.device.fused else "cuda without flash"
 
     @property
     def half_precision(self) -> str:

@@ -133,8 +133,8 @@ def _best_repetition(path: str, descriptions: Sequence[Any]) -> Repetition:
     return best
 
 
+# Attributes in which layers have their own number.
 _INDEXES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}
-"""Attributes in which layers have their own number."""
 
 
 def _describe_layers(layers: nn.ModuleList, config: Any) -> list[Any]:

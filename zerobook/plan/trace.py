@@ -79,6 +79,7 @@ def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: An
 _MATRIX_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
 
 
+# Products of matrices -> the places of their factors among the arguments.
 _FACTORS = {
     "aten::mm": (0, 1),
     "aten::addmm": (1, 2),
@@ -90,7 +91,6 @@ _FACTORS = {
     "transformers::grouped_mm_fallback": (0, 1),
     "transformers::grouped_mm_fallback_backward": (0, 1),
 }
-"""Products of matrices -> the places of their factors among the arguments."""
 _LOOK_UPS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 _WITHOUT_KERNEL = {
     "aten::_unsafe_view",
@@ -320,7 +320,8 @@ def trace_step(
         batch: the collator's output, with ``labels``.
         loss: an objective's loss, see `zerobook.objective.Objective.loss`.
         precision: the precision of autocast: ``no``, ``bf16`` or ``fp16``.
-        device: the device, ``cpu`` or ``cuda``, whose attention is simulated; None for real tensors, which run their own.
+        device: the device whose attention is simulated, as `Cluster.kernels` names it; None for real tensors, which run their
+            own.
         repetitions: the equal layers of the complete model, of which ``model`` has few; the trace is that of all. None where
             it has all.
 
@@ -455,7 +456,7 @@ def _simulate(
     with ExitStack() as stack:
         if device is not None:
             stack.enter_context(_simulate_attention(device, counter))
-        if device == "cuda":
+        if device not in (None, "cpu"):
             stack.enter_context(_simulate_cuda(precision != "no", counter))
         if "position_ids" not in batch:
             stack.enter_context(_assume_unpacked())
@@ -626,6 +627,11 @@ def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
             value = value.to(dtype)
             if attn_mask is not None and attn_mask.is_floating_point():
                 attn_mask = attn_mask.to(dtype)
+        # `zerobook.utils.attention.attend_fused` repeats shared keys for kernels other than flash attention.
+        if not has_equal_heads and device != "cpu" and not (device == "cuda" and query.dtype in HALF.values()):
+            groups = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(groups, dim=1)
+            value = value.repeat_interleave(groups, dim=1)
         # torch turns a boolean mask into one that is added to the scores, in the dtype of the query.
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
@@ -636,12 +642,12 @@ def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
 
 
 _TENSOR_OPERATIONS_IN_FP32 = ("softmax", "log_softmax", "pow", "rsqrt", "exp", "log", "cumsum", "sum", "norm", "reciprocal")
+# Operations that autocast runs in fp32 on CUDA and not on the CPU (torch 2.13, aten/src/ATen/autocast_mode.h).
 _OPERATIONS_IN_FP32 = {
     F: ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss", "softplus"),
     torch: ("layer_norm", *_TENSOR_OPERATIONS_IN_FP32),
     torch.Tensor: ("__pow__", "__rpow__", *_TENSOR_OPERATIONS_IN_FP32),
 }
-"""Operations that autocast runs in fp32 on CUDA and not on the CPU (torch 2.13, aten/src/ATen/autocast_mode.h)."""
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class TracedJob:
 
     job: Job
     model: ModelWeights
-    # the device whose kernels are simulated: "cpu" or "cuda"
+    # the device whose kernels are simulated, as `Cluster.kernels` names it
     device: str
     # on the meta device
     module: nn.Module
@@ -78,7 +78,7 @@ def trace_job(
     Args:
         cast: the precision that the whole model is cast to.
         autocast: the precision that autocast casts single operations to.
-        device: the device whose kernels are simulated: ``cpu`` or ``cuda``.
+        device: the device whose kernels are simulated, as `Cluster.kernels` names it.
         module: the job's model on the meta device; None builds it.
         all_layers: run all of many equal layers, which gives the same trace.
 

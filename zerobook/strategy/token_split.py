@@ -11,7 +11,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +19,15 @@ from torch.nn.functional import pad
 from zerobook.constants import IGNORE
 from zerobook.errors import ConfigError
 from zerobook.objective import TARGETS, shifted
+from zerobook.utils.attention import attend_fused
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ATTENTION = "sdpa"
 """The only attention that rows are split under. On GPUs, it runs the flash kernels in half precision."""
+# Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`.
 _KEYS = {"input_ids", "labels", "past_key_values"}
-"""Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`."""
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 
@@ -162,35 +162,6 @@ class Ring(TokenSplit):
         row = torch.arange(self.chunk_count, device=self._mesh.device_type)
         with context_parallel(self._mesh, buffers=[row], buffer_seq_dims=[0], no_restore_buffers={row}):
             yield row
-
-
-def attend_fused(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any
-) -> tuple[torch.Tensor, None]:
-    """Attend as transformers does under `ATTENTION`, where a kernel must be fused.
-
-    Keys and values are repeated if no fused kernel of the GPU lets several query heads share them: the efficient kernel
-    does not in torch 2.13, and without flash attention (in fp32, or before compute capability 8.0) it is the only one.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not has_flash_attention(query):
-        key = key.repeat_interleave(groups, dim=1)
-        value = value.repeat_interleave(groups, dim=1)
-        # transformers would repeat the heads of a module that has groups.
-        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    return sdpa_attention_forward(module, query, key, value, *args, **options)
-
-
-def has_flash_attention(query: torch.Tensor) -> bool:
-    """Return whether torch has a flash kernel for the dtype, head size and device of ``query``."""
-    if query.device.type == "cpu":
-        return True
-    from torch.backends.cuda import SDPAParams, can_use_flash_attention
-
-    # Keys have the same dtype, head size and device, so the query stands for them.
-    return can_use_flash_attention(SDPAParams(query, query, query, None, 0.0, True, False))
 
 
 @contextmanager

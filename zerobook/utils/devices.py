@@ -134,8 +134,8 @@ DEVICES = {
         _device("mi300x", "AMD Instinct MI300X", 191.98, 1307, 163.4, 5300, 64, 448, **_CDNA),
     )
 }
+# Number of compute slices into which MIG divides a card, if it is not 7. Memory is divided into eighths.
 _SLICES = {"a30": 4}
-"""Number of compute slices into which MIG divides a card, if it is not 7. Memory is divided into eighths."""
 
 
 def find_device(name: str) -> Device | None:
