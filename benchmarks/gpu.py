@@ -4,7 +4,8 @@
 
 machine     versions, measured rates of matrix products and copies
 probe       collectives of NCCL with one rank; which backend of torch's attention takes which dtypes, grouped heads and masks;
-            the loss at 16,384 tokens and a vocabulary of 128,256; where a step waits for the GPU
+            attention at lengths that are new to the process; the loss at 16,384 tokens and a vocabulary of 128,256; where a
+            step waits for the GPU
 parity      fp32 training on the GPU under every strategy that one GPU has, against one process on the CPU: with evaluation,
             generation, a rollback between the steps, and a resume
 models      tokens a second, memory and MFU of well-known shapes from 0.4 to 8 10^9 parameters, beside the card's own rate on

@@ -2,6 +2,7 @@
 
 collectives   each collective of NCCL with one rank, and whether its flight recorder has them
 attention     which backend of torch's attention takes which dtypes, grouped heads and masks; its error and its seconds
+new lengths   seconds of the first and the second attention at 16 lengths, by torch's order of backends and by zerobook's
 head          zerobook's loss beside torch's at 16,384 tokens and a vocabulary of 128,256: seconds, memory, error
 host waits    where a training step waits for the GPU, under one process, ZeRO-3 and FSDP2
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,6 +26,7 @@ from benchmarks import gpu_waits
 from benchmarks.gpu_models import seconds
 from benchmarks.gpu_setting import ROOT, Case, Row, Setting, call, failure
 from zerobook.utils import subprocess_launch
+from zerobook.utils.attention import prepare_attention
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +35,8 @@ BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 """Backends of `torch.nn.attention.SDPBackend`."""
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 """Functions of torch that return what a flight recorder has: NCCL's own, and the generic one."""
+NEW_LENGTHS = 16
+"""Lengths at which attention is computed for the first time."""
 
 
 def probe(setting: Setting) -> dict[str, Case]:
@@ -40,6 +45,9 @@ def probe(setting: Setting) -> dict[str, Case]:
         "attention": Case(partial(_call, "attention", {"device": setting.device, "tiny": setting.tiny}), 40),
         "head": Case(partial(_call, "head", {"device": setting.device, "tiny": setting.tiny}), 40),
     }
+    for order in ("torch", "zerobook"):
+        arguments = {"device": setting.device, "tiny": setting.tiny, "order": order}
+        cases[f"new lengths, order of {order}"] = Case(partial(_call, "new_lengths", arguments), 60)
     for strategy in ("single", "zero3", "fsdp"):
         cases[f"host waits, {strategy}"] = Case(partial(_host_waits, setting, strategy), 40)
     return cases
@@ -172,13 +180,13 @@ def attention(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def _attention_inputs(
-    dtype: torch.dtype, kv_heads: int, masked: bool, device: str, tiny: bool
+    dtype: torch.dtype, kv_heads: int, masked: bool, device: str, tiny: bool, more_tokens: int = 0
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Return (query, key, value) that need gradients, and a mask of rows that are padded on the left."""
     import torch
 
     torch.manual_seed(0)
-    length = 32 if tiny else 1024
+    length = (32 if tiny else 1024) + more_tokens
     size = 16 if tiny else 128
     tensors = []
     for heads in (16, kv_heads, kv_heads):
@@ -210,12 +218,17 @@ def _attend(backend: str, tensors: list[torch.Tensor], mask: torch.Tensor | None
 def _passes(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> list[torch.Tensor]:
     """Return the output and the gradients of (query, key, value)."""
     import torch
+
+    output = _forward(tensors, mask)
+    return [output.detach(), *torch.autograd.grad(output, tensors, torch.ones_like(output))]
+
+
+def _forward(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
     from torch.nn.functional import scaled_dot_product_attention
 
     query, key, value = tensors
     grouped = query.shape[1] != key.shape[1]
-    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return [output.detach(), *torch.autograd.grad(output, tensors, torch.ones_like(output))]
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def _exact_passes(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> list[torch.Tensor]:
@@ -243,6 +256,56 @@ def _chosen(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> Row:
     grouped = query.shape[1] != key.shape[1]
     number = torch._fused_sdp_choice(query, key, value, mask, 0.0, mask is None, enable_gqa=grouped)
     return {"backend": SDPBackend(number).name}
+
+
+def new_lengths(device: str, tiny: bool, order: str) -> Iterator[Row]:
+    """Measure attention at lengths that the process has not met: cuDNN builds a plan for each new shape.
+
+    Args:
+        order: ``torch`` or ``zerobook``: whose choice of the backend that is tried first.
+    """
+    import torch
+
+    if order == "zerobook":
+        prepare_attention()
+    row: Row = {"cuDNN enabled": torch.backends.cuda.cudnn_sdp_enabled()}
+    # As transformers calls it: heads share keys only where there is no mask.
+    for case, kv_heads, masked in (("grouped heads, causal", 4, False), ("full heads, a mask", 16, True)):
+        lists: dict[str, list[float]] = {}
+        # The first length loads libraries, so it is left out.
+        for index in range(NEW_LENGTHS + 1):
+            # Lengths of padded batches are multiples of 8.
+            inputs = _attention_inputs(torch.bfloat16, kv_heads, masked, device, tiny, 8 * index)
+            for call_name in ("first", "second"):
+                forward, backward = _timed_passes(*inputs)
+                if index > 0:
+                    lists.setdefault(f"{call_name} forward", []).append(forward)
+                    lists.setdefault(f"{call_name} backward", []).append(backward)
+        row[case] = {"seconds": lists} | row_or_error(partial(_chosen, *inputs))
+        yield row
+
+
+def _timed_passes(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> tuple[float, float]:
+    """Return the seconds of the forward pass, and those of the backward pass, until the device is done."""
+    import torch
+
+    outputs: list[torch.Tensor] = []
+    forward = _elapsed(lambda: outputs.append(_forward(tensors, mask)), tensors[0].device.type)
+    gradient = torch.ones_like(outputs[0])
+    backward = _elapsed(partial(torch.autograd.grad, outputs[0], tensors, gradient), tensors[0].device.type)
+    return forward, backward
+
+
+def _elapsed(work: Callable[[], object], device: str) -> float:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 HEADS = {

@@ -133,6 +133,17 @@ def test_what_a_function_had_when_its_process_failed_is_kept(tmp_path):
     assert "139" in row["error"] or "-11" in row["error"]
 
 
+@pytest.mark.parametrize("order", ["torch", "zerobook"])
+def test_first_calls_at_new_lengths_are_timed(order):
+    row = gpu_setting.call("benchmarks.gpu_probe.new_lengths", 120.0, device="cpu", tiny=True, order=order)
+    assert "error" not in row
+    assert row["cuDNN enabled"] is (order == "torch")
+    for case in ("grouped heads, causal", "full heads, a mask"):
+        seconds = row[case]["seconds"]
+        assert set(seconds) == {f"{call} {direction}" for call in ("first", "second") for direction in ("forward", "backward")}
+        assert all(len(times) == 16 and min(times) > 0 for times in seconds.values())
+
+
 @pytest.mark.launch
 def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
     line = [
