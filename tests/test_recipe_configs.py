@@ -16,6 +16,7 @@ from tests.planning import MODELS
 from zerobook.cli.doctor import inspect_launch
 from zerobook.constants import IGNORE
 from zerobook.data import formats
+from zerobook.data.samples import BadSample
 from zerobook.data.templates import CausalEncoder
 from zerobook.launch.resolve import Hardware
 from zerobook.training import run as recipe_run
@@ -130,11 +131,18 @@ ROWS = {
     "knkarthick/samsum": {"id": "d", "dialogue": "a", "summary": "c"},
 }  # fmt: skip
 """Data -> a row with the columns that its card on the hub names."""
+UNREADABLE_ROWS = {"knkarthick/samsum": {"id": "13828807", "dialogue": None, "summary": "problem"}}
+"""Data -> a row of it that has no text."""
 
 
 def read_data(file, config, folder) -> bool:
     """Return whether a row of the config's data, in a local file, is read as a sample with a target."""
     (data,) = config.dataset_specs()
+    if data.path in UNREADABLE_ROWS:
+        row = UNREADABLE_ROWS[data.path]
+        with pytest.raises(BadSample):
+            formats.parse(formats.detect(ROWS[data.path]), row)
+        assert config.on_bad_sample == "skip"
     (folder / "rows.jsonl").write_text(json.dumps(ROWS[data.path]) + "\n")
     row = json.loads((folder / "rows.jsonl").read_text())
     sample = formats.parse(formats.detect(row), row)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
 import tracemalloc
 from pathlib import Path
@@ -527,3 +529,36 @@ def test_a_sample_of_an_array_has_the_limit_of_a_line(tmp_path, monkeypatch):
     path = write(tmp_path / "a.json.gz", gzip.compress(json.dumps([{"text": "a"}, {"text": "b" * 2000}]).encode()))
     with pytest.raises(DataError, match=r"a\.json\.gz, sample 1: .*longer than "):
         list(open_source(path).train.read())
+
+
+class Stale(io.RawIOBase):
+    """A file on a network disk that does not answer."""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def test_an_error_of_the_disk_may_be_gone_at_the_next_start_and_damage_is_not(tmp_path, monkeypatch):
+    damaged = write(tmp_path / "damaged.jsonl.gz", gzip.compress(LINES.encode())[:-9])
+    source = open_source(write(tmp_path / "a.jsonl", LINES)).train
+    with pytest.raises(DataError) as of_content:
+        list(open_source(damaged).train.read())
+    monkeypatch.setattr(files, "open_regular", lambda file: io.BufferedReader(Stale()))
+    with pytest.raises(DataError) as of_disk:
+        list(source.read())
+    assert (of_content.value.exit_code, of_disk.value.exit_code) == (2, 1)
+
+
+def test_a_dataset_without_its_owner_and_a_hub_that_does_not_answer(monkeypatch):
+    import datasets
+
+    def refuse(*arguments, **options):
+        raise ConnectionError("Couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(DataError, match="OWNER/NAME") as refused:
+        open_source("wikitext")
+    assert refused.value.exit_code == 1

@@ -41,6 +41,13 @@ class DataError(ZerobookError):
     """Data that cannot be read, or that leaves nothing to train on."""
 
 
+class SourceError(DataError):
+    """Data that could not be read now, since a disk or the hub did not answer."""
+
+    exit_code = 1
+    """That of any failure, and not of a wrong command line: another start may succeed."""
+
+
 class CheckpointError(ZerobookError):
     """A checkpoint that is missing, incomplete, or does not fit this model."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import errno
 import gzip
 import io
 import json
@@ -19,7 +20,7 @@ from zerobook.data.parquet import MOST_EXPANSION, MOST_TOTAL
 from zerobook.data.samples import Segment
 from zerobook.data.source import Item, Malformed, Source, digest_of, not_utf8
 from zerobook.data.values import refuse_constant
-from zerobook.errors import DataError
+from zerobook.errors import DataError, SourceError
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import file_digest, open_regular
 
@@ -33,6 +34,8 @@ JSON_BLOCK = 1 << 20
 """Characters of a JSON array that are read at a time."""
 SHARD_BYTES = 64 << 20
 """Size of a stream's shards, if a file can be cut into such small parts."""
+DISK_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET)
+"""Errors of a disk, mostly of one on the network, that may be gone at the next start."""
 _EDGE = 1 << 16
 """Bytes at both ends of a file that its sketch covers, and of a compressed one that are read at a time."""
 
@@ -441,7 +444,10 @@ def _text_blocks(content: BinaryIO, position: int, stop: int | None) -> Iterator
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Convert the errors of decompressors and parsers about a damaged ``file`` to a `DataError`."""
+    """Convert the errors of decompressors and parsers about a damaged ``file`` to a `DataError`.
+
+    An error of the disk becomes a `SourceError`.
+    """
     try:
         yield
     except (DataError, GeneratorExit):
@@ -449,7 +455,9 @@ def _readable(file: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: {not_utf8(None)}") from error
     except Exception as error:
-        raise DataError(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
+        is_of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
+        error_type = SourceError if is_of_disk else DataError
+        raise error_type(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
 
 
 def _sketch(file: Path) -> str:

@@ -17,7 +17,7 @@ from zerobook.data.arrow_rows import without_padding
 from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, suffix_of
 from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, same_split
 from zerobook.data.source import Item, Source, Splits, digest_of
-from zerobook.errors import DataError
+from zerobook.errors import DataError, SourceError
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -148,9 +148,14 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
         if "Config name is missing" in str(error):
             raise DataError(f"{name}: {' '.join(str(error).split())} Choose one with {CONFIG_FLAG}.") from error
         reason = str(error).partition("\n")[0] or "no message"
-        raise DataError(
+        advice = ""
+        if "/" not in name:
+            advice = " The hub loads no dataset without its owner's name any more: give OWNER/NAME, as on the dataset's page."
+        # A network that is down may be up at the next start.
+        error_type = SourceError if isinstance(error, (ConnectionError, TimeoutError)) else DataError
+        raise error_type(
             f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
-            f"({type(error).__name__}: {reason})."
+            f"({type(error).__name__}: {reason}).{advice}"
         ) from error
     return _of_dataset(name, loaded, split, version)
 

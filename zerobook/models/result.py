@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from zerobook.checkpoint.result import find_result, holds_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models.generation_config import prefix_of
-from zerobook.utils import hub
+from zerobook.utils import hub, locks
 from zerobook.utils.attention import prepare_attention
 from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.model_config import auto_class, text_config
@@ -159,8 +158,7 @@ def _exported(checkpoint: Path) -> Path:
     key = file_digest(checkpoint / store.MANIFEST)
     folder = embedded.cache_dir() / "exports" / f"{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock, redirect_stdout(sys.stderr):
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locks.locked(folder.with_name(f"{folder.name}.lock")), redirect_stdout(sys.stderr):
         if not folder.exists():
             say(f"{checkpoint}: making a model of this checkpoint in {folder}")
             export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False)
