@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from zerobook.errors import CheckpointError, ConfigError, LockedError
 from zerobook.models.adapters import add_adapter, save_adapter
 from zerobook.models.generation_config import RULES, answer_as_measured
 from zerobook.models.load import load_model, load_tokenizer
-from zerobook.models.result import load_result
+from zerobook.models.result import exported_checkpoint, load_result
 from zerobook.models.save import save_model
 from zerobook.runlog.history import History
 from zerobook.runlog.report import write as write_report
@@ -650,3 +651,14 @@ def test_an_adapter_alone_has_no_card_of_a_library(tiny, tmp_path):
     )  # fmt: skip
     save_adapter(model, tmp_path / "adapter", dict(model.named_parameters()))
     assert not (tmp_path / "adapter" / "README.md").exists()
+
+
+def test_a_checkpoint_is_a_model_on_a_disk_without_locks(base, trained, tmp_path, monkeypatch):
+    def flock(handle, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    config = CausalLMConfig(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    (checkpoint,) = store.list_complete(store.folder_of(trained(config)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert (Path(exported_checkpoint(str(checkpoint))) / "config.json").exists()
