@@ -69,6 +69,10 @@ FACTORS = {"aten::mm": slice(0, 2), "aten::addmm": slice(1, 3)}
 class Idle:
     """A stream or an event of a GPU that does nothing."""
 
+    # torch 2.15 passes them to an operation.
+    stream_id = device_index = 0
+    device_type = 1
+
     def __init__(self, *args: Any, **options: Any):
         pass
 

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
 
 from tests.harness import staged
 from zerobook.checkpoint import state, store
@@ -423,8 +425,9 @@ def test_progress_round_trips_and_refuses_a_partial_record():
 
 @pytest.fixture
 def lock_files(tmp_path, monkeypatch):
-    """Makes lock files in a cache of their own: (op, seconds old) -> path."""
+    """Makes lock files in a cache of their own, for a torch that waits for them: (op, seconds old) -> path."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton, raising=False)
 
     def make_lock(op, old):
         lock = tmp_path / "py311_cpu" / op / "lock"
@@ -460,6 +463,28 @@ def test_a_young_lock_may_be_another_machines_and_is_waited_for(lock_files, monk
     monkeypatch.setattr(ops.time, "sleep", lambda seconds: os.utime(killed, (time.time() - 3600,) * 2))
     assert ops.clear_stale_locks(said.append) == [killed]
     assert f"removed {killed}" in said[-1]
+
+
+def test_locks_are_listed_if_torch_waits_for_them(tmp_path, monkeypatch):
+    """From 2.15 on, torch leaves a file behind each compile, and does not wait for it."""
+    lock = tmp_path / "op" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **_: None)
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *_: None)
+    waits = []
+
+    def release(seconds):
+        waits.append(seconds)
+        lock.unlink()
+
+    listed = ops.list_locks()
+    monkeypatch.setattr("torch.utils.file_baton.time.sleep", release)
+    (tmp_path / "op.cpp").touch()
+    cpp_extension.load("op", [str(tmp_path / "op.cpp")], build_directory=str(lock.parent))
+
+    assert listed == ([lock] if waits else [])
 
 
 def test_locks_are_looked_for_where_torch_keeps_them(monkeypatch, tmp_path):

@@ -116,14 +116,22 @@ def test_the_measurement_computes_no_logits_of_complete_rows(tiny, monkeypatch):
     assert forward(input_ids=torch.zeros(1, 64, dtype=torch.int64)).logits.shape[1] == 64
 
 
+def ignoring_positions(model):
+    """The model, which does not look at ``position_ids``, as Falcon before transformers 5.24."""
+    without = lambda _, args, options: (args, options | {"position_ids": None})  # noqa: E731
+    model.register_forward_pre_hook(without, with_kwargs=True)
+    return model
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_model_is_measured_before_it_is_trained(tiny, attention):
     model = load(tiny, "llama", attention).train()
     collate = PackedCollator(0)
     assert choose_packed_collator(strategy(model), collate) is collate
     assert model.training, "it is left as it was"
-    falcon = load(tiny, "falcon", attention)  # it does not look at the positions
-    assert choose_packed_collator(strategy(falcon), collate).mask is (torch.bool if attention == "sdpa" else torch.float32)
+    without_positions = ignoring_positions(load(tiny, "falcon", attention))
+    expected = torch.bool if attention == "sdpa" else torch.float32
+    assert choose_packed_collator(strategy(without_positions), collate).mask is expected
 
 
 def test_flex_attention_that_cannot_train_gives_way_to_sdpa_unless_it_was_named(tiny, capsys):
@@ -152,7 +160,7 @@ def test_what_cannot_isolate_is_refused(tiny):
     model = load(tiny, "llama", "sdpa")
     with pytest.raises(ConfigError, match="packing: in LlamaForCausalLM with attn_implementation sdpa"):
         choose_packed_collator(strategy(model), Ones(0))
-    falcon = load(tiny, "falcon", "sdpa")
+    falcon = ignoring_positions(load(tiny, "falcon", "sdpa"))
     falcon.config.sliding_window = 8  # a mask spelt out would do away with it
     with pytest.raises(ConfigError, match="packing: in FalconForCausalLM"):
         choose_packed_collator(strategy(falcon), PackedCollator(0))
@@ -249,26 +257,41 @@ def test_logits_that_are_no_numbers_are_not_taken_for_isolated(tiny):
         choose_packed_collator(strategy(model), PackedCollator(0))
 
 
-@pytest.mark.parametrize("name, attention", [("bloom", "eager"), ("falcon-rw", "eager"), ("falcon-rw", "sdpa")])
-def test_models_whose_positions_come_from_the_mask_are_refused(name, attention):
-    """ALiBi takes a sample's positions from a mask of padding, which tells no samples apart."""
-    from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig
+def test_a_model_whose_positions_come_from_the_mask_is_refused():
+    """Bloom takes a sample's positions from a mask of padding, which tells no samples apart."""
+    from transformers import AutoModelForCausalLM, BloomConfig
 
-    config = {
-        "bloom": BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64),
-        "falcon-rw": FalconConfig(
-            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, alibi=True, multi_query=False,
-            new_decoder_architecture=False,
-        ),
-    }[name]  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+    config = BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     model.config.use_cache = False
     measured, given_up = strategy(model), []
     measured.release_gathered_parameters = lambda: given_up.append(model.training)
-    with pytest.raises(ConfigError, match=rf"packing: in \w+ with attn_implementation {attention}.* --packing false"):
+    with pytest.raises(ConfigError, match=r"packing: in \w+ with attn_implementation eager.* --packing false"):
         choose_packed_collator(measured, PackedCollator(0))
     assert model.training, "it is left as it was"
     assert given_up == [True, True], "what a failed forward left gathered is given up too"
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("joined, flag", [(False, "packing"), (True, "padding_free")])
+def test_alibi_is_refused_where_it_counts_from_the_start_of_the_row(attention, joined, flag):
+    """Its biases are rounded to bf16. Far from the start of a row, they tell few of a sample's tokens apart."""
+    from transformers import AutoModelForCausalLM, FalconConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 16, "vocab_size": 64, "initializer_range": 0.2}
+    config = FalconConfig(**sizes, alibi=True, multi_query=False, new_decoder_architecture=False)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model.config.use_cache = False
+    with torch.no_grad():
+        alone, late = (
+            model(**to_device(PackedCollator(0)([packed(*samples)]), model.device)).logits[0, -len(B) :]
+            for samples in ([B], [A * 100, B])
+        )
+    assert (late - alone).norm() > 0.02 * alone.norm(), "the reason for which it is refused"
+
+    with pytest.raises(ConfigError, match=f"{flag}: Falcon.* alibi .*--{flag} false"):
+        choose_packed_collator(strategy(model), PackedCollator(0, flatten=joined), flag)
 
 
 def test_a_model_that_fails_with_text_alone_is_refused(tiny):

@@ -69,6 +69,11 @@ WITH_IMAGES = {
 """Models of classes that take images too."""
 
 
+SINUSOIDAL = {f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")}
+FIXED = {"marian": SINUSOIDAL, "pegasus": SINUSOIDAL}
+"""Weights that the model's class makes without a gradient. From transformers 5.24 on, they would get one from text."""
+
+
 def with_images(kind):
     from transformers import AutoConfig
 
@@ -83,7 +88,7 @@ def test_the_weights_without_a_gradient_are_the_frozen_ones(tiny, name):
     made = {"led": led, "decoder of bart": decoder_of_bart, **{kind: partial(with_images, kind) for kind in WITH_IMAGES}}
     seq2seq = name in ("marian", "pegasus", "mbart")
     model = made[name]() if name in made else load(tiny / name, f"AutoModelFor{'Seq2SeqLM' if seq2seq else 'CausalLM'}")
-    expected = without_gradient(model)
+    expected = without_gradient(model) | FIXED.get(name, set())
 
     freeze_unused(model)
 

@@ -1,9 +1,10 @@
 """DeepSpeed's C++ ops: compile them before a run, and remove the stale locks of compiles that were killed.
 
-torch creates a file named ``lock`` while it compiles an extension. If the compile is killed, the file remains, and
+Before 2.15, torch creates a file named ``lock`` while it compiles an extension. If the compile is killed, the file remains, and
 every later process waits for it for ever without a message. The compiling process keeps the file open. So a lock is stale if
 no process has it open. It must also be older than any compile takes: the cache may be on a network disk, and the processes
-of other machines are not visible here.
+of other machines are not visible here. From 2.15 on, the file always remains, and no process waits for it: torch locks it with
+flock, and the system releases that lock when its process ends.
 """
 
 from __future__ import annotations
@@ -98,9 +99,11 @@ def _cpu_kind() -> str:
 
 
 def list_locks() -> list[Path]:
-    """Return the lock files under the extensions' cache, stale or held."""
-    root = cache_root()
-    return sorted(root.glob("**/lock")) if root.is_dir() else []
+    """Return the lock files under the extensions' cache for which torch waits, stale or held."""
+    from torch.utils import cpp_extension
+
+    # torch waits for a file with its class FileBaton; without that class, it locks the file with flock.
+    return sorted(cache_root().glob("**/lock")) if hasattr(cpp_extension, "FileBaton") else []
 
 
 def is_held(lock: Path) -> bool:

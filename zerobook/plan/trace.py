@@ -251,7 +251,7 @@ class StorageCounter(TorchDispatchMode):
 
 
 def _run_grouped_product(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a grouped product, also on fake tensors that are not bf16. torch's shape rule for these knows only bf16; its
+    """Run a grouped product, also on fake tensors that are not bf16. The shape rule of torch 2.13 knows only bf16; its
     kernels for CUDA and CPU also accept fp32 and fp16, and return the dtype of their input
     (aten/src/ATen/native/GroupedMMUtils.h). autocast does not change these dtypes, so the experts of fp32 weights run in
     fp32."""
