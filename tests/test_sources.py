@@ -559,6 +559,8 @@ def test_a_dataset_without_its_owner_and_a_hub_that_does_not_answer(monkeypatch)
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(DataError, match="OWNER/NAME") as refused:
-        open_source("wikitext")
-    assert refused.value.exit_code == 1
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
+    for streaming, exit_code in ((False, 2), (True, 1)):
+        with pytest.raises(DataError, match="OWNER/NAME") as refused:
+            open_source("wikitext", streaming=streaming)
+        assert refused.value.exit_code == exit_code

@@ -151,8 +151,9 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
         advice = ""
         if "/" not in name:
             advice = " The hub loads no dataset without its owner's name any more: give OWNER/NAME, as on the dataset's page."
-        # A network that is down may be up at the next start.
-        error_type = SourceError if isinstance(error, (ConnectionError, TimeoutError)) else DataError
+        # A run that reads a stream needs the network at each start, and it may be up again at the next one.
+        is_of_network = streaming and isinstance(error, (ConnectionError, TimeoutError))
+        error_type = SourceError if is_of_network else DataError
         raise error_type(
             f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
             f"({type(error).__name__}: {reason}).{advice}"
