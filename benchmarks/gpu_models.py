@@ -239,18 +239,21 @@ def make(sizes: dict[str, Any], tokens: int, folder: str, materials: str, device
 
 def seconds(work: Callable[[], object], device: str, *, rounds: int) -> float:
     """Return the median seconds of ``work`` over ``rounds``, after three that are not measured, until the device is done."""
+    times = [elapsed(work, device) for _ in range(rounds + 3)]
+    return statistics.median(times[3:])
+
+
+def elapsed(work: Callable[[], object], device: str) -> float:
+    """Return the seconds of ``work``, until the device is done."""
     import torch
 
-    times = []
-    for _ in range(rounds + 3):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def rate(shapes: Mapping[tuple[int, int], int], tokens: int, device: str) -> float:

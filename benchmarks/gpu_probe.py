@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import gpu_waits
-from benchmarks.gpu_models import seconds
+from benchmarks.gpu_models import elapsed, seconds
 from benchmarks.gpu_setting import ROOT, Case, Row, Setting, call, failure
 from zerobook.utils import subprocess_launch
 from zerobook.utils.attention import prepare_attention
@@ -290,22 +289,10 @@ def _timed_passes(tensors: list[torch.Tensor], mask: torch.Tensor | None) -> tup
     import torch
 
     outputs: list[torch.Tensor] = []
-    forward = _elapsed(lambda: outputs.append(_forward(tensors, mask)), tensors[0].device.type)
+    forward = elapsed(lambda: outputs.append(_forward(tensors, mask)), tensors[0].device.type)
     gradient = torch.ones_like(outputs[0])
-    backward = _elapsed(partial(torch.autograd.grad, outputs[0], tensors, gradient), tensors[0].device.type)
+    backward = elapsed(partial(torch.autograd.grad, outputs[0], tensors, gradient), tensors[0].device.type)
     return forward, backward
-
-
-def _elapsed(work: Callable[[], object], device: str) -> float:
-    import torch
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 HEADS = {

@@ -5,7 +5,7 @@
     zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3
 
 All flags that are not listed below are passed to the recipe. A later launch of the recipe with the same flags uses the prepared
-data. The data is tokenized on all cores, or on as many as the recipe's --preprocessing_num_workers says.
+data. The data is tokenized on all cores that this process may use, or in as many processes as --preprocessing_num_workers says.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTok
     config, sources, dry_run = parse(recipe_type.config_class, flags)
     if dry_run:
         raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
-    # The tokenization has all cores: no other process of a launch runs beside this one.
+    # The tokenization has all usable cores: no other process of a launch runs beside this one.
     workers = config.preprocessing_num_workers or usable_cores()
     return prepare_data(recipe_type(config), sources, workers)
 
