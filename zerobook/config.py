@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -489,6 +489,13 @@ class RecipeConfig(_Keys):
             return self.datasets
         path = self.dataset_name or self.train_file
         return [self._spec(path=str(path), config_name=self.dataset_config_name, revision=self.dataset_revision)]
+
+    def with_data_revisions(self, revisions: Sequence[str | None]) -> Self:
+        """Return the config with other revisions of its training datasets, in the order of `dataset_specs`."""
+        if not self.datasets:
+            return self.model_copy(update={"dataset_revision": revisions[0]})
+        pairs = zip(self.datasets, revisions, strict=True)
+        return self.model_copy(update={"datasets": [spec.model_copy(update={"revision": new}) for spec, new in pairs]})
 
     def validation_spec(self) -> DatasetSpec:
         """Return the validation file as a dataset of its own, all of it held out."""

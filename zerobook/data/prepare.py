@@ -242,6 +242,7 @@ class Library:
         if not encoder.length:
             raise ConfigError(f"{type(encoder).__name__}.length is {encoder.length!r}; rows need a length of at least 1.")
         self.length: int = encoder.length
+        self._opened: dict[str, Splits] = {}
         self._cut_sources: dict[int, list[Source]] = {}
         self._stream_names: dict[int, str] = {}
         cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()
@@ -271,13 +272,16 @@ class Library:
         return all_folders
 
     def _splits(self, spec: DatasetSpec) -> Splits:
-        return open_source(
-            spec.path,
-            config_name=spec.config_name,
-            revision=spec.revision,
-            split=spec.split,
-            streaming=self.config.streaming,
-        )
+        # Opening a dataset on the hub takes several requests.
+        if spec.name not in self._opened:
+            self._opened[spec.name] = open_source(
+                spec.path,
+                config_name=spec.config_name,
+                revision=spec.revision,
+                split=spec.split,
+                streaming=self.config.streaming,
+            )
+        return self._opened[spec.name]
 
     def _train_rows(self, splits: Splits) -> int | None:
         """Return how many rows are enough if a limit needs only a part of the source; None for the whole source."""
@@ -418,7 +422,7 @@ class Library:
 
     def __getstate__(self) -> dict[str, Any]:
         # The readers of sources cannot be pickled. Another process opens the sources again.
-        return vars(self) | {"_cut_sources": {}}
+        return vars(self) | {"_opened": {}, "_cut_sources": {}}
 
     def _views(self, folders: _PreparedFolders) -> tuple[View | None, View | None]:
         """Return the (training, held-out) views of one dataset."""

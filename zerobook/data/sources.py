@@ -68,10 +68,21 @@ def _open(path: str, config_name: str | None, revision: str | None, split: str |
         return Splits(train=file_source(local))
     if local.is_dir():
         return _folder(local, config_name, split)
-    # The hub has no such names.
-    if path.startswith((".", "/", "~")) or local.suffix in KNOWN:
+    if not is_on_hub(path):
         raise DataError(f"{path}: there is no such file or folder.")
     return _hub(path, config_name, revision, split, streaming=streaming)
+
+
+def is_on_hub(path: str) -> bool:
+    """Return whether a path that `open_source` takes is the name of a dataset on the hub.
+
+    >>> is_on_hub("OWNER/NAME"), is_on_hub("embedded:chats"), is_on_hub("data/train.jsonl"), is_on_hub("./data")
+    (True, False, False, False)
+    """
+    local = Path(path).expanduser()
+    # The hub has no such names.
+    is_local = path.startswith((embedded.PREFIX, ".", "/", "~")) or local.suffix in KNOWN
+    return not (is_local or local.exists())
 
 
 def _take_range(source: Source, rows: str) -> Source:

@@ -102,6 +102,7 @@ DATA_SETTINGS = frozenset(
         "model_revision",
         "dataset_name",
         "dataset_config_name",
+        "dataset_revision",
         "datasets",
         "train_file",
         "validation_file",

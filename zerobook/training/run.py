@@ -23,6 +23,7 @@ from zerobook.launch.accelerate_cli import parent_flags
 from zerobook.launch.build import build, resolve_this_process
 from zerobook.launch.process import exit_on_error, launched, leave
 from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.training.data_commits import with_data_commits
 from zerobook.training.recipe import Recipe
 from zerobook.utils.chat_template import DEFAULT
 from zerobook.utils.library_messages import hush
@@ -108,6 +109,8 @@ def train(
         recipe.check_model_config(load_config(config, strategy))
 
         # Prepare the data.
+        config = with_data_commits(config, strategy)
+        recipe = type(recipe)(config)
         objective = recipe.objective()
         enter("prepare data")
         data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
@@ -216,8 +219,9 @@ def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> t
     from zerobook.models.load import load_config, load_tokenizer
 
     plan, config, _ = resolve_this_process(recipe.config, sources, trains=False)
-    recipe = type(recipe)(config)
     strategy = build(config, plan)
+    config = with_data_commits(config, strategy)
+    recipe = type(recipe)(config)
     tokenizer = load_tokenizer(config, strategy)
     recipe.check_model_config(load_config(config, strategy))
     data = prepare(

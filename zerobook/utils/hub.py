@@ -1,4 +1,4 @@
-"""Files of a model on the Hugging Face hub, downloaded before anything waits for them."""
+"""Models and datasets on the Hugging Face hub: their commits, and files that are downloaded before anything waits for them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", r"pytorch_mode
 """Names of weights that transformers loads, the preferred kind first."""
 CONNECT_S = 5.0
 """Seconds to wait for a connection to the hub."""
+ANSWER_S = 100.0
+"""Seconds to wait for an answer of the hub, as `datasets` does."""
 _BESIDE = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 
 
@@ -50,21 +52,28 @@ def check_reachable(name: str, revision: str = "main") -> None:
     # `from_pretrained` says of a path that there is no such folder.
     if is_path(name) or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
         return
-    address = urlsplit(constants.ENDPOINT)
-    # With a proxy, it is the proxy that has to be reached.
-    proxies = getproxies()
-    if proxies.get(address.scheme) or proxies.get("all"):
-        return
-    # Reached for a connection only: what the hub answers is its client's business.
     try:
-        port = address.port or {"http": 80}.get(address.scheme, 443)
-        socket.create_connection((str(address.hostname), port), timeout=CONNECT_S).close()
+        _connect()
     except OSError as error:
         raise ConfigError(
             f"model_name_or_path: {name} is no folder here ({Path.cwd()}), it is not in the hub's cache "
             f"({constants.HF_HUB_CACHE}), and the hub cannot be reached at {constants.ENDPOINT}: {error.strerror or error}. "
             "Give a folder, or copy the model into the cache and set HF_HUB_OFFLINE=1."
         ) from error
+
+
+def _connect() -> None:
+    """Raise `OSError` if the hub accepts no connection."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    # With a proxy, it is the proxy that has to be reached.
+    proxies = getproxies()
+    if proxies.get(address.scheme) or proxies.get("all"):
+        return
+    # Reached for a connection only: what the hub answers is its client's business.
+    port = address.port or {"http": 80}.get(address.scheme, 443)
+    socket.create_connection((str(address.hostname), port), timeout=CONNECT_S).close()
 
 
 def is_path(name: str) -> bool:
@@ -83,6 +92,22 @@ def commit(name: str, revision: str) -> str | None:
     # The cache has a folder for each commit.
     snapshot = folder(name, revision)
     return None if snapshot is None else snapshot.name
+
+
+def dataset_commit(name: str, revision: str | None) -> str | None:
+    """Return the commit that ``revision`` of a dataset has on the hub now; None where the hub does not answer.
+
+    Args:
+        revision: branch, tag or commit; None for the dataset's main branch.
+    """
+    from huggingface_hub import HfApi, constants
+
+    # `datasets` raises the error of a name that is not there, unless it finds the dataset in its cache.
+    with suppress(Exception):
+        if not constants.HF_HUB_OFFLINE:
+            _connect()
+            return HfApi().dataset_info(name, revision=revision, timeout=ANSWER_S).sha
+    return None
 
 
 def folder(name: str, revision: str) -> Path | None:
