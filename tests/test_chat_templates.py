@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from zerobook.config import RecipeConfig
@@ -236,6 +237,17 @@ def test_what_a_template_leaves_out_is_counted(tokenizer):
     encoder = CausalEncoder(tokenizer, length=None, chat_template=forgets)
     thinks, plain = encoder.encode([chat("a", THOUGHT + "b", "c", "d"), chat("a", "b")])
     assert (thinks.shortened, plain.shortened) == (1, 0)
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}"])
+def test_a_template_that_writes_the_date_gives_the_same_tokens_every_day(tokenizer, monkeypatch, marks):
+    answer = f"{marks}{{{{ message.content }}}}<|im_end|>{marks.replace('gen', 'endgen')}"
+    dated = f"Today is {{{{ strftime_now('%d %b %Y') }}}}.{{% for message in messages %}}{answer}{{% endfor %}}"
+    monkeypatch.setattr(chat_template_utils, "datetime", None)  # no clock
+    encoder = CausalEncoder(tokenizer, length=None, chat_template=dated)
+    _compile_jinja_template.cache_clear()  # as in another process, which gets the encoder
+    (encoded,) = encoder.encode([Chat([dict(role="assistant", content="hi")])])
+    assert tokenizer.decode(encoded.input_ids).startswith("Today is 26 Jul 2024.")
 
 
 def prepared(tmp_path, tokenizer, template, lines, **keys):

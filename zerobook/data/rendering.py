@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -56,6 +57,9 @@ class GeneratedTurn(NamedTuple):
 _PAST_LIMITS = (DataError, MemoryError)
 """Errors of a rendering that are of the template, and not of the chat that it renders."""
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
+TODAY = date(2024, 7, 26)
+"""The date of a template that writes today's: the tokens of a chat must not depend on the day when they were prepared, nor
+differ between hosts. Llama's templates have this date where they are not given another one."""
 _TOOL_TEMPLATE = "tool_use"
 """Name of the template that transformers takes for chats with tools, if a tokenizer has several templates."""
 
@@ -258,6 +262,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
+            _compile(self.source)  # what is rendered below
             with template_time():
                 rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
                     [messages],
@@ -514,13 +519,15 @@ def _remove_spaces(text: str) -> str:
 
 
 def _compile(source: str) -> Template:
-    """Return a chat template, compiled and cached by transformers.
+    """Return a chat template, compiled and cached by transformers, for which today is `TODAY`.
 
     transformers is imported in this function, because a recipe imports this module before it knows whether anything is trained.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    return _compile_jinja_template(source)
+    template = _compile_jinja_template(source)
+    template.globals["strftime_now"] = TODAY.strftime
+    return template
 
 
 def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
