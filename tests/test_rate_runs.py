@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from accelerate import tracking
 
 from scripts.other_logs import read_log
 from tests.alone import train
@@ -19,6 +21,7 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.history import History, time_spent
 from zerobook.training.hooks import Hook
+from zerobook.utils import hub
 
 STEPS = 12  # two epochs of 24 samples in steps of 4
 
@@ -253,6 +256,36 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
     assert [s["step"] for s in history.steps(current=True)] == list(range(1, STEPS + 1))
     assert sum(time_spent(history).abandoned_steps.values()) == given_up
     assert [record["step"] for record in read_log(run.output).records] == list(range(1, STEPS + 1))
+
+
+def test_a_tracker_that_fails_or_cannot_be_reached_ends_no_run(tiny, tmp_path, monkeypatch, capsys):
+    written: list[bool] = []
+
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    def fill_disk(tracker, values, step=None, **options):
+        if step == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        log(tracker, values, step=step, **options)
+
+    log = tracking.TensorBoardTracker.log
+    monkeypatch.setattr(tracking.TensorBoardTracker, "log", fill_disk)
+    finish = tracking.WandBTracker.finish
+
+    def finish_late(tracker):
+        written.append((tmp_path / "run" / "model").exists())
+        finish(tracker)
+
+    monkeypatch.setattr(tracking.WandBTracker, "finish", finish_late)
+    monkeypatch.setattr(hub, "connect", refuse)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    run = train(tmp_path / "run", **flags(tiny), report_to="tensorboard,wandb")
+    assert len(run.steps) == STEPS and list(tracked(run, "step")) == [1, 2]
+    assert list(run.output.rglob("*.wandb"))
+    assert written == [True], "W&B may wait for its uploads, so the model is written first"
+    assert "No space left on device" in capsys.readouterr().out
 
 
 class GoesBack(Hook):

@@ -97,10 +97,6 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     - accelerate offers FSDP2 for GPUs only, so `_build_fully_sharded` sets the distributed type itself.
     """
     _prepare_process(plan)
-    if "wandb" in config.report_to and "WANDB_MODE" not in os.environ and not _has_wandb_key():
-        # A prompt for a key would stop an unattended run.
-        os.environ["WANDB_MODE"] = "offline"
-        os.environ.setdefault("WANDB_DIR", config.output_dir)
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
 
@@ -284,15 +280,3 @@ def _let_later_groups_wait() -> None:
 
     distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
     distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
-
-
-def _has_wandb_key() -> bool:
-    from netrc import NetrcParseError, netrc
-
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    # wandb login writes the key into ~/.netrc.
-    try:
-        return any("wandb" in host for host in netrc().hosts)
-    except (OSError, NetrcParseError):
-        return False

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from zerobook.config import RecipeConfig
 from zerobook.evaluation import held_out
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.strategy import Strategy
 from zerobook.training.hooks import Hook, TrainerView
+from zerobook.utils import hub
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import read_json
 from zerobook.utils.terminal import without_passwords
 from zerobook.utils.writing import write_whole
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 IDENTITIES = "trackers.json"
 """File in the runlog's folder that keeps the trackers' own ids of the run, so that a resumed run goes on in them."""
@@ -26,7 +33,8 @@ IDENTITIES = "trackers.json"
 class Trackers(Hook):
     """Logs the last step of each log point, evaluations, and messages of the spike monitor.
 
-    Trackers accept each step number once, so their step number never goes back: it also counts the abandoned steps.
+    Trackers accept each step number once, so their step number never goes back: it also counts the abandoned steps. A tracker
+    that raises an error gets no more calls: the training goes on, and the runlog has all values.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig, *, resumed: bool):
@@ -36,6 +44,7 @@ class Trackers(Hook):
             resumed: the run goes on from a checkpoint of its own folder; its config was logged by its first attempt.
         """
         self.accelerator = strategy.accelerator
+        self.has_ended = False
         file = Path(config.output_dir) / "runlog" / IDENTITIES
         identities = _read_identities(file) if resumed else {}
         # The config was logged by the attempt that began the run in these trackers.
@@ -55,7 +64,21 @@ class Trackers(Hook):
             "trackio": {"name": name},
         }
         logged_config = None if is_config_logged else _flat(config.model_dump())
-        self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
+        if strategy.is_main and "wandb" in config.report_to and "WANDB_MODE" not in os.environ:
+            reason = _why_wandb_is_offline()
+            if reason is not None:
+                folder = os.environ.get("WANDB_DIR", config.output_dir)
+                options["wandb"] |= {"mode": "offline", "dir": folder}
+                tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
+        start = partial(self.accelerator.init_trackers, project, config=logged_config, init_kwargs=options)
+        trackers: list[GeneralTracker] = []
+        # One after another, since each may fail. On other ranks than 0, accelerate starts none.
+        for name in config.report_to:
+            self.accelerator.log_with = [name]
+            self.accelerator.trackers = []
+            if _succeeds(name, start):
+                trackers += self.accelerator.trackers
+        self.accelerator.trackers = trackers
         if strategy.is_main:
             # Trackers without ids have an empty one, which says that they have logged the config.
             identities = dict.fromkeys(config.report_to, "") | identities | {"wandb": wandb_id}
@@ -81,23 +104,75 @@ class Trackers(Hook):
         if trainer.pace.tflops is not None:
             values["tflops"] = trainer.pace.tflops
         values |= {f"train/{name}": value for name, value in last.metrics.items()}
-        self.accelerator.log(values, step=_step(trainer, last.step))
+        self._log(values, _step(trainer, last.step))
 
     def on_alert(self, trainer: TrainerView, messages: Sequence[str]) -> None:
         step = _step(trainer, trainer.progress.step)
-        for tracker in self.accelerator.trackers:
+
+        def write(tracker: Any) -> None:
             if tracker.name == "tensorboard":
                 tracker.writer.add_text("runlog", "\n\n".join(messages), step)
             elif tracker.name == "wandb":
                 tracker.run.log({"runlog": "\n".join(messages)}, step=step)
 
+        self._each(write)
+
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
-        self.accelerator.log(held_out.tracked(record.result), step=_step(trainer, record.step))
+        self._log(held_out.tracked(record.result), _step(trainer, record.step))
 
     def on_end(self, trainer: TrainerView) -> None:
+        self.has_ended = True
+
+    def close(self, trainer: TrainerView) -> None:
+        # After the model is written: some trackers wait here until all is uploaded. A run that failed is not called finished.
         # `Accelerator.end_training` would end the process group too.
-        for tracker in self.accelerator.trackers:
-            tracker.finish()
+        if self.has_ended:
+            self._each(lambda tracker: tracker.finish())
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self._each(lambda tracker: tracker.log(values, step=step))
+
+    def _each(self, call: Callable[[GeneralTracker], None]) -> None:
+        """Call ``call`` with each tracker that has not failed."""
+        trackers = self.accelerator.trackers
+        self.accelerator.trackers = [tracker for tracker in trackers if _succeeds(tracker.name, partial(call, tracker))]
+
+
+def _succeeds(name: str, call: Callable[[], None]) -> bool:
+    """Return whether a call of a tracker raises no error; otherwise, print a warning."""
+    try:
+        call()
+    # Each tracker's library has errors of its own.
+    except Exception as error:
+        reason = without_passwords(f"{type(error).__name__}: {error}")
+        tqdm.write(f"WARNING: {name}: {reason}. The run goes on without this tracker; the runlog has all values")
+        return False
+    return True
+
+
+def _why_wandb_is_offline() -> str | None:
+    """Return why W&B can only record on this machine; None if it can be reached."""
+    import wandb
+
+    address = wandb.setup().settings.base_url
+    # A prompt for a key would stop an unattended run.
+    if not (os.environ.get("WANDB_API_KEY") or _is_logged_in(urlsplit(address).netloc)):
+        return f"there is no key for {address} (wandb login)"
+    # Its client tries for minutes.
+    try:
+        hub.connect(address)
+    except OSError as error:
+        return f"{address} cannot be reached ({error.strerror or error})"
+    return None
+
+
+def _is_logged_in(host: str) -> bool:
+    """Return whether ``wandb login`` has written a key for a host into the netrc file, under its name or an earlier one."""
+    try:
+        names = netrc(os.environ.get("NETRC")).hosts
+    except (OSError, NetrcParseError):
+        return False
+    return any(name == host or "wandb" in name for name in names)
 
 
 def _read_identities(file: Path) -> dict[str, str]:

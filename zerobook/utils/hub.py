@@ -15,7 +15,7 @@ from zerobook.errors import ConfigError
 _WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?$")
 """Names of weights that transformers loads, the preferred kind first."""
 CONNECT_S = 5.0
-"""Seconds to wait for a connection to the hub."""
+"""Seconds to wait for a connection."""
 ANSWER_S = 100.0
 """Seconds to wait for an answer of the hub, as `datasets` does."""
 _BESIDE = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
@@ -53,7 +53,7 @@ def check_reachable(name: str, revision: str = "main") -> None:
     if is_path(name) or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
         return
     try:
-        _connect()
+        connect(constants.ENDPOINT)
     except OSError as error:
         raise ConfigError(
             f"model_name_or_path: {name} is no folder here ({Path.cwd()}), it is not in the hub's cache "
@@ -62,16 +62,13 @@ def check_reachable(name: str, revision: str = "main") -> None:
         ) from error
 
 
-def _connect() -> None:
-    """Raise `OSError` if the hub accepts no connection."""
-    from huggingface_hub import constants
-
-    address = urlsplit(constants.ENDPOINT)
+def connect(url: str) -> None:
+    """Raise `OSError` if a service accepts no connection within `CONNECT_S`. What it answers is its client's business."""
+    address = urlsplit(url)
     # With a proxy, it is the proxy that has to be reached.
     proxies = getproxies()
     if proxies.get(address.scheme) or proxies.get("all"):
         return
-    # Reached for a connection only: what the hub answers is its client's business.
     port = address.port or {"http": 80}.get(address.scheme, 443)
     socket.create_connection((str(address.hostname), port), timeout=CONNECT_S).close()
 
@@ -105,7 +102,7 @@ def dataset_commit(name: str, revision: str | None) -> str | None:
     # `datasets` raises the error of a name that is not there, unless it finds the dataset in its cache.
     with suppress(Exception):
         if not constants.HF_HUB_OFFLINE:
-            _connect()
+            connect(constants.ENDPOINT)
             return HfApi().dataset_info(name, revision=revision, timeout=ANSWER_S).sha
     return None
 
