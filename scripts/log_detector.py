@@ -47,7 +47,7 @@ class LogDetector(Detector):
         self.is_warming_up = True
 
     def update(self, point: Point) -> list[Finding]:
-        is_usable = point.is_finite and not self._is_dead(point)
+        is_usable = point.is_finite and not self.is_dead(point)
         if is_usable and len(self.beginning) < BEGINNING_POINTS:
             self.beginning.append(point.loss)
         if is_usable and point.learning_rate is not None:
@@ -63,15 +63,15 @@ class LogDetector(Detector):
         else:
             self.rates = [*self.rates[-RECENT_RATES + 1 :], rate]
 
-    def _see_new_run(self, excursion: Excursion, point: Point) -> list[Finding]:
+    def see_new_run(self, excursion: Excursion, point: Point) -> list[Finding]:
         # The first losses of the log are not a repetition of themselves.
         if self.seen < 3 * BEGINNING_POINTS or not _repeats(excursion.losses, self.beginning):
             return []
-        self._close(excursion.losses[-1:])
+        self.close_excursion(excursion.losses[-1:])
         reason = f"from {excursion.base:.4g} back to {excursion.peak:.4g}, as at the beginning of the run"
-        return [self._finding_of("reset", point, excursion, reason)]
+        return [self.finding_of("reset", point, excursion, reason)]
 
-    def _cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
+    def cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
         loss_size = self.loss.size(previous_level)
         if self.rates:
             if self._rate_was_raised() and rise < self.settings.step_of_raised_rate * loss_size:

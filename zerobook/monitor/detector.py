@@ -179,7 +179,7 @@ class Detector:
         if not point.is_finite:
             return self._see_not_finite(point)
         self.not_finite.clear()
-        if self._is_dead(point):
+        if self.is_dead(point):
             return self._see_zero(point)
         self.zeros.clear()
         if point.learning_rate is not None:
@@ -200,13 +200,13 @@ class Detector:
         excursion = self.excursion
         assert excursion is not None
         losses = excursion.losses[-self.settings.level_points :]
-        self._close(losses)
+        self.close_excursion(losses)
         level = self.loss.level()
         for loss in losses:
             self.loss.learn(loss - level, level)
         # Later losses are not compared with the best level from before the new one.
         self.best = None
-        return self._finding_of("level_shift", point, excursion, reason)
+        return self.finding_of("level_shift", point, excursion, reason)
 
     # --- not finite
     def _see_not_finite(self, point: Point) -> list[Finding]:
@@ -223,7 +223,8 @@ class Detector:
             return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
 
-    def _is_dead(self, point: Point) -> bool:
+    def is_dead(self, point: Point) -> bool:
+        """Return whether the loss is exactly 0 where it was far above 0."""
         return point.loss == 0.0 and self.has_level and self.loss.level() > DEAD_LEVEL
 
     def _see_zero(self, point: Point) -> list[Finding]:
@@ -305,7 +306,7 @@ class Detector:
         excursion.confirmed = True
         excursion.judge("divergence")
         reason = f"a loss of {point.loss:.4g}: no data does that to sound weights"
-        return self._finding_of("divergence", point, excursion, reason)
+        return self.finding_of("divergence", point, excursion, reason)
 
     def _extend_excursion(self, point: Point) -> Excursion:
         """Return the excursion, which begins here if there is none, with this point."""
@@ -365,7 +366,7 @@ class Detector:
                 f"{excursion.high} point{plural} up to {excursion.peak:.4g} where {excursion.base:.4g} is usual, and back at "
                 f"once: {cause}"
             )
-            findings.append(self._finding_of("outlier", point, excursion, reason))
+            findings.append(self.finding_of("outlier", point, excursion, reason))
         # High points do not change the level. But if one point in twenty is as high, that is normal for this data.
         for loss in excursion.losses:
             residual = loss - excursion.base
@@ -384,11 +385,11 @@ class Detector:
             f"loss {excursion.base:.4g} -> {excursion.peak:.4g}: {excursion.high} high points since step {excursion.onset}; "
             f"the last one exceeds the level by {excess:.0f} times the noise ({excursion.unit:.2g})"
         )
-        findings = [self._finding_of("spike", point, excursion, reason)]
+        findings = [self.finding_of("spike", point, excursion, reason)]
         if len(self.spikes) >= self.settings.chronic_spikes and not self.chronic:
             self.chronic = True
             reason = f"{len(self.spikes)} spikes within {CHRONIC_POINTS} points: the rate is too high"
-            findings.append(self._finding_of("chronic", point, excursion, reason))
+            findings.append(self.finding_of("chronic", point, excursion, reason))
         return findings + self._judge(excursion, point)
 
     # --- inside a confirmed spike
@@ -396,7 +397,7 @@ class Detector:
         settings = self.settings
         base = excursion.base
         excursion.add(point.loss)
-        new_run = self._see_new_run(excursion, point)
+        new_run = self.see_new_run(excursion, point)
         if new_run:
             return new_run
 
@@ -409,9 +410,9 @@ class Detector:
             if excursion.back < 2:
                 return []
             # The level begins anew with what is certain: the base, and the points that came back to it.
-            self._close([base, *excursion.losses[-2:]], is_settled=False)
+            self.close_excursion([base, *excursion.losses[-2:]], is_settled=False)
             reason = f"back at {point.loss:.4g} after {excursion.points} points; it peaked at {excursion.peak:.4g}"
-            return [self._finding_of("spike_end", point, excursion, reason)]
+            return [self.finding_of("spike_end", point, excursion, reason)]
         excursion.back = 0
 
         # Still high.
@@ -422,11 +423,11 @@ class Detector:
             excursion.judge("divergence")
             excursion.touched = False
             reason = f"from {base:.4g} to {point.loss:.4g} in {count} points: it is higher than when it was judged"
-            return [self._finding_of("divergence", point, excursion, reason)]
+            return [self.finding_of("divergence", point, excursion, reason)]
         if count >= settings.long_patience * settings.patience:
-            self._close(excursion.losses[-settings.level_points :])
+            self.close_excursion(excursion.losses[-settings.level_points :])
             reason = f"still {self.loss.level():.4g} after {count} points, {base:.4g} before: taken as the new level"
-            return [self._finding_of("level_shift", point, excursion, reason)]
+            return [self.finding_of("level_shift", point, excursion, reason)]
         return []
 
     def _judge(self, excursion: Excursion, point: Point, *, at_end: bool = False) -> list[Finding]:
@@ -451,27 +452,27 @@ class Detector:
             excursion.extended += 1
             return []
 
-        new_run = self._see_new_run(excursion, point)
+        new_run = self.see_new_run(excursion, point)
         if new_run:
             return new_run
         # The loss stays high for a harmless reason.
         cause = self._cause_of_step(excursion, late)
         if regained < 0.5 and cause is not None:
-            self._close(losses[-self.settings.level_points :])
+            self.close_excursion(losses[-self.settings.level_points :])
             reason = f"from {base:.4g} to {late:.4g}, and level since: {cause}"
-            return [self._finding_of("level_shift", point, excursion, reason)]
+            return [self.finding_of("level_shift", point, excursion, reason)]
 
         # The loss is coming down, but too slowly.
         if regained >= 0.2:
             excursion.judge("damage")
             reason = f"{count} points after step {excursion.onset} the loss is {late:.4g}; before, it was {base:.4g}"
-            return [self._finding_of("damage", point, excursion, reason)]
+            return [self.finding_of("damage", point, excursion, reason)]
         # The loss is not coming down.
         excursion.judge("divergence")
         reason = f"from {base:.4g} to {late:.4g} in {count} points, and not coming down"
-        return [self._finding_of("divergence", point, excursion, reason)]
+        return [self.finding_of("divergence", point, excursion, reason)]
 
-    def _see_new_run(self, excursion: Excursion, point: Point) -> list[Finding]:
+    def see_new_run(self, excursion: Excursion, point: Point) -> list[Finding]:
         """End the excursion if another run begins here. A live run has no other, but a log may."""
         return []
 
@@ -489,9 +490,9 @@ class Detector:
         max_share = settings.small_step / 2 if self.loss.is_young else settings.small_step
         if new_level - lowest_level < max_share * loss_size:
             return "a small step, as of other data"
-        return self._cause_of_large_step(previous_level, new_level, new_level - lowest_level)
+        return self.cause_of_large_step(previous_level, new_level, new_level - lowest_level)
 
-    def _cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
+    def cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
         """Return a harmless explanation for a step that is not small, in words. In a live run, `SpikeMonitor` knows it.
 
         Args:
@@ -499,7 +500,7 @@ class Detector:
         """
         return None
 
-    def _close(self, level: list[float], *, is_settled: bool = True) -> None:
+    def close_excursion(self, level: list[float], *, is_settled: bool = True) -> None:
         """End the excursion, and set the level to that of some losses.
 
         Args:
@@ -571,7 +572,7 @@ class Detector:
             finite=point.is_finite,
         )
 
-    def _finding_of(self, kind: str, point: Point, excursion: Excursion, reason: str) -> Finding:
+    def finding_of(self, kind: str, point: Point, excursion: Excursion, reason: str) -> Finding:
         """Return a finding about an excursion."""
         return Finding(
             kind=kind,
