@@ -67,6 +67,8 @@ def test_after_a_slow_rise_the_rate_is_lowered_and_no_sample_is_left_out():
         ("stop", None, None),
     ]
     assert measures[0].options == ("lower_rate", "stop")
+    left_out = take(RecoveryPolicy("skip", max_rollbacks=3, rate_factor=0.5), rise, GOOD)
+    assert (left_out.kind, left_out.steps) == ("none", None)
 
 
 def test_a_short_run_is_not_replayed():

@@ -149,6 +149,8 @@ class RecoveryPolicy:
             return replace(undecided, rule="on_spike is log")
         if self.on_spike == "stop":
             return replace(undecided, kind="stop", rule="on_spike is stop")
+        if self.on_spike == "skip" and finding.is_slow:
+            return replace(undecided, rule="on_spike is skip, and after a slow rise no samples are suspect")
         if self.on_spike == "skip":
             steps = (max(1, onset - LEAD + 1), finding.step)
             return replace(undecided, kind="leave_out", rule="on_spike is skip", steps=steps)
