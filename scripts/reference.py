@@ -114,7 +114,7 @@ def kind(field: Any) -> str:
     if "choices" in (field.json_schema_extra or {}):
         return ", ".join(f"`{choice}`" for choice in field.json_schema_extra["choices"])
     bounds = [
-        f"{sign} {getattr(limit, name):g}"
+        f"{sign} {getattr(limit, name):.10g}"
         for limit in field.metadata
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
         if hasattr(limit, name)

@@ -8,6 +8,7 @@ from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
 from zerobook.config import ALIASES, changed, parse, read
+from zerobook.data.sources import open_source
 from zerobook.errors import ConfigError
 from zerobook.optimizer import optimizer_spec
 from zerobook.training.recipe_file import recipe_class
@@ -60,7 +61,8 @@ def test_a_policy_is_an_order_of_recovery_actions(tmp_path):
         (["--policy", "stop", "skip"], "Put it last"),
         (["--policy", "skip", "--on_spike", "log"], "on_spike log follows no order"),
         (["--policy"], "at least 1"),
-        (["--expect", "the mixture changes"], "is not a step"),
+        (["--expect", "the mixture changes"], "is not one step"),
+        (["--expect", "200 the mixture changes, 300 the rate falls"], "an entry for each event"),
     ],
 )
 def test_a_policy_that_cannot_be_followed_is_refused(words, expected):
@@ -163,6 +165,8 @@ def test_yaml_values_that_yaml_reads_in_its_own_way(tmp_path, monkeypatch):
         ("new_tokens: ['a,b']", ["a,b"]),
         ("new_tokens: [none]", ["none"]),
         ("new_tokens: 1", ["1"]),
+        ("new_tokens: <|a|>, <|b c|>,[PAD]", ["<|a|>", "<|b c|>", "[PAD]"]),
+        ("expect: 200 the mixture changes, as planned", ["200 the mixture changes, as planned"]),
         # numbers
         ("learning_rate: 1e-4", 1e-4),
         ("learning_rate: '1e-4'", 1e-4),
@@ -189,7 +193,8 @@ def test_a_yaml_value_means_what_a_person_wrote(tmp_path, line, expected):
 
 
 @pytest.mark.parametrize("line", ["max_train_steps: 1.5e0", "learning_rate:", "seed: none", "report_to: all", "packing: 2",
-                                  "lora_target_modules: {a: b}", "max_train_steps: 1e999", "save_steps: none"])  # fmt: skip
+                                  "lora_target_modules: {a: b}", "max_train_steps: 1e999", "save_steps: none",
+                                  "new_tokens: a b, c", "new_tokens: <a>,b>", f"seed: {2**32}"])  # fmt: skip
 def test_a_yaml_value_without_a_meaning_is_refused(tmp_path, line):
     file = tmp_path / "run.yaml"
     file.write_text(line)
@@ -208,6 +213,15 @@ def test_a_yaml_value_without_a_meaning_is_refused(tmp_path, line):
 ])  # fmt: skip
 def test_a_flag_reads_values_as_yaml_does(flags, key, expected):
     assert getattr(parse(LoraConfig, [*BASE, *flags])[0], key) == expected
+
+
+def test_embedded_data_are_files_too():
+    flags = ["--model_name_or_path", "m", "--train_file", "embedded:chatterbot", "--validation_file", "embedded:stdlib"]
+
+    config, *_ = parse(CausalLMConfig, flags)
+
+    specs = (*config.dataset_specs(), config.validation_spec())
+    assert [open_source(spec.path).train.name for spec in specs] == ["embedded:chatterbot", "embedded:stdlib"]
 
 
 def test_values_of_datasets_are_read_as_others(tmp_path):
@@ -314,23 +328,25 @@ def test_paths_in_a_yaml_start_beside_it_too(tmp_path, monkeypatch):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     (project / "data").mkdir(parents=True)
     elsewhere.mkdir()
-    for name in ("data/train.jsonl", "held.jsonl", "mine.py", "task.jsonl"):
+    for name in ("data/train.jsonl", "held.jsonl", "mine.py", "task.jsonl", "sgd"):
         (project / name).write_text("class Mine: ...\n")
     (elsewhere / "held.jsonl").write_text("x")
     (project / "run.yaml").write_text(
         "model_name_or_path: m/n\ntrain_file: data/train.jsonl\nvalidation_file: held.jsonl\nhooks: [mine.py:Mine]\n"
-        "eval_tasks: task.jsonl, task.jsonl\n"
+        "eval_tasks: task.jsonl, task.jsonl\noptimizer: mine.py:Mine\n"
     )
     monkeypatch.chdir(elsewhere)
     config, *_ = parse(CausalLMConfig, ["--config", "../project/run.yaml"])
     assert config.train_file == "../project/data/train.jsonl" and config.eval_tasks == ["../project/task.jsonl"] * 2
     assert config.validation_file == "held.jsonl", "the working folder comes first"
     assert config.hooks == ["../project/mine.py:Mine"] and config.model_name_or_path == "m/n"
+    assert config.optimizer == "../project/mine.py:Mine"
     (project / "run.yaml").write_text(
-        "model_name_or_path: m\ndatasets: [{path: data/train.jsonl}, {path: hub/name, name: b}]\n"
+        "model_name_or_path: m\noptimizer: sgd\ndatasets: [{path: data/train.jsonl}, {path: hub/name, name: b}]\n"
     )
     config, *_ = parse(CausalLMConfig, ["--config", "../project/run.yaml"])
     assert [spec.path for spec in config.datasets] == ["../project/data/train.jsonl", "hub/name"]
+    assert config.optimizer == "sgd", "a name of a shipped optimizer is no path"
     (project / "run.yaml").write_text("model_name_or_path: m\ntrain_file: gone.jsonl\n")
     (said,) = problems(["--config", "../project/run.yaml"])
     assert f"gone.jsonl, looked for in {elsewhere}" in said
@@ -355,6 +371,8 @@ RECIPES = {name: recipe_class(str(ROOT / "recipes" / f"{name}.py")).config_class
     ("lora_finetune", "peft_use_dora", "Did you mean --adapter dora?"),
     ("lora_finetune", "tuner_type", "Did you mean --adapter?"),
     ("lora_finetune", "neftune_noise_alpha", "no such setting here"),
+    ("causal_lm", "train_on_inputs", "unless assistant_only_loss is false"),
+    ("lora_finetune", "dataset_text_field", "is named text or content"),
     ("lora_finetune", "lerning_rate", "Did you mean --learning_rate?"),
 ])  # fmt: skip
 def test_a_name_of_another_trainer_is_answered_with_what_does_it_here(recipe, name, meant):

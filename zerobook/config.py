@@ -169,7 +169,8 @@ class RecipeConfig(_Keys):
         "auto", description="attention kernel; auto chooses the fastest that this device supports"
     )
     torch_compile: bool = Field(
-        False, description="compile the model's layers with torch.compile: fewer, fused operations, after a minute at the start"
+        False,
+        description="compile the model's layers with torch.compile: fewer, fused operations, after half a minute at the start",
     )
     fast: bool = Field(
         False, description="enable the optimisations for this hardware that compute the same; the run prints which ones"
@@ -189,14 +190,16 @@ class RecipeConfig(_Keys):
     datasets: list[DatasetSpec] | None = Field(
         None, description="a mixture, as a list in YAML; each entry has path, format, weight, split, limit"
     )
-    train_file: str | None = Field(None, description="file or folder with the training data")
-    validation_file: str | None = Field(None, description="file or folder with the held-out data")
+    train_file: str | None = Field(None, description="file or folder with the training data, or embedded:NAME")
+    validation_file: str | None = Field(None, description="file or folder with the held-out data, or embedded:NAME")
     validation_split_percentage: float = Field(
         5, ge=0, lt=100, description="percent of the data that is held out, if it has no validation split"
     )
     streaming: bool = Field(False, description="prepare the training data shard by shard during training, not before it")
     max_train_samples: int | None = Field(None, ge=1, description="maximum number of training samples (for text: blocks)")
-    max_eval_samples: int | None = Field(None, ge=1, description="maximum number of held-out samples (for text: blocks)")
+    max_eval_samples: int | None = Field(
+        None, ge=1, description="maximum number of held-out samples of each dataset (for text: blocks)"
+    )
     format: Format | None = Field(None, description="format of the samples; unset: detected from the columns")
     text_column: str | None = Field(None, description="column with the source text of a pair, if its name is not detected")
     summary_column: str | None = Field(None, description="column with the target text of a pair, if its name is not detected")
@@ -249,7 +252,7 @@ class RecipeConfig(_Keys):
     mixed_precision: Precision | None = Field(
         None, description="no, bf16 or fp16; unset: from the launcher's flag, its YAML, then the DeepSpeed JSON"
     )
-    seed: int = Field(42, ge=0, description="seed of weights, sample order and dropout")
+    seed: int = Field(42, ge=0, lt=2**32, description="seed of weights, sample order and dropout")
 
     # --- evaluation, checkpoints, logs
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
@@ -395,6 +398,15 @@ class RecipeConfig(_Keys):
             return "no"
         return value
 
+    @field_validator("new_tokens", mode="before")
+    @classmethod
+    def _refuse_joined_tokens(cls, value: Any) -> Any:
+        if as_list(value) == [value] and re.search("[^,],[^,]", str(value)):
+            raise PydanticCustomError(
+                "choice", "Input should be a list, since a token may have a comma: [A, B] in YAML, --new_tokens A B as a flag"
+            )
+        return value
+
     @field_validator("profile", mode="before")
     @classmethod
     def _read_profile(cls, value: Any) -> Any:
@@ -521,17 +533,20 @@ class RecipeConfig(_Keys):
 
     def _policy_problems(self) -> list[str]:
         """Return a problem for an order of recovery actions that cannot be followed, and for events without a step."""
-        policy = self.policy
         problems = []
         for entry in self.expect:
-            if not re.fullmatch(r"\d{1,9} \S.*", entry):
-                problems.append(f"expect: {entry!r} is not a step and what happens there. Write '200 the mixture changes'.")
-        if policy is None:
+            # A text with a second step is several events, which a list would tell apart.
+            if not re.fullmatch(r"\d{1,9} \S((?!, *\d+ ).)*", entry):
+                problems.append(
+                    f"expect: {entry!r} is not one step and what happens there. Write '200 the mixture changes', and an entry "
+                    "for each event."
+                )
+        if self.policy is None:
             return problems
-        for action, count in Counter(policy).items():
+        for action, count in Counter(self.policy).items():
             if count > 1:
                 problems.append(f"policy: {action} occurs {count} times. Name each action once; lower_rate is tried twice.")
-        if "stop" in policy and policy[-1] != "stop":
+        if "stop" in self.policy and self.policy[-1] != "stop":
             problems.append("policy: nothing can follow stop, which ends the run. Put it last.")
         if self.on_spike != "rollback":
             problems.append(f"policy: on_spike {self.on_spike} follows no order. Drop policy, or set on_spike to rollback.")
@@ -586,20 +601,18 @@ class RecipeConfig(_Keys):
     def _missing_files(self) -> list[str]:
         """Return a problem for each file or folder that is named and not there."""
         problems = []
-        for key in ("train_file", "validation_file"):
-            value = getattr(self, key)
-            if value:
+        # Not every recipe has all of the keys.
+        for key in ("train_file", "validation_file", "model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
+            value = getattr(self, key, None) or ""
+            # The other keys may also have names on the hub, which are not looked up here.
+            is_local = key.endswith("_file") and not value.startswith("embedded:")
+            if value and (is_local or hub.is_path(value)):
                 problems += _missing_path(key, value)
         template = self.chat_template
         if template and not template_file(template).exists():
             # It may be meant as the name of a shipped one.
             near = nearest(template, set(NAMES))
             problems.append(f"chat_template: no such file or folder: {template}, looked for in {Path.cwd()}.{near}")
-        # These may also be names on the hub, which are not looked up here. Not every recipe has all of the keys.
-        for key in ("model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
-            value = getattr(self, key, None)
-            if value and hub.is_path(value):
-                problems += _missing_path(key, value)
         return problems
 
     def _missing_code(self) -> list[str]:
@@ -1095,7 +1108,8 @@ def _beside(yaml_file: str, key: str, value: Any) -> Any:
         return [_beside(yaml_file, key, item) for item in value]
     if key == "datasets" and isinstance(value, dict) and isinstance(value.get("path"), str):
         return value | {"path": _path_beside(yaml_file, value["path"])}
-    if key in PATHS and isinstance(value, str):
+    # `optimizer` is the name of a shipped one, or code.
+    if isinstance(value, str) and (key in PATHS or (key == "optimizer" and ".py:" in value)):
         return _path_beside(yaml_file, value)
     return value
 

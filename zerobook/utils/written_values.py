@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_WORD = re.compile(r"[\w./:~-]+")
-"""A name, a path or ``FILE.py:Class``: text that has no comma of its own. A regular expression or a token may have one."""
+_WORD = re.compile(r"[\w./:~-]+|<.+>|\[.+\]")
+"""A name, a path, ``FILE.py:Class`` or a token in brackets: text that has no comma of its own. A regular expression or another
+token may have one."""
 
 
 def is_none(value: Any) -> bool:
@@ -21,8 +22,8 @@ def is_none(value: Any) -> bool:
 def as_list(value: Any) -> Any:
     """Return the list that is meant by a single value: names between commas, or the one value. Lists are returned as they are.
 
-    >>> as_list("q_proj, v_proj"), as_list(r"layers\\.[0-3]{1,2}"), as_list("none")
-    (['q_proj', 'v_proj'], ['layers\\\\.[0-3]{1,2}'], [])
+    >>> as_list("q_proj, v_proj"), as_list("<|a|>,<|b|>"), as_list(r"layers\\.[0-3]{1,2}"), as_list("none")
+    (['q_proj', 'v_proj'], ['<|a|>', '<|b|>'], ['layers\\\\.[0-3]{1,2}'], [])
     """
     if isinstance(value, list | tuple):
         return value
