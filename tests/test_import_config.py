@@ -143,6 +143,21 @@ def test_defaults_of_the_trainer_are_written_out_where_the_recipe_has_others():
 
 
 @pytest.mark.parametrize(
+    ("trainer", "config"),
+    [
+        ("axolotl", {"base_model": "m", "sequence_len": 64}),
+        ("llamafactory", {"model_name_or_path": "m", "stage": "sft"}),
+        ("ms-swift", {"model": "m", "dataset": "d"}),
+        ("trainer", {"model_name_or_path": "m", "dataset_name": "d"}),
+    ],
+)
+def test_log_points_of_another_trainer_are_taken_over_where_its_config_sets_them(trainer, config):
+    """A spike is noticed at a log point, and the default of transformers is 500 steps."""
+    assert "logging_steps" not in imported(config, trainer).values
+    assert imported(config | {"logging_steps": 500}, trainer).values["logging_steps"] == 500
+
+
+@pytest.mark.parametrize(
     ("key", "value", "kind"),
     [
         ("learning_rate", 1e-5, SAME),
@@ -309,6 +324,10 @@ def test_an_axolotl_config_becomes_the_values_of_a_recipe():
         ("train_on_inputs", True),
         ("unfrozen_parameters", ["lm_head"]),
         ("datasets", [{"path": "org/rows", "type": "jeopardy"}]),
+        ("datasets", [{"path": "org/rows", "type": "input_output"}]),
+        ("datasets", [{"path": "org/rows", "type": "alpaca_w_system.load_open_orca"}]),
+        ("datasets", [{"path": "org/rows", "type": "alpaca_chat.load_qa"}]),
+        ("datasets", [{"path": "org/rows", "type": "chat_template", "message_field_training": "mask"}]),
         ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train(50%)"}]),
         ("optimizer", "muon"),
     ],

@@ -125,7 +125,8 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
     default_lines = []
     for key, value in foreign.table.defaults.items():
         entry = foreign.table.entries.get(key)
-        if entry is not None and value is not None and foreign.config.get(key) is None:
+        # Losses are read, and spikes noticed, at log points alone. Their number changes nothing in the training.
+        if entry is not None and value is not None and foreign.config.get(key) is None and key != "logging_steps":
             default_lines.append(_translate(foreign, key, value, entry)._replace(kind=DEFAULT))
     if not recipe:
         # Some trainers train adapters by default.
