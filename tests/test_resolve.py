@@ -201,7 +201,7 @@ def test_every_shipped_file_resolves_on_a_laptop_and_on_eight_gpus(file, hardwar
 def hpz(tmp_path, size, world=16, node=8, **zero):
     """The plan of ZeRO-3 with that partition size, on ``world`` processes, ``node`` on each node."""
     environ = deepspeed(tmp_path, zero_optimization={"stage": 3, "zero_hpz_partition_size": size} | zero)
-    return plan_for(environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(node)}, A100)[0]
+    return plan_for(environ | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(node)}, A100, mixed_precision="bf16")[0]
 
 
 @pytest.mark.parametrize(
@@ -271,6 +271,22 @@ def test_precision_has_one_home(tmp_path):
     assert plan.precision == "bf16" and plan.deepspeed_config["bf16"]["enabled"] is True
     both = deepspeed(tmp_path, fp16={"enabled": True}, bf16={"enabled": True})
     assert any("both fp16.enabled and bf16.enabled" in p for p in plan_for(both, A100)[0].problems)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "given", "advice"),
+    [
+        (A100, {}, "--mixed_precision bf16"),
+        (replace(A100, bf16=False), {}, "--mixed_precision fp16"),
+        (A100, {"mixed_precision": "no"}, None),
+        (CPU, {}, None),
+    ],
+)
+def test_fp32_on_a_gpu_that_nobody_chose_is_said(hardware, given, advice):
+    plan, _ = plan_for(WORKER, hardware, **given)
+
+    assert plan.precision == "no"
+    assert [advice in note for note in plan.notes if note.startswith("mixed_precision")] == ([True] if advice else [])
 
 
 def test_precision_follows_the_nearest_word(tmp_path):

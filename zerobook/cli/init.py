@@ -28,6 +28,7 @@ max_seq_length: 512
 per_device_train_batch_size: 4
 learning_rate: 1e-3
 lr_scheduler_type: cosine
+# mixed_precision: bf16  # on GPUs; fp16 on those that lack bf16
 max_train_steps: 100
 save_steps: 25
 output_dir: outputs/first
@@ -79,8 +80,7 @@ def init(arguments: list[str]) -> int:
     (folder / "config.yaml").write_text(_CONFIG)
     (folder / "README.md").write_text(_README)
     say(f"wrote {folder}: recipes, strategy files, config.yaml and README.md. Name your data in config.yaml, and go on there:")
-    for line in (f"cd {shlex.quote(str(folder))}", _CHECK, _TRAIN):
-        say(f"  {line}")
+    say(f"  cd {shlex.quote(str(folder))}\n  {_CHECK}\n  {_TRAIN}")
     return 0
 
 

@@ -19,7 +19,6 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | No
     config = draft.config
     if not config.fast:
         return
-    on_gpu = plan.device == "cuda"
     obstacle = _obstacle_to_compiling(plan, config, missing_compiler)
     # Setting -> its value, and why it is left out where it is.
     candidates: dict[str, tuple[Any, str | None]] = {
@@ -28,7 +27,7 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | No
     }
     if obstacle is not None:
         candidates["torch_compile"] = (True, f"it is not used with {obstacle}")
-    if not on_gpu:
+    if plan.device == "cpu":
         candidates["dataloader_num_workers"] = (WORKERS, "on a CPU, workers take the cores that train")
     for key, (value, obstacle_to_key) in candidates.items():
         reason = "you have set it" if draft.sources.given(key) else obstacle_to_key
@@ -37,9 +36,6 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | No
             plan.notes.append(f"fast: {key} {value}")
         else:
             plan.notes.append(f"fast, left out: {key}: {reason}")
-    # ``--fast`` keeps the numbers, so half precision is only named.
-    if on_gpu and config.mixed_precision is None and plan.precision == "no":
-        plan.notes.append("fast, left out: mixed_precision bf16, which is faster and changes the numbers. Pass it yourself")
 
 
 def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig, missing_compiler: str | None) -> str | None:

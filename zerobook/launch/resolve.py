@@ -500,6 +500,11 @@ def _choose_precision(launch: LaunchDraft) -> None:
     choices += [(dtype, f"{plan.config_file}: {dtype}.enabled") for dtype in fixed_dtypes]
     if choices:
         plan.precision, plan.precision_source = choices[0]
+    elif not launch.on_cpu:
+        half = "bf16" if launch.hardware.bf16 else "fp16"
+        plan.notes.append(
+            f"mixed_precision: no, by default; --mixed_precision {half} is faster, needs less memory, and rounds more"
+        )
     for precision, source in choices[1:]:
         if precision != plan.precision:
             plan.notes.append(
