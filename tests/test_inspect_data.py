@@ -135,7 +135,7 @@ def test_the_held_out_samples_are_those_of_a_run(tmp_path, tiny, capsys):
     config = LoraConfig(cache_dir=str(tmp_path / "cache"), train_file=str(file), validation_split_percentage=20, seed=3)
     library = Library(config, tokenizer, CausalEncoder(tokenizer, length=80), NextToken())
     part = library.open(library.tokenize(1)).held_out["rows"]
-    flags = ["--validation_split_percentage", "20", "--seed", "3", "--json"]
+    flags = ["--validation_split_percentage", "20.0", "--seed", "3", "--json"]
     assert main(["data", "inspect", str(file), "--model", str(tiny / "llama"), *flags]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["held_out_samples"] == len(part) == 6
@@ -144,3 +144,14 @@ def test_the_held_out_samples_are_those_of_a_run(tmp_path, tiny, capsys):
     encoded = encoder.encode([formats.parse("messages", rows[number]) for number in numbers])
     held_out = [list(part[row]["input_ids"]) for row in range(len(part))]
     assert facts["in_both"]["count"] == 6 and [list(row.input_ids) for row in encoded] == held_out
+
+
+@pytest.mark.parametrize("action", ["prepare", "inspect"])
+def test_a_stream_has_nothing_to_show_before_its_run(tmp_path, tiny, capsys, action):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(CHAT) + "\n")
+    flags = ["--model_name_or_path", str(tiny / "llama"), "--train_file", str(file), "--streaming", "--max_train_steps", "4"]
+
+    code = main(["data", action, "lora_finetune", *flags])
+
+    assert code == 2 and "--streaming false" in " ".join(capsys.readouterr().err.split())

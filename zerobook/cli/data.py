@@ -4,6 +4,8 @@
     zerobook data prepare recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml
     zerobook data inspect recipes/lora_finetune.py --config recipes/configs/lora_smollm2.yaml --samples 3
 
+For a data file, zerobook data inspect FILE --help lists the flags. What follows is for a recipe.
+
 All flags that are not listed below are passed to the recipe. A later launch of the recipe with the same flags uses the prepared
 data. The data is tokenized on all cores that this process may use, or in as many processes as --preprocessing_num_workers says.
 """
@@ -65,9 +67,13 @@ def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTok
     config, sources, dry_run = parse(recipe_type.config_class, flags)
     if dry_run:
         raise ConfigError("--dry-run: zerobook data does not train, so there is no dry run. Drop the flag.")
+    if config.streaming:
+        raise ConfigError(
+            "streaming: a stream is prepared during the run, not before it. To inspect some samples, pass --streaming false "
+            "and --max_train_samples N."
+        )
     # The tokenization has all usable cores: no other process of a launch runs beside this one.
-    workers = config.preprocessing_num_workers or usable_cores()
-    return prepare_data(recipe_type(config), sources, workers)
+    return prepare_data(recipe_type(config), sources, config.preprocessing_num_workers or usable_cores())
 
 
 def _datasets(data: PreparedData) -> list[tuple[str, Any]]:

@@ -134,9 +134,9 @@ def _parser() -> Parser:
     parser.add_argument("--format", help="format of the samples; unset: detected from the columns")
     for flag in ("--text_column", "--summary_column", "--dataset_config_name"):
         parser.add_argument(flag, help=f"as the recipes' {flag}")
-    for key in ("validation_split_percentage", "seed"):
+    for key, kind in (("validation_split_percentage", float), ("seed", int)):
         default = RecipeConfig.model_fields[key].default
-        parser.add_argument(f"--{key}", type=int, default=default, help=f"as the recipes' --{key} (default: %(default)s)")
+        parser.add_argument(f"--{key}", type=kind, default=default, help=f"as the recipes' --{key} (default: %(default)s)")
     parser.add_argument("--chat_template", help="as the recipes' --chat_template")
     parser.add_argument("--samples", type=int, default=2, help="rows to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
