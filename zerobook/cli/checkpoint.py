@@ -93,7 +93,8 @@ def _import(path: Path, output: Path | None) -> None:
         f"{imported.checkpoint}: step {imported.position.step} of {source.trainer}, {len(source.shapes)} weights\n"
         f"continue it under any strategy, with your model and data and\n"
         f"  --output_dir {output} --resume_from_checkpoint auto {flags}\n"
-        "Warm-up, form of the schedule and clipping are not recorded in it: give those of the other run too. "
+        "Warm-up, form of the schedule and clipping are not recorded in it: give those of the other run too, and "
+        "--warmup_from_zero for a warm-up of transformers. "
         "The order of its samples cannot be taken over: the run goes on with as many passes done, in an order of its own."
     )
     if imported.decays_vectors:
