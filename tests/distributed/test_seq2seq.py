@@ -79,6 +79,38 @@ def test_fsdp2_takes_shared_embeddings_and_buffers(published, tiny, strategy, mo
     AutoModelForSeq2SeqLM.from_pretrained(run.output / "model")
 
 
+@pytest.fixture(scope="module")
+def own_head(tiny, tmp_path_factory):
+    """A T5 like Flan-T5: its config ties the output layer to the embedding, and its file has another output layer."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("models") / "own_head"
+    shutil.copytree(tiny / "t5", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["shared.weight"].flip(1).contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=full), pytest.param("zero3_nvme", marks=full)])
+def test_an_output_layer_that_the_config_ties_and_the_file_does_not(tiny, tmp_path, own_head, strategy):
+    from safetensors.torch import load_file
+
+    flags = dict(
+        model_name_or_path=own_head, dataset_name="embedded:chatterbot", max_source_length=64, max_target_length=32, n_train=16,
+        n_val=4, per_device_eval_batch_size=2, max_train_steps=3, logging_steps=1, learning_rate=1e-2, new_tokens=["<new>"],
+    )  # fmt: skip
+    one, run = (
+        launch(name, processes, "seq2seq_chatbot", tmp_path / name, per_device_train_batch_size=4 // processes, **flags)
+        for name, processes in (("single", 1), (strategy, 2))
+    )
+    assert largest_difference(run.losses, one.losses) < TOLERANCE
+    weights = load_file(run.output / "model" / "model.safetensors")
+    assert weights["lm_head.weight"].shape == weights["shared.weight"].shape
+    assert (weights["lm_head.weight"] != weights["shared.weight"]).any()
+
+
 @pytest.mark.launch
 def test_the_saved_folder_answers_as_it_was_measured(published):
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer

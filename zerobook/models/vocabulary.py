@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -54,8 +55,11 @@ def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
     """Give the input and output embeddings at least ``rows`` rows. ``base_facts`` of the model records their number."""
     if rows <= cast("nn.Embedding", model.get_input_embeddings()).num_embeddings:
         return
+    # Tie what is tied now: a config may tie weights that differ in the model's file, as in Flan-T5.
+    model.tie_weights = partial(model.tie_weights, recompute_mapping=False)  # type: ignore[method-assign]
     # The new rows of transformers are drawn at random around the mean.
     model.resize_token_embeddings(rows, mean_resizing=False)
+    del model.tie_weights
     facts = getattr(model, "base_facts", None)
     if facts is not None:
         # An export makes the base anew, and gives it as many rows.

@@ -133,7 +133,7 @@ class ZeroStrategy(ZeroState, Strategy):
                 "when a second one is loaded. Set its device to cpu to train with a reference model."
             )
         self._has_loaded_model = True
-        with _loaded_modules_left_alone():
+        with _loads_shards():
             model = super().load(load, options)
         # transformers 5.23 reverses its renamings of weights when it saves a model. It keeps those that matched no name in the
         # model's file under ZeRO-3 only. They would give the saved weights names that other programs do not know.
@@ -341,23 +341,35 @@ class ZeroStrategy(ZeroState, Strategy):
 
 
 @contextmanager
-def _loaded_modules_left_alone() -> Iterator[None]:
-    """Let transformers initialise only those modules that have a weight which the file lacks.
+def _loads_shards() -> Iterator[None]:
+    """Mend two steps of transformers 5.23 that look at weights which it has loaded: with ZeRO-3, each has no elements.
 
-    transformers 5.23 also calls the initialisation of modules with loaded weights, which then changes nothing. That of Pegasus
-    computes positions from the shape of the weight, and a partitioned weight has none.
+    - It also calls the initialisation of modules with loaded weights, which then changes nothing. That of Pegasus computes
+      positions from the shape of the weight. So only modules with a weight that the file lacks are initialised.
+    - Weights that the config ties are not tied if the file has both with different values, as that of Flan-T5 has. Without
+      elements all are equal, so they are gathered.
     """
+    import deepspeed
     from transformers import PreTrainedModel
 
-    original = PreTrainedModel._initialize_weights
+    original_initialise = PreTrainedModel._initialize_weights
+    original_tie = PreTrainedModel.tie_weights
 
     def initialise(model: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not tensors or not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
-            original(model, module, is_custom_code)
+            original_initialise(model, module, is_custom_code)
+
+    def tie(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        names = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        tied = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name in names]
+        with deepspeed.zero.GatheredParameters(tied):
+            original_tie(model, *arguments, **options)
 
     PreTrainedModel._initialize_weights = initialise  # type: ignore[assignment, method-assign]
+    PreTrainedModel.tie_weights = tie  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        PreTrainedModel._initialize_weights = original  # type: ignore[method-assign]
+        PreTrainedModel._initialize_weights = original_initialise  # type: ignore[method-assign]
+        PreTrainedModel.tie_weights = original_tie  # type: ignore[method-assign]
