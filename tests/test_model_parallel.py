@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Ernie4_5_MoeConfig
 from transformers.distributed import DistributedConfig
 
 from tests.harness import ROOT
@@ -174,6 +174,30 @@ def test_one_process_of_a_group_writes_what_all_of_it_hold():
         }.items():
             written.setdefault(name, []).append(not strategy._is_copy(tensor))
     assert written == {"matrix": [True] * 4, "norm": [True, False, True, False]}
+
+
+@NEEDS_MODEL_PARALLELISM
+def test_weights_are_saved_in_the_dtypes_that_the_recipe_would_load():
+    """ERNIE's router is in fp32, also in a model that is loaded in bf16."""
+    sizes = dict(hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=2, vocab_size=64)
+    config = Ernie4_5_MoeConfig(num_attention_heads=2, num_key_value_heads=2, moe_num_experts=4, moe_k=2, **sizes)
+
+    def load(options):
+        # The sizes need processes, and a device map needs a file.
+        with torch.device(options.get("device_map", "cpu")):
+            model = AutoModelForCausalLM.from_config(config, dtype=options["dtype"])
+        model.config.distributed_config = options.get("distributed_config")
+        return model
+
+    strategy = ModelParallelStrategy.__new__(ModelParallelStrategy)
+    strategy.plan = SimpleNamespace(precision="bf16", tensor=1, experts=2, shard=2, device="cpu")
+    model = strategy.load(load, {"dtype": torch.bfloat16})
+    strategy._remember(model)
+
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config.dtype == torch.bfloat16
+    in_fp32 = {name for name, dtype in strategy.loaded_dtypes.items() if dtype == torch.float32}
+    assert "model.layers.1.mlp.gate.weight" in in_fp32 and len(in_fp32) < len(strategy.loaded_dtypes) / 2
 
 
 def test_accelerates_own_way_is_still_broken():

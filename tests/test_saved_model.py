@@ -13,7 +13,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import zerobook.models.save
 from recipes.causal_lm import CausalLMConfig
@@ -162,6 +163,33 @@ def test_an_encoder_decoder_answers_everywhere_as_its_run_measured_it(tiny, trai
         assert said == measured and capsys.readouterr().out == plain(measured) + "\n"
         answers.append(said)
     assert answers[0] == answers[1]
+
+
+def test_an_export_in_half_precision_keeps_what_transformers_loads_in_fp32(tiny, trained, tmp_path):
+    settings = {"dataset_name": "embedded:chatterbot", "dtype": "float16"}
+    run = trained(Seq2SeqConfig(model_name_or_path=str(tiny / "t5"), output_dir=str(tmp_path / "run"), **settings))
+
+    export([str(run), "--output", str(tmp_path / "exported"), "--dtype", "float16"])
+
+    saved, exported = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "exported"))
+    dtypes = {name: tensor.dtype for name, tensor in exported.items()}
+    assert dtypes == {name: torch.float32 if ".wo." in name else torch.float16 for name in saved}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+def test_adapters_are_not_merged_into_quantised_weights(tiny, trained, tmp_path):
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    quantised = tmp_path / "quantised"
+    AutoModelForCausalLM.from_pretrained(tiny / "llama", quantization_config=nf4).save_pretrained(quantised)
+    load_result(tiny / "llama").tokenizer.save_pretrained(quantised)
+    settings = {"lora_r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "dataset_name": "embedded:chatterbot"}
+    run = trained(LoraConfig(model_name_or_path=str(quantised), output_dir=str(tmp_path / "run"), **settings))
+
+    with pytest.raises(CheckpointError, match="--keep_adapter"):
+        export([str(run), "--output", str(tmp_path / "merged")])
+    export([str(run), "--output", str(tmp_path / "kept"), "--keep_adapter"])
+
+    assert not (tmp_path / "merged").exists()
 
 
 # --- what a checkpoint says is not to be trusted

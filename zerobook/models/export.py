@@ -16,6 +16,7 @@ from zerobook.errors import CheckpointError, ConfigError
 from zerobook.models.adapters import adapt_model, grow_for_adapter, save_adapter
 from zerobook.models.card import Training, format_card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
+from zerobook.models.quantise import base_of
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.runlog.facts import trains_adapters
@@ -42,7 +43,7 @@ def export_checkpoint(
     """Write ``checkpoint``'s model to ``folder``, reload it, and compare the logits of a fixed batch.
 
     Args:
-        dtype: of the written weights.
+        dtype: of the written weights, except those that transformers always loads in fp32.
         merge: fold the adapter's weights into the model's; without it the adapter alone is written.
         trust_remote_code: run code that comes with the model. The checkpoint's own setting is ignored.
 
@@ -50,7 +51,8 @@ def export_checkpoint(
         ``folder``, ``difference`` (of logits, as a share of the largest), and ``notes`` for people.
 
     Raises:
-        CheckpointError: an adapter that has not been trained, or a folder that does not reload to the same model.
+        CheckpointError: an adapter that has not been trained or cannot be merged, or a folder that does not reload to the same
+            model.
         ConfigError: the model or the tokenizer that the checkpoint names cannot be loaded.
     """
     hush_loading()
@@ -72,6 +74,11 @@ def export_checkpoint(
     base_facts = recorded.get("base") or {}
     grow_embeddings(base_model, base_facts.get("embedding_rows", 0))
     model: Model = base_model
+    if merge and base_of(base_model.config) is not None:
+        raise CheckpointError(
+            f"{checkpoint}: its base, {base}, is quantised, and adapters cannot be merged into quantised weights. Export the "
+            "adapter alone with --keep_adapter."
+        )
     if adapts:
         model = adapt_model(base_model, config, revision=revision, recorded=base_facts.get("adapter"))
     _fill(model, checkpoint, adapts)
@@ -82,8 +89,17 @@ def export_checkpoint(
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()
     if merge or not adapts:
-        for parameter in filter(torch.is_floating_point, model.parameters()):
-            parameter.data = parameter.data.to(dtype)
+        # transformers loads some weights in fp32, whatever the dtype. On the meta device, it reads no weights.
+        reloadable = type(base_model).from_pretrained(
+            base,
+            dtype=dtype,
+            device_map="meta",
+            attn_implementation="eager",
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(reloadable.get_parameter(name).dtype)
         model.config.dtype = dtype
     training = Training.of_checkpoint(checkpoint)
     text = format_card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)

@@ -36,7 +36,11 @@ class ModelParallelStrategy(FullyShardedStrategy):
         sizes = DistributedConfig(tp_size=plan.tensor, ep_size=plan.experts, fsdp_size=plan.shard, fsdp_mixed_precision=half)
         # Weights are trained in fp32. They are loaded so, since they cannot be cast once they are sharded.
         model = load(options | {"dtype": torch.float32, "distributed_config": sizes})
-        model.config.dtype = options["config"].dtype if options["dtype"] == "auto" else options["dtype"]
+        # The dtypes that the recipe chose. On the meta device, no weights are read.
+        chosen = load(options | {"device_map": "meta"})
+        model.config.dtype = chosen.config.dtype
+        # For types, every attribute of a module is a tensor or a module.
+        model.chosen_dtypes = {name: weight.dtype for name, weight in chosen.named_parameters()}  # type: ignore[assignment]
         # With it, save_pretrained would gather weights that it is given whole.
         del model.config.distributed_config
         if plan.device == "cpu":
@@ -59,9 +63,8 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
     def _remember(self, model: nn.Module) -> None:
         super()._remember(model)
-        # The weights were loaded in fp32. The config has the dtype that the recipe chose.
-        dtype = cast("torch.dtype", cast("PreTrainedModel", model).config.dtype)
-        self.loaded_dtypes = dict.fromkeys(self.loaded_dtypes, dtype)
+        # The weights were loaded in fp32.
+        self.loaded_dtypes = cast("Any", model).chosen_dtypes
 
     def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """Return the groups, each of weights that share one mesh: torch's fused kernels take no others."""
