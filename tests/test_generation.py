@@ -6,6 +6,7 @@ import doctest
 import pickle
 import shlex
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from zerobook.data import collate as collate_module
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator
 from zerobook.errors import ConfigError
 from zerobook.evaluation import text_metrics as metrics_module
+from zerobook.evaluation.answers import AnswerSampler
 from zerobook.evaluation.generation import GenerationScorer
 from zerobook.evaluation.text_metrics import text_metrics
 from zerobook.health.position import here
@@ -352,3 +354,27 @@ def test_a_model_that_cannot_do_it_is_named(tiny):
     config, _, _ = parse(Seq2SeqConfig, ["--model_name_or_path", str(tiny / "llama"), "--dataset_name", "d"])
     with pytest.raises(ConfigError, match="AutoModelForSeq2SeqLM cannot load it"):
         load_model(config, ALONE, encoder_decoder=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_answer_goes_beyond_the_positions_on_any_rank(tiny, rank):
+    """A rank whose answer has ended computes along until those of all ranks have, where they share weights."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "gpt2").eval()
+    mesh = SimpleNamespace(token_parallel_rank=rank, token_parallel_size=2)
+    strategy = SimpleNamespace(**vars(ALONE) | {"unwrapped": model, "mesh": mesh})
+    rows = []
+    for prompt_length in (124, 100, 20, 30, 50):
+        ids = np.arange(3, prompt_length + 7)
+        rows.append({"input_ids": ids, "labels": np.where(ids < prompt_length + 3, IGNORE, ids)})
+    sampler = AnswerSampler(rows, AutoTokenizer.from_pretrained(tiny / "gpt2"), count=5, ends=[])
+
+    with mock.patch.object(model, "generate", wraps=model.generate) as generate:
+        _, table = sampler(strategy, model, 1)
+
+    assert len(table) == (3, 2)[rank]
+    lengths = [call.kwargs["input_ids"].shape[1] for call in generate.call_args_list]
+    limits = [call.kwargs["generation_config"].max_new_tokens for call in generate.call_args_list]
+    assert lengths == [[124, 20, 50], [100, 30, 50]][rank]
+    assert limits == [4, 64, 64]

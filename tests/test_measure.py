@@ -68,6 +68,23 @@ def test_the_loss_on_a_file_is_that_of_the_runs_own_evaluation(tiny, tmp_path, c
         assert 0 < fewer["held_out"]["tokens"] < own["tokens"] and len(fewer["samples"]) == 1
 
 
+def test_rows_longer_than_the_models_positions_are_refused(tiny, tmp_path):
+    """The run's own rows are shorter than its limit for them."""
+    short = tmp_path / "short.jsonl"
+    short.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}))
+    words = " ".join(map(str, range(200)))
+    long = tmp_path / "long.jsonl"
+    long.write_text(short.read_text().replace("Hello", words))
+    train(
+        tmp_path / "run", model_name_or_path=tiny / "gpt2", train_file=short, validation_split_percentage=0, block_size=512,
+        max_train_steps=1, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    with pytest.raises(ConfigError, match="128 positions"):
+        evaluate_on(str(tmp_path / "run"), str(long), rows=None, trust_remote_code=False)
+
+
 def test_a_folder_without_a_run_and_a_missing_file_are_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match="there is no run"):
         evaluate_on(str(tiny / "llama"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)

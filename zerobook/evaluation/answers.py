@@ -15,7 +15,7 @@ from zerobook.evaluation.generation import Generates, Rows
 from zerobook.strategy import Strategy
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_ANSWER_TOKENS = 64
 
@@ -24,7 +24,8 @@ class AnswerSampler:
     """Writes greedy answers to the first held-out prompts; a `zerobook.training.recipe.Scorer` of a decoder.
 
     A prompt is a row up to its first supervised token. Each process answers every N-th prompt, and all processes make the same
-    number of ``generate`` calls, as sharded weights require.
+    number of ``generate`` calls, as sharded weights require. An answer ends after `MAX_ANSWER_TOKENS`, or where the model's
+    positions end.
 
     Args:
         rows: held-out rows, with ``input_ids`` and ``labels``.
@@ -45,22 +46,29 @@ class AnswerSampler:
     def __call__(self, strategy: Strategy, model: nn.Module, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         from transformers import GenerationConfig
 
-        decoding = GenerationConfig(
-            max_new_tokens=MAX_ANSWER_TOKENS,
-            do_sample=False,
-            use_cache=True,
-            eos_token_id=self.ends,
-            pad_token_id=self.tokenizer.pad_token_id,
-        )
+        from zerobook.models.load import absolute_positions
+
         answers_of_this_rank: list[tuple[int, dict[str, str]]] = []
         # Every rank makes as many generate calls as rank 0: sharded weights are gathered in each of them.
         # Processes that compute the same tokens, each with its part of the weights, need the same prompt.
         mesh = strategy.mesh
         for first in range(0, self.count, mesh.token_parallel_size):
+            pairs = [_split(self.rows[number]) for number in range(self.count)[first : first + mesh.token_parallel_size]]
+            # A rank whose answer has ended computes along until those of all ranks have, so the longest prompt limits them all.
+            longest_prompt = max(len(prompt) for prompt, _ in pairs)
+            # Without a table of positions, nothing else limits an answer.
+            positions = absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) or longest_prompt + MAX_ANSWER_TOKENS
+            decoding = GenerationConfig(
+                max_new_tokens=min(MAX_ANSWER_TOKENS, positions - longest_prompt),
+                do_sample=False,
+                use_cache=True,
+                eos_token_id=self.ends,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
             number = first + mesh.token_parallel_rank
-            # A rank without a prompt of its own answers the first one again, and drops the answer.
+            # A rank without a prompt of its own also answers the first one of the others, and drops the answer.
             is_filler = number >= self.count
-            prompt, expected = _split(self.rows[0 if is_filler else number])
+            prompt, expected = pairs[0 if is_filler else mesh.token_parallel_rank]
             answer = self._generate(strategy, prompt, decoding)
             if not is_filler:
                 texts = {"prompt": self._text(prompt), "expected": self._text(expected), "answer": self._text(answer)}

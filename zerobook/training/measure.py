@@ -57,12 +57,13 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
         rows: maximum number of rows that are measured; None for all rows.
 
     Raises:
-        ConfigError: the folder is not in a run, its recipe is not here, or the file cannot be read.
+        ConfigError: the folder is not in a run, its recipe is not here, the file cannot be read, or its samples are longer than
+            the model's positions.
     """
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import end_tokens
     from zerobook.models.isolation import choose_isolating_collator
-    from zerobook.models.load import load_tokenizer
+    from zerobook.models.load import check_fit, load_tokenizer
     from zerobook.models.vocabulary import fit_embeddings
 
     recipe, sources = _recipe_of(path, file, rows, trust_remote_code)
@@ -78,6 +79,7 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     data = replace(data, held_out={Path(file).name: file_rows})
     model = recipe.model(tokenizer, strategy)
     fit_embeddings(model, tokenizer)
+    check_fit(model, tokenizer, data)
     adapted = recipe.adapt(model)
     collate = recipe.collator(tokenizer, adapted)
     strategy.model = strategy.prepare_frozen(adapted)
