@@ -203,7 +203,8 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_export_runs_no_code_on_a_checkpoints_word(base, trained, tmp_path):
+def test_export_and_loading_run_no_code_on_a_checkpoints_word(base, trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = trained(
         CausalLMConfig(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
     )
@@ -219,7 +220,11 @@ def test_export_runs_no_code_on_a_checkpoints_word(base, trained, tmp_path):
     reseal(checkpoint)
     with pytest.raises(CheckpointError, match="Pass --trust_remote_code"):
         export([str(run), "--output", str(tmp_path / "exported")])
+    with pytest.raises(CheckpointError, match="Pass --trust_remote_code"):
+        load_result(checkpoint)
     assert not mark.exists() and not (tmp_path / "exported").exists()
+    assert type(load_result(checkpoint, trust_remote_code=True).model).__name__ == "OwnModel"
+    mark.unlink()
     assert export([str(run), "--output", str(tmp_path / "exported"), "--trust_remote_code"]) == 0
     assert mark.exists() and (tmp_path / "exported" / "own.py").exists()
 
@@ -690,3 +695,23 @@ def test_a_checkpoint_is_a_model_on_a_disk_without_locks(base, trained, tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fcntl, "flock", flock)
     assert (Path(exported_checkpoint(str(checkpoint))) / "config.json").exists()
+
+
+def test_of_the_models_that_were_made_of_checkpoints_those_in_use_are_kept(base, trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    exports = tmp_path / "cache" / "zerobook" / "exports"
+    settings = {"model_name_or_path": str(base), "dataset_name": "embedded:chatterbot"}
+    runs = [trained(CausalLMConfig(output_dir=str(tmp_path / name), **settings)) for name in ("first", "second", "third")]
+    first, second, third = (store.list_complete(store.folder_of(run))[0] for run in runs)
+    exported_checkpoint(str(first))
+    for checkpoint in (first, second):
+        load_result(checkpoint)
+    for folder in exports.iterdir():
+        os.utime(folder, (0, 0))
+
+    load_result(second)
+    load_result(third)
+
+    kept = sorted(folder.name.rpartition("-step")[0] for folder in exports.iterdir() if folder.is_dir())
+    assert kept == ["first", "loaded-second", "loaded-third"], "a run may have started from the first"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from contextlib import redirect_stdout
+import time
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -80,7 +82,7 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
 
     hush_loading()
     prepare_attention()
-    name = locate_result(str(path))
+    name = locate_result(str(path), trust_remote_code=trust_remote_code)
     options = {"trust_remote_code": trust_remote_code}
     if (Path(name) / "adapter_config.json").exists():
         adapted_model, tokenizer_name, tokenizer_options = _load_adapter(name, options)
@@ -113,8 +115,12 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     return Loaded(model, tokenizer, kind)
 
 
-def locate_result(name: str) -> str:
-    """Return the folder that holds the files, or ``name`` itself where it can only be on the hub."""
+def locate_result(name: str, *, trust_remote_code: bool = False) -> str:
+    """Return the folder that holds the files, or ``name`` itself where it can only be on the hub.
+
+    Args:
+        trust_remote_code: run modelling code that comes with a checkpoint's model.
+    """
     if name.startswith(embedded.PREFIX):
         return _embedded(name)
     folder = Path(name).expanduser()
@@ -130,7 +136,7 @@ def locate_result(name: str) -> str:
     if not folder.is_dir():
         raise ConfigError(f"{name}: this is a file. Give the folder that holds config.json or adapter_config.json.")
     if (folder / store.MANIFEST).exists():
-        return str(_exported(folder))
+        return _exported_to_load(folder, trust_remote_code)
     if holds_result(folder):
         return str(folder)
     try:
@@ -140,28 +146,41 @@ def locate_result(name: str) -> str:
         newest = store.list_complete(store.folder_of(name))[-1:]
         if not newest:
             raise
-        return str(_exported(newest[0]))
+        return _exported_to_load(newest[0], trust_remote_code)
     return str(result.adapter or result.model)
 
 
-def exported_checkpoint(name: str) -> str:
-    """Return a folder with the model of a checkpoint, or ``name`` if that is not a checkpoint."""
+def exported_checkpoint(name: str, *, trust_remote_code: bool = False) -> str:
+    """Return a folder with the model of a checkpoint, or ``name`` if that is not a checkpoint. A run can start from it."""
     folder = Path(name).expanduser()
-    return str(_exported(folder)) if (folder / store.MANIFEST).exists() else name
+    return str(_exported(folder, "", trust_remote_code)) if (folder / store.MANIFEST).exists() else name
 
 
-def _exported(checkpoint: Path) -> Path:
+def _exported_to_load(checkpoint: Path, trust_remote_code: bool) -> str:
+    """Return a folder with the checkpoint's model, which has to be loaded at once. Delete those that are not used any more."""
+    folder = _exported(checkpoint, "loaded-", trust_remote_code)
+    folder.touch()
+    for other in folder.parent.glob("loaded-*"):
+        # Another process may be loading one of the last hour, and may delete an older one.
+        with suppress(FileNotFoundError):
+            if time.time() - other.stat().st_mtime > 3600:
+                shutil.rmtree(other, ignore_errors=True)
+    return str(folder)
+
+
+def _exported(checkpoint: Path, prefix: str, trust_remote_code: bool) -> Path:
     """Return a folder with the checkpoint's model, in a cache: an adapter is not merged. Other processes wait meanwhile."""
     from zerobook.models.export import export_checkpoint
 
     checkpoint = checkpoint.resolve()
     key = file_digest(checkpoint / store.MANIFEST)
-    folder = embedded.cache_dir() / "exports" / f"{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
+    folder = embedded.cache_dir() / "exports" / f"{prefix}{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locks.locked(folder.with_name(f"{folder.name}.lock")), redirect_stdout(sys.stderr):
         if not folder.exists():
             say(f"{checkpoint}: making a model of this checkpoint in {folder}")
-            export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False)
+            # In fp32, as the run trains and measures it.
+            export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False, trust_remote_code=trust_remote_code)
     return folder
 
 
@@ -194,7 +213,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
     if not Path(base_name).exists() and Path(base_name).parts[-2:] == embedded_folder.parts[-2:]:
         base = _embedded(f"{embedded.PREFIX}smollm2")
     try:
-        base = locate_result(base)
+        base = locate_result(base, trust_remote_code=options["trust_remote_code"])
         model = _load_model(base, options, base_name)
     except ConfigError as error:
         raise ConfigError(

@@ -135,7 +135,7 @@ def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) 
         if key in fields.keys() - _NOT_OF_THE_RUN and value != fields[key].default:
             values[key] = value
     changes = {
-        "model_name_or_path": locate_result(path),
+        "model_name_or_path": locate_result(path, trust_remote_code=trust_remote_code),
         "train_file": file,
         "validation_split_percentage": 0,
         "max_train_samples": rows,

@@ -54,7 +54,8 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
         if config.model_name_or_path and not parsed.dry_run and not parsed.problems:
             from zerobook.models.result import exported_checkpoint
 
-            config = config.model_copy(update={"model_name_or_path": exported_checkpoint(config.model_name_or_path)})
+            name = exported_checkpoint(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+            config = config.model_copy(update={"model_name_or_path": name})
         launch_problems, notes = by_name.compare_with_launch(parsed.launch_keys)
         problems = parsed.problems if parsed.dry_run else [*parsed.problems, *launch_problems]
         plan, config, sources = resolve_this_process(
