@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import ROOT, launch, sampled
+from tests.versions import NEEDS_MODEL_PARALLELISM
 from zerobook.cli.main import main
 
 FOLDER = ROOT / "docs" / "how-to"
@@ -99,6 +100,33 @@ def test_a_how_to_trains_equal_to_one_process(trained, page, strategy):
     assert run.event("eval")["loss"] == pytest.approx(one.event("eval")["loss"], rel=1e-5)
     if page == "evaluation":
         assert run.event("eval")["metrics"] == pytest.approx(one.event("eval")["metrics"])
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "strategy, processes, dtype",
+    [
+        *sampled([("single", 1, "float32"), ("ddp", 2, "float32"), ("zero3", 2, "bfloat16")]),
+        ("zero2", 2, "bfloat16"),
+        ("fsdp", 2, "bfloat16"),
+        pytest.param("fsdp_tensor", 2, "float32", marks=NEEDS_MODEL_PARALLELISM),
+    ],
+)
+def test_a_reference_computes_as_the_model_that_is_trained(tiny, tmp_path, strategy, processes, dtype):
+    """Before the first update, both have the same weights."""
+    file = file_of("dpo_full", tmp_path)
+    line = "return self.log_likelihood(self.reference_model"
+    # Some weights stay gathered, in bf16, after the first pass.
+    check = f"assert 'torch.{dtype}' in {{str(p.dtype) for p in self.reference_model.parameters()}}; {line}"
+    file.write_text(file.read_text().replace(line, check))
+
+    run = launch(
+        strategy, processes, str(file), tmp_path / "run", per_device_train_batch_size=3, max_train_steps=2, logging_steps=1,
+        mixed_precision="bf16", **flags_of("dpo_full", tiny, tmp_path),
+    )  # fmt: skip
+
+    margins = [step["metrics"]["reward_margin"] for step in run.steps]
+    assert margins[0] == 0.0 < margins[1]
 
 
 @pytest.mark.launch

@@ -13,6 +13,7 @@ from zerobook.strategy.norm import total_norm
 from zerobook.strategy.state import TrainingState
 from zerobook.strategy.token_split import TokenSplit
 from zerobook.strategy.weights import parameter_groups
+from zerobook.utils.dtypes import compute_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,7 @@ class Engine(TrainingState):
         # Trained weights are in fp32, since small updates of half-precision weights would be lost by rounding.
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.data = self._in_fp32(parameter.data)
+                parameter.data = self._cast(parameter.data, torch.float32)
         self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
@@ -62,10 +63,17 @@ class Engine(TrainingState):
         return self._spread_frozen(model)
 
     def _spread_frozen(self, model: nn.Module) -> nn.Module:
+        # Its weights stay as they were loaded: autocast computes some layers of the trained model with fp32 weights.
         return self.accelerator.prepare_model(model, evaluation_mode=True)
 
-    def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.float()
+    def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return weight.to(dtype)
+
+    def _cast_frozen(self, model: nn.Module) -> None:
+        """Cast weights to the dtype that the run computes in. Buffers, such as rotary frequencies, keep their dtypes."""
+        dtype = compute_dtype(self.plan.precision)
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            parameter.data = self._cast(parameter.data, dtype)
 
     def prepare_to_load(self, new_model: Callable[[], nn.Module]) -> None:
         """Adapt the strategy's settings to a model before it is loaded.

@@ -70,8 +70,8 @@ class FullyShardedStrategy(Strategy):
                 buffer.data = buffer.data.to(dtypes[name])
         return model
 
-    def _in_fp32(self, weight: torch.Tensor) -> torch.Tensor:
-        return zeros(weight.shape, torch.float32) if self._zeros else super()._in_fp32(weight)
+    def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return zeros(weight.shape, dtype) if self._zeros else super()._cast(weight, dtype)
 
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         optimizer = super()._build_optimizer(model, config)
@@ -107,6 +107,8 @@ class FullyShardedStrategy(Strategy):
     def _spread_frozen(self, model: nn.Module) -> nn.Module:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
+        # Shards are gathered in this dtype, so those in fp32 would take twice the memory for the same results.
+        self._cast_frozen(model)
         # `Accelerator.prepare` takes a model with its optimizer only.
         self.accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
         with self._sharding(model):

@@ -83,6 +83,10 @@ class ModelParallelStrategy(FullyShardedStrategy):
         register_fsdp_forward_method(model, "generate")
         return model, self.accelerator.prepare_optimizer(optimizer)
 
+    def _spread_frozen(self, model: nn.Module) -> nn.Module:
+        # Loading has distributed it.
+        return model
+
     def _is_copy(self, tensor: DTensor) -> bool:
         # The processes of a tensor-parallel group hold copies of weights that are not divided, such as norm gains.
         is_divided = _TENSOR in (tensor.device_mesh.mesh_dim_names or ())

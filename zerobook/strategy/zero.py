@@ -81,9 +81,9 @@ class ZeroStrategy(ZeroState, Strategy):
     def _spread_frozen(self, model: nn.Module) -> nn.Module:
         """Distribute a frozen model: whole on each rank, except under ZeRO-3, which shards its weights."""
         if self.plan.zero_stage != 3:
-            # DeepSpeed casts the trained model to the same dtypes.
-            dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-            return model.to(self.mesh.device, dtypes.get(self.plan.precision, torch.float32))
+            # DeepSpeed casts the trained model in the same way.
+            self._cast_frozen(model)
+            return model.to(self.mesh.device)
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.utils.timer import NoopTimer
 
