@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.alone import train
 from tests.harness import ROOT, launch
 from zerobook.cli.eval import evaluate
 from zerobook.errors import ConfigError
 from zerobook.evaluation.harness import HarnessScorer
+from zerobook.evaluation.scorers import fetch_tasks
 from zerobook.evaluation.tasks import TaskScorer, read_task
 
 QUESTIONS = ROOT / "tests" / "fixtures" / "tasks"
@@ -106,6 +109,19 @@ def test_a_task_file_and_the_harness_agree(llama, tasks):
 def test_what_cannot_be_measured_is_an_error(llama, tasks, task, words):
     with pytest.raises(ConfigError, match=words):
         HarnessScorer([str(tasks / task) if task.endswith("yaml") else task], llama[1], 4)
+
+
+def test_a_task_is_loaded_before_the_data_of_its_run_are_prepared(tiny, tasks, tmp_path):
+    flags = {"model_name_or_path": tiny / "llama", "train_file": tiny / "few.jsonl", "block_size": 64, "max_train_steps": 1}
+    with mock.patch("zerobook.data.prepare.prepare", side_effect=AssertionError("data are prepared")) as prepare:
+        with pytest.raises(ConfigError, match="generates text"):
+            train(tmp_path / "causal", eval_tasks=tasks / "spoken.yaml", **flags)
+        with pytest.raises(ConfigError, match="encoder-decoder"):
+            fetch_tasks([str(tasks / "choices.yaml")], encoder_decoder=True)
+        prepare.assert_not_called()
+
+        with pytest.raises(AssertionError, match="data are prepared"):
+            train(tmp_path / "measured", eval_tasks=tasks / "choices.yaml", **flags)
 
 
 def test_a_name_that_the_harness_does_not_know_gets_the_nearest(llama, monkeypatch):

@@ -35,6 +35,16 @@ LIKELIHOODS = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
 """Kinds of the harness's tasks that are measured here."""
 
 
+@contextmanager
+def _random_state_restored() -> Iterator[None]:
+    """Restore Python's random state, which the harness seeds: a run with an evaluation has to train as one without."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
 class HarnessScorer:
     """Measures tasks of the harness on a causal model.
 
@@ -69,9 +79,7 @@ class HarnessScorer:
         self.batch_size = batch_size
         self.max_length = max_length
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
-        # Reading tasks seeds Python's random numbers, and a run with an evaluation has to train as one without.
-        with _random_state_restored():
-            self.manager, self.names, self.tasks = _load(tasks)
+        self.manager, self.names, self.tasks = load_tasks(tasks)
 
     def __call__(
         self, strategy: Strategy | None, model: nn.Module, step: int = 0, progress: bool = False
@@ -122,18 +130,13 @@ class HarnessScorer:
         return rows
 
 
-@contextmanager
-def _random_state_restored() -> Iterator[None]:
-    """Restore Python's random state, which the harness sets: a run with an evaluation has to train as one without."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
+@_random_state_restored()
+def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
+    """Return the harness's index of tasks, the tasks' names, and its objects for them. Their data may be downloaded.
 
-
-def _load(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
-    """Return the harness's index of tasks, the tasks' names, and its objects for them."""
+    Raises:
+        ConfigError: the harness has no such task, its data cannot be loaded, or the task generates text.
+    """
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

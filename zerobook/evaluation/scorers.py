@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from zerobook.errors import ConfigError
-from zerobook.evaluation.harness import HarnessScorer
+from zerobook.evaluation.harness import HarnessScorer, load_tasks
 from zerobook.evaluation.tasks import TaskScorer, read_task
 
 if TYPE_CHECKING:
@@ -25,6 +25,14 @@ def split(tasks: list[str]) -> tuple[list[str], list[str]]:
     task_files = [task for task in tasks if task.endswith((".jsonl", ".json"))]
     harness_tasks = [task for task in tasks if task not in task_files]
     return task_files, harness_tasks
+
+
+def fetch_tasks(tasks: list[str], *, encoder_decoder: bool) -> None:
+    """Download the data of the harness's tasks into this machine's cache. Raises `ConfigError` if a task cannot be measured."""
+    check_causal(tasks, "seq2seq" if encoder_decoder else "causal")
+    _, harness_tasks = split(tasks)
+    if harness_tasks:
+        load_tasks(harness_tasks)
 
 
 def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind) -> list[Any]:

@@ -90,6 +90,7 @@ def train(
             A process ends with 77, without an exception, if it or another one blocks the run.
     """
     from zerobook.data.prepare import prepare
+    from zerobook.evaluation.scorers import fetch_tasks
     from zerobook.models.load import check_fit, load_config, load_tokenizer
     from zerobook.models.vocabulary import fit_embeddings
     from zerobook.training.trainer import Trainer
@@ -114,6 +115,8 @@ def train(
         recipe = type(recipe)(config)
         objective = recipe.objective()
         enter("prepare data")
+        # One process of each node downloads the tasks' data. A task that cannot be measured ends the run here.
+        strategy.once_per_node(partial(fetch_tasks, config.eval_tasks, encoder_decoder=recipe.encoder_decoder))
         data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
         preflight.check_data(strategy, data.fingerprints)
         if data.uses_default_template:
