@@ -47,7 +47,7 @@ PARAMETERS = {
 }
 """Model -> its parameters, as its card on the hub counts them; tied embeddings once."""
 FLAN_T5 = {"flan_t5_base": 247_577_856, "flan_t5_xl": 2_849_757_184, "flan_t5_xxl": 11_135_332_352}
-"""The same with an output layer of its own, which transformers 5 builds tied to the embedding."""
+"""The same with an output layer of its own, which transformers 5 builds tied to the embedding, and loads as the file has it."""
 
 
 EARLIER = {"falcon_40b": 41_303_293_952, "falcon_180b": 178_557_088_768, "llama2_70b": 68_976_648_192}

@@ -170,6 +170,10 @@ class Job:
                 model = model_class.from_config(self.model_config, dtype=self._dtype(precision), **options)
         except Exception as error:  # whatever the code of a class raises
             raise UnplannableModelError(self.name, self.model_config.to_dict(), error) from error
+        # The files of Flan-T5, T5 1.1 and mT5 have an output layer of their own. transformers 5.23 ties it in their configs.
+        kind = self.model_config.model_type
+        if kind in ("mt5", "umt5") or (kind == "t5" and not self.model_config.scale_decoder_outputs):
+            model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
         use_cache(model, False)
         if not self.is_plain:
             fuse_tanh_gelu(model)
