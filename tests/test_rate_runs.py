@@ -287,6 +287,11 @@ def test_a_tracker_that_fails_or_cannot_be_reached_ends_no_run(tiny, tmp_path, m
     assert written == [True], "W&B may wait for its uploads, so the model is written first"
     assert "No space left on device" in capsys.readouterr().out
 
+    # A tracker that did not start has no id, so that the next attempt logs the config.
+    monkeypatch.setattr(tracking.WandBTracker, "start", refuse)
+    run = train(tmp_path / "other", **flags(tiny) | {"num_train_epochs": 1}, report_to="tensorboard,wandb")
+    assert json.loads((run.output / "runlog" / "trackers.json").read_text()) == {"tensorboard": ""}
+
 
 class GoesBack(Hook):
     def on_log(self, trainer, records):

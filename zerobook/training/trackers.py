@@ -64,25 +64,28 @@ class Trackers(Hook):
             "trackio": {"name": name},
         }
         logged_config = None if is_config_logged else _flat(config.model_dump())
-        if strategy.is_main and "wandb" in config.report_to and "WANDB_MODE" not in os.environ:
-            reason = _why_wandb_is_offline()
-            if reason is not None:
-                folder = os.environ.get("WANDB_DIR", config.output_dir)
-                options["wandb"] |= {"mode": "offline", "dir": folder}
-                tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
-        start = partial(self.accelerator.init_trackers, project, config=logged_config, init_kwargs=options)
+
+        def start(kind: str) -> None:
+            if kind == "wandb" and strategy.is_main and "WANDB_MODE" not in os.environ:
+                reason = _why_wandb_is_offline()
+                if reason is not None:
+                    folder = os.environ.get("WANDB_DIR", config.output_dir)
+                    options["wandb"] |= {"mode": "offline", "dir": folder}
+                    tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
+            self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
+
         trackers: list[GeneralTracker] = []
         # One after another, since each may fail. On other ranks than 0, accelerate starts none.
-        for name in config.report_to:
-            self.accelerator.log_with = [name]
+        for kind in config.report_to:
+            self.accelerator.log_with = [kind]
             self.accelerator.trackers = []
-            if _succeeds(name, start):
+            if _succeeds(kind, partial(start, kind)):
                 trackers += self.accelerator.trackers
         self.accelerator.trackers = trackers
         if strategy.is_main:
-            # Trackers without ids have an empty one, which says that they have logged the config.
-            identities = dict.fromkeys(config.report_to, "") | identities | {"wandb": wandb_id}
-            for tracker in self.accelerator.trackers:
+            for tracker in trackers:
+                # Trackers without ids have an empty one, which says that they have logged the config.
+                identities.setdefault(tracker.name, wandb_id if tracker.name == "wandb" else "")
                 if tracker.name == "mlflow":
                     identities["mlflow"] = tracker.active_run.info.run_id
             write_whole(file, json.dumps(identities))
