@@ -441,6 +441,17 @@ def test_all_weights_are_trained_where_llamafactory_says_full(tmp_path):
     assert result.recipe == "causal_lm" and result.values["block_size"] == 512
 
 
+@pytest.mark.parametrize(("template", "kind"), [("qwen3", TRANSLATED), ("empty", NOT_POSSIBLE), ("alpaca", NOT_POSSIBLE)])
+def test_a_template_of_no_model_family_is_not_the_models_own(template, kind):
+    assert kinds_of(imported(LLAMAFACTORY | {"template": template}, "llamafactory"))["template"] == kind
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [({}, 0.0), ({"momentum": 0.8}, 0.8)])
+def test_sgd_has_the_momentum_that_it_has_in_torchtune(optimizer, momentum):
+    result = imported(TORCHTUNE | {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1, **optimizer}}, "torchtune")
+    assert (result.values["optimizer"], result.values["momentum"]) == ("sgd", momentum)
+
+
 # --- values of other types than usual
 
 

@@ -13,6 +13,8 @@ from zerobook.utils.chat_template import NAMES
 from zerobook.utils.written_values import as_list
 
 Flags = dict[str, Any]
+GENERIC_TEMPLATES = ("default", "alpaca", "vicuna", "empty", "fewshot")
+"""Forms of chats that LLaMA-Factory names, and that are not of one model family."""
 
 
 # --- steps and rates
@@ -181,6 +183,8 @@ def chat_template(foreign: Foreign, value: Any) -> Flags:
         return {"chat_template": str(path)}
     if text in NAMES:
         return {"chat_template": text}
+    if text in GENERIC_TEMPLATES:
+        raise NoCounterpart("No model has this template by itself. Write it into a file for chat_template.")
     foreign.sentence = (
         "The model's own template is used, which should be the same. Compare the rows that zerobook data inspect shows, and "
         "write another template into a file for chat_template if they differ."
