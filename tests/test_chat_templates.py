@@ -223,6 +223,31 @@ def test_a_marked_turn_ends_with_the_token_that_the_template_ends_it_with(tokeni
     assert found == (["b\n" + ends, "<think>d" + ends] if ends else ["b\n<|end|>", "<think>d<|eos|>"])
 
 
+GREETED_QWEN = QWEN3.replace(
+    "{%- for m in messages -%}",
+    "{{- '<|bos|>' + ('<|im_start|>system\\nb<|im_end|>\\n' if messages else '') -}}\n{%- for m in messages -%}",
+    1,
+)
+
+
+@pytest.mark.parametrize(
+    "template, greeting, expected",
+    [
+        (GREETED_QWEN, "b", "b<|im_end|>"),
+        (R1, "b", "b<|eos|>"),
+        (R1, THOUGHT + "b", "hm\n</think>\n\nb<|eos|>"),
+        (LLAMA31, "b", "b<|eot|>"),
+    ],
+)
+def test_a_greeting_is_supervised_and_no_turn_before_it(tokenizer, monkeypatch, template, greeting, expected):
+    monkeypatch.setitem(TEMPLATES, "greeted", template)
+    sample = Chat([{"role": "assistant", "content": greeting}, {"role": "user", "content": "c"}])
+
+    spans = supervised(tokenizer, "greeted", sample)
+
+    assert [text for _, text in spans] == [expected]
+
+
 def test_a_template_that_keeps_turns_needs_no_further_row(tokenizer):
     for name in ("phi3", "llama31", "gemma"):
         (encoded,) = CausalEncoder(tokenizer, length=None, chat_template=TEMPLATES[name]).encode([chat(*"abcdef")])

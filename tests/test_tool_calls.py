@@ -225,15 +225,28 @@ def test_a_template_without_tools_names_shipped_ones_that_read_them(tokenizer):
 
 
 LOOKS_AT_THE_FIRST = "{% if messages[0].role == 'system' %}{% endif %}" + CHATML
+DEFAULT_SYSTEM = "{% if messages %}<|im_start|>system\nYou are helpful. Welcome!<|im_end|>\n{% endif %}" + CHATML
 
 
-@pytest.mark.parametrize("template", [CHATML, calling(AS_OBJECT), calling(AS_OBJECT, marked=True), LOOKS_AT_THE_FIRST])
+@pytest.mark.parametrize(
+    "template", [CHATML, calling(AS_OBJECT), calling(AS_OBJECT, marked=True), LOOKS_AT_THE_FIRST, DEFAULT_SYSTEM]
+)
 def test_a_greeting_is_supervised_and_so_is_the_answer_after_it(tokenizer, template):
     greeting = {"role": "assistant", "content": "Welcome!"}
 
     encoded = encode(tokenizer, [greeting, ASK, SAY], template=template)
 
     assert said(tokenizer, encoded) == ["Welcome!<|im_end|>", "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [DEFAULT_SYSTEM, LOOKS_AT_THE_FIRST])
+def test_a_greeting_with_a_thought_before_it_is_supervised_from_the_thought_on(tokenizer, template):
+    greeting = {"role": "assistant", "content": "Welcome!", "thinking": "hm"}
+    thoughtful = template.replace("{{ m['content'] }}", "{{ m.thinking }}{{ m['content'] }}")
+
+    encoded = encode(tokenizer, [greeting, ASK, SAY], template=thoughtful)
+
+    assert said(tokenizer, encoded) == ["hmWelcome!<|im_end|>", "No.<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [CHATML, calling(AS_OBJECT), calling(AS_OBJECT, marked=True)])

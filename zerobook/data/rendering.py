@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from datetime import date
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -349,17 +350,17 @@ class ChatTemplate:
 
     def _render_prompt(self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None) -> str:
         """Return the text before a turn that the model continues."""
-        try:
+        if index > 0:
             return self._render_text(messages[:index], True, tools)
-        except BadSample:
-            content = messages[0]["content"]
-            if index > 0 or not content.strip():
-                raise
-        # Many templates look at the first turn, and there is none before a greeting: the prompt is all before its content.
-        text = self._render_text(messages[:1], tools=tools)
-        written = content if content in text else content.strip()
-        # The last occurrence: a default system turn may have the same words.
-        return text.rpartition(written)[0]
+        # Many templates look at the first turn or write a default system turn, and there is no turn before a greeting.
+        opened = self._get_frame(("assistant",)).opened
+        with suppress(BadSample):
+            prompt = self._render_text([], True, tools)
+            if prompt and self._render_text(messages[:1], tools=tools).startswith(prompt.removesuffix(opened)):
+                return prompt
+        # The text before the content of a placeholder has no part of the greeting.
+        (greeting,), (content,) = _stand_ins(("assistant",))
+        return self._render_text([greeting], tools=tools).partition(content)[0].removesuffix("\t") + opened
 
     def _get_frame(self, roles: tuple[str, ...]) -> TurnFrame:
         if roles not in self._frames:
@@ -381,8 +382,10 @@ class ChatTemplate:
         lead = lead.removesuffix("\t")
         closing = closing.removeprefix("\t")
         shared_length = _shared_length(lead, prompt)
+        # The prompt of no turns may lack a default system turn, so it must have all that is before a greeting.
+        expected_length = _shared_length(without_prompt, prompt) if len(roles) > 1 else len(lead)
         # They differ before the generation prompt begins.
-        if shared_length < _shared_length(without_prompt, prompt):
+        if shared_length < expected_length:
             return TurnFrame("", closing)
         return TurnFrame(prompt[shared_length:], closing)
 
