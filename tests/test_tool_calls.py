@@ -42,7 +42,7 @@ def call(city: str, identifier: str | None = None, name: str = "look") -> dict:
     return made if identifier is None else {"id": identifier, **made}
 
 
-def answer(*calls: dict, content: str = "") -> dict:
+def answer(*calls: dict, content: str | None = None) -> dict:
     return {"role": "assistant", "content": content, "tool_calls": [*calls]}
 
 
@@ -112,6 +112,52 @@ def test_a_content_that_quotes_python_does_not_change_the_form_of_the_arguments(
     encoded = encode(tokenizer, messages, template=calling(AS_OBJECT + "{{ c.function.arguments is mapping }}"))
 
     assert said(tokenizer, encoded)[0] == '[look {"city": "Oslo"}]True<|im_end|>'
+
+
+TWO_ANSWERS = (  # as DeepSeek-R1's distillations: a call is a turn, and so is a content that is not null
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}<|im_start|>assistant\n"
+    "{% for c in m.tool_calls %}" + JOINED + "{% endfor %}{{ eos_token }}{% endif %}"
+    "{% if m.content is not none %}<|im_start|>assistant\n{{ m.content }}{{ eos_token }}{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}" + PROMPT
+)
+ONE_ANSWER = TWO_ANSWERS.replace("{% if m.tool_calls %}", "{% if m.content is none %}")  # as the same ones, earlier
+
+
+@pytest.mark.parametrize("content", ["", None])
+@pytest.mark.parametrize("template", [TWO_ANSWERS, ONE_ANSWER])
+def test_a_call_without_content_is_one_turn(tokenizer, template, content):
+    row = {"messages": [ASK, answer(call("Oslo"), content=content), result("wet"), SAY]}
+
+    encoded = encode(tokenizer, parse("messages", row).messages, template=template)
+
+    assert said(tokenizer, encoded) == ['[look {"city": "Oslo"}]<|im_end|>', "No.<|im_end|>"]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    "written", ["{{ '!' + m.content }}", "!{{ m.content }}", "!{{ m.content | tojson | replace('\"', '') }}"]
+)
+def test_a_template_that_takes_no_null_gets_an_empty_content(tokenizer, written, marked):
+    template = calling(JOINED, marked=marked).replace("{{ m.content }}", written, 1)
+
+    encoded = encode(tokenizer, [ASK, answer(call("None")), result("wet"), SAY], template=template)
+
+    assert said(tokenizer, encoded) == ['![look {"city": "None"}]<|im_end|>', "!No.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "template, turn",
+    [
+        (TWO_ANSWERS, answer(call("Oslo"), content="I look.")),
+        (ONE_ANSWER, answer(call("Oslo"), content="I ask.")),
+        (calling("{% if loop.first %}" + AS_OBJECT + "{% endif %}"), answer(call("Oslo"), call("Rome"))),
+        (calling("{% if loop.first %}" + AS_OBJECT + "{% endif %}", marked=True), answer(call("Oslo"), call("Rome"))),
+    ],
+)
+def test_a_turn_that_lacks_a_call_or_is_two_turns_is_refused(tokenizer, template, turn):
+    refused = encode(tokenizer, [ASK, turn, result("wet"), SAY], template=template, tools=None)
+
+    assert isinstance(refused, BadSample) and "turn 2" in str(refused)
 
 
 def test_identifiers_reach_the_template(tokenizer):

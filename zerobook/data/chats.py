@@ -198,7 +198,8 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
     # A tool may print nothing, an answer may be a call alone, and an empty system turn is left out by the caller.
     may_be_empty = message["role"] in ("system", "tool") or "tool_calls" in message
     if may_be_empty and is_empty(content):
-        message["content"] = ""
+        # As OpenAI writes a call alone. Some templates write a further turn for a text, even if it is empty.
+        message["content"] = None if "tool_calls" in message else ""
     else:
         message["content"] = read_text(content, f"the {content_key} of {where}", blank=may_be_empty)
     return message, is_supervised

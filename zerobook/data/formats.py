@@ -201,7 +201,7 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
     # The answer is not searched: a model may well be taught to write the placeholder.
     texts = []
     if isinstance(sample, Chat):
-        texts = [message["content"] for message in sample.messages]
+        texts = [message["content"] or "" for message in sample.messages]
     elif isinstance(sample, Pair):
         texts = [sample.source]
     if any("<image>" in text for text in texts):

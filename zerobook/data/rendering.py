@@ -18,7 +18,7 @@ from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat
 from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan
 from zerobook.data.template_limits import checked_length, template_memory, template_time
-from zerobook.data.tool_calls import has_calls, has_python_arguments, with_text_arguments
+from zerobook.data.tool_calls import has_calls, has_python_arguments, with_text_arguments, with_text_contents
 from zerobook.data.turns import ControlTokens, Rendered, any_of
 from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import READ_TOOLS
@@ -61,6 +61,8 @@ _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.joi
 TODAY = date(2024, 7, 26)
 """The date of a template that writes today's: the tokens of a chat must not depend on the day when they were prepared, nor
 differ between hosts. Llama's templates have this date where they are not given another one."""
+_NULL = re.compile("None|null")
+"""A null that a template writes out, as Python and as JSON write it."""
 _TOOL_TEMPLATE = "tool_use"
 """Name of the template that transformers takes for chats with tools, if a tokenizer has several templates."""
 
@@ -139,7 +141,7 @@ class ChatTemplate:
             ConfigError: the template writes no end of turn, and the tokenizer has none.
         """
         self._check(chat)
-        messages = self._convert_arguments(chat)
+        messages = self._convert_calls(chat.messages, chat.tools)
         if is_supervised_whole:
             return [Rendered(self._render_text(messages, tools=chat.tools), None, 0, 0)]
         assistant_turns = find_assistant_turns(messages)
@@ -194,21 +196,30 @@ class ChatTemplate:
             if token:
                 raise BadSample(f"turn {number} has the text {token[0]!r}, which the chat template begins or ends turns with")
 
-    def _convert_arguments(self, chat: Chat) -> list[dict[str, Any]]:
-        """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
-        messages = chat.messages
+    def _convert_calls(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Return the turns with calls in the form that the template reads."""
         if not has_calls(messages):
             return messages
+        # Some templates refuse null in place of a content, or write it out. They get an empty text.
+        with suppress(BadSample):
+            with_nulls = self._convert_arguments(messages, tools)
+            texts = [self._render_text(form, tools=tools) for form in (with_nulls, with_text_contents(with_nulls))]
+            if _NULL.findall(texts[0]) == _NULL.findall(texts[1]):
+                return with_nulls
+        return self._convert_arguments(with_text_contents(messages), tools)
+
+    def _convert_arguments(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
         # Most templates write objects as JSON. One that expects JSON text writes an object as Python does, or refuses it.
         refusal: BadSample | None = None
         try:
-            if not has_python_arguments(self._render_text(messages, tools=chat.tools), messages):
+            if not has_python_arguments(self._render_text(messages, tools=tools), messages):
                 return messages
         except BadSample as error:
             refusal = error
         with_text = with_text_arguments(messages)
         try:
-            self._render_text(with_text, tools=chat.tools)
+            self._render_text(with_text, tools=tools)
         except BadSample:
             if refusal is not None:
                 # The first refusal is about the form that most templates read.
@@ -288,7 +299,8 @@ class ChatTemplate:
         turns = []
         shortened = 0
         for (start, stop), index in zip(spans, assistant_turns, strict=True):
-            content = messages[index]["content"]
+            content = messages[index]["content"] or ""
+            _require_calls(messages[index], text[start:stop], index)
             # Templates trim and join white space, which shortens nothing.
             shortened += _remove_spaces(content) not in _remove_spaces(text[start:stop])
             closing = self._get_frame(roles[: index + 1]).closing
@@ -317,7 +329,7 @@ class ChatTemplate:
         self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None = None
     ) -> GeneratedTurn:
         """Return a turn as the model would generate it, also if the template rewrites it later."""
-        content = messages[index]["content"].strip()
+        content = (messages[index]["content"] or "").strip()
         text = self._render_text(messages[: index + 1], tools=tools)
         prompt = self._render_prompt(messages, index, tools)
         opened, closing = self._get_frame(tuple(message["role"] for message in messages[: index + 1]))
@@ -336,7 +348,7 @@ class ChatTemplate:
                 lead = prompt
                 turn = content.removeprefix(opened.strip()).lstrip() + closing
 
-        end, has_end = self._find_end(turn, messages[index]["content"], closing)
+        end, has_end = self._find_end(turn, messages[index]["content"] or "", closing)
         answer = turn[:end]
         if has_end:
             *_, end_token = self._end_token.finditer(turn, 0, end)
@@ -344,6 +356,9 @@ class ChatTemplate:
         # A turn of an end token alone would teach the model to say nothing.
         if not answer.strip():
             raise BadSample(f"the chat template leaves turn {index + 1} out")
+        if self.eos and self.eos in answer:
+            raise BadSample(f"the chat template writes {self.eos!r}, the end of a text, inside of turn {index + 1}")
+        _require_calls(messages[index], turn, index)
         # Templates trim and join white space, which shortens nothing.
         shortened = _remove_spaces(content) not in _remove_spaces(lead[len(lead) - len(opened) :] + turn)
         return GeneratedTurn(lead + turn[:end], len(lead), has_end, shortened)
@@ -492,6 +507,14 @@ def _cover_turns(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[
             rows.append((row_text, row_turns))
         missing = [turn for turn in missing if turn not in row_turns]
     return rows
+
+
+def _require_calls(message: dict[str, Any], turn: str, index: int) -> None:
+    """Raise `BadSample` if a rendered turn lacks a call."""
+    names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+    for name in names:
+        if turn.count(name) < names.count(name):
+            raise BadSample(f"the chat template leaves out a call of {name!r} in turn {index + 1}")
 
 
 def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]:

@@ -25,8 +25,8 @@ class Chat:
 
     Either of them may begin; whether a model can begin is up to its chat template. ``tool`` turns follow an assistant turn,
     and may have ``tool_call_id`` and ``name``. Turns after the last assistant turn are allowed, but not supervised. At least
-    one turn is the assistant's. An assistant turn may also have ``tool_calls``, in the form that chat templates read, and
-    thoughts under one of `zerobook.data.chats.THOUGHTS`.
+    one turn is the assistant's. An assistant turn may also have ``tool_calls``, in the form that chat templates read, with a
+    content that may be None, and thoughts under one of `zerobook.data.chats.THOUGHTS`.
 
     Attributes:
         unsupervised: indices of turns that are context only, by marks or as a prompt. The assistant's turns are supervised

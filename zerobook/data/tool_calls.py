@@ -13,6 +13,11 @@ def has_calls(messages: list[Message]) -> bool:
     return any("tool_calls" in message for message in messages)
 
 
+def with_text_contents(messages: list[Message]) -> list[Message]:
+    """Return the chat with an empty text in place of every content that is null."""
+    return [message | {"content": message["content"] or ""} for message in messages]
+
+
 def with_text_arguments(messages: list[Message]) -> list[Message]:
     """Return the chat with the arguments of every call as JSON text. Some templates join them to other text."""
     changed = []
@@ -34,7 +39,7 @@ def has_python_arguments(text: str, messages: list[Message]) -> bool:
 
     A template does so that writes out the arguments and expects them to be text.
     """
-    contents = [message["content"] for message in messages]
+    contents = [message["content"] or "" for message in messages]
     for message in messages:
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]
