@@ -14,9 +14,9 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from zerobook.config import RecipeConfig
 from zerobook.constants import IGNORE
-from zerobook.data.formats import BadSample, Chat
+from zerobook.data.formats import BadSample, Chat, read_preference
 from zerobook.data.prepare import Library
-from zerobook.data.templates import CausalEncoder
+from zerobook.data.templates import CausalEncoder, paired
 from zerobook.errors import DataError
 from zerobook.objective import NextToken
 
@@ -254,6 +254,25 @@ def test_a_template_that_keeps_turns_needs_no_further_row(tokenizer):
         assert not encoded.others and not encoded.shortened
     (encoded,) = CausalEncoder(tokenizer, length=None, chat_template=QWEN3).encode([chat(*"abcdef")])
     assert len(encoded.others) == 2
+
+
+def test_a_preference_pair_is_one_row_though_the_template_rewrites_earlier_turns(tokenizer):
+    rows = [
+        {"chosen": chat("a", "b", "c", "d").messages, "rejected": chat("a", "b", "c", "e").messages},
+        {"chosen": chat("a", "b", "c", "d").messages, "rejected": chat("a", "e", "c", "e").messages},
+    ]
+    encoder = CausalEncoder(tokenizer, length=None, chat_template=QWEN3)
+    pairs = [read_preference(row, ("chosen", "rejected")) for row in rows]
+    chosen = encoder.encode([pair[0] for pair in pairs])
+    rejected = encoder.encode([pair[1] for pair in pairs])
+
+    pair, refused = paired(chosen, rejected, "rejected_")
+
+    assert tokenizer.decode(pair.labels[pair.labels != IGNORE]) == "<think>\n\n</think>\n\nd<|im_end|>"
+    labels = pair.extra["rejected_labels"]
+    assert tokenizer.decode(labels[labels != IGNORE]) == "<think>\n\n</think>\n\ne<|im_end|>"
+    assert not pair.others
+    assert isinstance(refused, BadSample)
 
 
 def test_what_a_template_leaves_out_is_counted(tokenizer):

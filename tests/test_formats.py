@@ -26,6 +26,7 @@ from zerobook.data.formats import (
     detect,
     list_unread,
     parse,
+    read_preference,
 )
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.tokens import LOSS_MASKS
@@ -471,9 +472,82 @@ def test_chats_that_cannot_be_used(chat, reason):
     assert reason in str(caught.value)
 
 
+TURNS_AS_TEXT = json.dumps([ASK])
+
+
+def test_turns_of_a_prompt_and_a_completion_may_be_json_text():
+    row = {"prompt": TURNS_AS_TEXT, "completion": json.dumps([SAY])}
+
+    assert parse("prompt_completion", row) == Chat([ASK, SAY], frozenset({0}))
+
+
+@pytest.mark.parametrize("text", ["[]", "[1, 2]", '[{"role": "x"}]', '{"role": "user", "content": "x"}', "4", "[x"])
+def test_other_json_text_of_a_prompt_is_a_text(text):
+    assert parse("prompt_completion", {"prompt": text, "completion": text}) == Pair(text, text)
+
+
+NO = {"role": "assistant", "content": "no"}
+LATER = {"role": "user", "content": "later"}
+
+
+@pytest.mark.parametrize(
+    "row, shared, chosen, rejected",
+    [
+        ({"chosen": [ASK, SAY], "rejected": [ASK, NO]}, [ASK], [SAY], [NO]),
+        ({"chosen": [ASK, SAY, LATER, SAY], "rejected": [ASK, SAY, LATER, NO]}, [ASK, SAY, LATER], [SAY], [NO]),
+        ({"chosen": [ASK, SAY, LATER, SAY], "rejected": [ASK, NO]}, [ASK], [SAY, LATER, SAY], [NO]),
+        ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, [ASK], [SAY], [SAY]),
+        ({"prompt": [ASK], "chosen": [SAY], "rejected": [NO]}, [ASK], [SAY], [NO]),
+        ({"prompt": [ASK], "chosen": [ASK, SAY], "rejected": [ASK, NO]}, [ASK], [SAY], [NO]),
+        ({"prompt": "x", "chosen": [SAY], "rejected": [NO]}, [ASK], [SAY], [NO]),
+        ({"prompt": "x", "chosen": [ASK, SAY], "rejected": [ASK, NO]}, [ASK], [SAY], [NO]),
+        ({"prompt": None, "chosen": [ASK, SAY], "rejected": [ASK, NO]}, [ASK], [SAY], [NO]),
+        ({"prompt": "", "chosen": [ASK, SAY], "rejected": [ASK, NO]}, [ASK], [SAY], [NO]),
+        ({"prompt": TURNS_AS_TEXT, "chosen": json.dumps([SAY]), "rejected": json.dumps([NO])}, [ASK], [SAY], [NO]),
+    ],
+)
+def test_preference_chats_have_their_prompt_as_context(row, shared, chosen, rejected):
+    context = frozenset(range(len(shared)))
+
+    samples = read_preference(row, ("chosen", "rejected"))
+
+    assert samples == [Chat(shared + chosen, context), Chat(shared + rejected, context)]
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, [Pair("2 + 2 =", " 4"), Pair("2 + 2 =", " 5")]),
+        ({"prompt": "2", "chosen": "4", "rejected": "5"}, [Pair("2", "4"), Pair("2", "5")]),
+        ({"chosen": "Q: a A: no", "rejected": "Q: a A: none"}, [Pair("Q: a A:", " no"), Pair("Q: a A:", " none")]),
+        ({"prompt": "", "chosen": "Q\nno", "rejected": "Q\nno"}, [Pair("Q", "\nno"), Pair("Q", "\nno")]),
+    ],
+)
+def test_preference_texts_are_pairs(row, expected):
+    assert read_preference(row, ("chosen", "rejected")) == expected
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"chosen": [ASK, SAY], "rejected": None}, "chosen and rejected are a list and null"),
+        ({"chosen": [ASK, SAY], "rejected": "x"}, "rejected is a string"),
+        ({"prompt": 3, "chosen": "x", "rejected": "y"}, "prompt is a number"),
+        ({"prompt": "y", "chosen": [ASK, SAY], "rejected": [ASK, NO]}, "turn 2 is user after user"),
+        ({"chosen": "x", "rejected": "y"}, "prompt is empty"),
+        ({"chosen": [], "rejected": []}, "none of the 0 turns"),
+    ],
+)
+def test_preference_data_that_cannot_be_used(row, reason):
+    with pytest.raises(BadSample) as caught:
+        read_preference(row, ("chosen", "rejected"))
+    assert reason in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "format, row, reason",
     [
+        ("prompt_completion", {"prompt": TURNS_AS_TEXT, "completion": "x"}, "prompt is a list and completion is a string"),
         ("text", ["x"], "it is a list, expected an object with text or content"),
         ("text", 3, "it is a number, expected"),
         ("text", {"title": "x", "body": "y"}, "expected text or content, it has body, title"),

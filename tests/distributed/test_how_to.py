@@ -20,10 +20,11 @@ PAIRS = [
      for side, answer in (("chosen", "This is number"), ("rejected", "I do not know, is it perhaps"))}
     for n in range(24)
 ]  # fmt: skip
+PROMPTED = [{"prompt": pair["chosen"][:1], "chosen": pair["chosen"][1:], "rejected": pair["rejected"][1:]} for pair in PAIRS]
 DIALOGUES = [{"dialogue": f"Q: What is {n}? A: A number. Q: And {n + 1}? A: One more than {n}."} for n in range(24)]
 CASES = {
     "custom_loss": {"block_size": 32, "z_weight": 0.01},
-    "dpo": {"rows": PAIRS, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3, "beta": 0.5},
+    "dpo": {"rows": PROMPTED, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3, "beta": 0.5},
     "dpo_full": {"rows": PAIRS, "block_size": 64, "learning_rate": 1e-3, "beta": 0.5},
     "data_format": {"rows": DIALOGUES, "max_seq_length": 64, "lora_r": 4, "learning_rate": 2e-3},
     "evaluation": {"block_size": 32},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from zerobook.data.samples import BadSample, Chat
@@ -92,6 +93,19 @@ def read_turns(turns: object, column: str) -> tuple[list[dict[str, Any]], set[in
             unsupervised.add(len(messages))
         messages.append(message)
     return messages, unsupervised
+
+
+def decode_turns(value: Any) -> Any:
+    """Return the list of turns whose JSON text a value is, and any other value as it is. Tables cannot hold lists."""
+    with suppress(BadSample):
+        turns = read_json(value, "its text")
+        # Any other JSON text may be meant literally.
+        is_chat = isinstance(turns, list) and all(
+            isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns
+        )
+        if is_chat and turns:
+            return turns
+    return value
 
 
 def checked_chat(

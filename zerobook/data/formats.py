@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from zerobook.data.chats import checked_chat, read_chat, read_tools, read_turns, unread_keys
+from zerobook.data.chats import checked_chat, decode_turns, read_chat, read_tools, read_turns, unread_keys
 from zerobook.data.folders import same_split
 from zerobook.data.samples import BadSample, Chat, EmptyText, Pair, Sample, Segment, Text, Tokens
 from zerobook.data.tokens import TOKEN_COLUMNS, check_masks, read_tokens
-from zerobook.data.values import is_empty, kind_of, listed, read_text
+from zerobook.data.values import is_empty, kind_of, listed, read_text, shared_length
 from zerobook.errors import DataError
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "list_unread",
     "parse",
     "read_chat",
+    "read_preference",
 ]
 
 
@@ -246,6 +247,31 @@ def _resolve_format(
 # --- readers
 
 
+def read_preference(row: Mapping[str, Any], columns: tuple[str, ...]) -> list[Pair | Chat]:
+    """Return the chosen and the rejected answer of preference data, each with the prompt before it.
+
+    Texts are pairs, and lists of turns are chats. The prompt is not supervised. It is the column ``prompt``; if there is none,
+    or the chats repeat it, it is all that both answers begin with.
+
+    Args:
+        columns: the columns of the chosen and of the rejected answer.
+    """
+    prompt = decode_turns(row.get("prompt"))
+    answers = [decode_turns(row[column]) for column in columns]
+    if not all(isinstance(answer, str | list) for answer in answers):
+        raise BadSample(f"{' and '.join(columns)} are {' and '.join(map(kind_of, answers))}, expected two strings or two lists")
+    shared = _shared_beginning(*answers)
+    if prompt and isinstance(prompt, str) and isinstance(shared, list):
+        prompt = [{"role": "user", "content": prompt}]
+    if is_empty(prompt) or (isinstance(prompt, list) and prompt == shared[: len(prompt)]):
+        prompt = shared
+        answers = [answer[len(shared) :] for answer in answers]
+    return [
+        _prompt_completion({**row, "prompt": prompt, column: answer}, ("prompt", column))
+        for column, answer in zip(columns, answers, strict=True)
+    ]
+
+
 def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     messages, unsupervised = read_turns(row[columns[0]], columns[0])
     if not is_empty(row.get("system")):
@@ -258,20 +284,31 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
 
 
 def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair | Chat:
-    prompt = row["prompt"]
-    completion = row["completion"]
+    prompt_column, completion_column = columns
+    prompt = decode_turns(row[prompt_column])
+    completion = decode_turns(row[completion_column])
     if isinstance(prompt, list) and isinstance(completion, list):
-        prompt_turns, _ = read_turns(prompt, "prompt")
-        completion_turns, masked_turns = read_turns(completion, "completion")
+        prompt_turns, _ = read_turns(prompt, prompt_column)
+        completion_turns, masked_turns = read_turns(completion, completion_column)
         # The turns of the prompt are context.
         unsupervised = set(range(len(prompt_turns)))
         unsupervised |= {len(prompt_turns) + index for index in masked_turns}
         return checked_chat([*prompt_turns, *completion_turns], unsupervised, read_tools(row.get("tools")))
     if isinstance(prompt, list) != isinstance(completion, list):
         raise BadSample(
-            f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}; expected two strings or two lists"
+            f"{prompt_column} is {kind_of(prompt)} and {completion_column} is {kind_of(completion)}; "
+            "expected two strings or two lists"
         )
-    return Pair(read_text(prompt, "prompt"), read_text(completion, "completion"))
+    return Pair(read_text(prompt, prompt_column), read_text(completion, completion_column))
+
+
+def _shared_beginning(chosen: Any, rejected: Any) -> Any:
+    """Return what two texts, or two lists of turns, begin with. The last word or turn of either is not a part of it."""
+    length = shared_length(chosen[:-1], rejected[:-1])
+    # The answers of texts begin with the space before a word, as tokens do.
+    if isinstance(chosen, str):
+        length = max(0, chosen.rfind(" ", 0, length), chosen.rfind("\n", 0, length))
+    return chosen[:length]
 
 
 def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:

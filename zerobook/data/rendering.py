@@ -20,6 +20,7 @@ from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.tool_calls import has_calls, has_python_arguments, with_text_arguments, with_text_contents
 from zerobook.data.turns import ControlTokens, Rendered, any_of
+from zerobook.data.values import shared_length
 from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import READ_TOOLS
 
@@ -211,21 +212,15 @@ class ChatTemplate:
     def _convert_arguments(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
         # Most templates write objects as JSON. One that expects JSON text writes an object as Python does, or refuses it.
-        refusal: BadSample | None = None
-        try:
+        with suppress(BadSample):
             if not has_python_arguments(self._render_text(messages, tools=tools), messages):
                 return messages
-        except BadSample as error:
-            refusal = error
         with_text = with_text_arguments(messages)
-        try:
+        with suppress(BadSample):
             self._render_text(with_text, tools=tools)
-        except BadSample:
-            if refusal is not None:
-                # The first refusal is about the form that most templates read.
-                raise refusal from None
-            return messages
-        return with_text
+            return with_text
+        # If both forms are refused, the reason is that of the form which most templates read.
+        return messages
 
     def _reads(self, name: str) -> bool:
         return re.search(rf"\b{name}\b", self.source) is not None
@@ -396,13 +391,13 @@ class ChatTemplate:
         lead, closing = text.split(contents[-1])
         lead = lead.removesuffix("\t")
         closing = closing.removeprefix("\t")
-        shared_length = _shared_length(lead, prompt)
+        written_length = shared_length(lead, prompt)
         # The prompt of no turns may lack a default system turn, so it must have all that is before a greeting.
-        expected_length = _shared_length(without_prompt, prompt) if len(roles) > 1 else len(lead)
+        expected_length = shared_length(without_prompt, prompt) if len(roles) > 1 else len(lead)
         # They differ before the generation prompt begins.
-        if shared_length < expected_length:
+        if written_length < expected_length:
             return TurnFrame("", closing)
-        return TurnFrame(prompt[shared_length:], closing)
+        return TurnFrame(prompt[written_length:], closing)
 
     def _get_skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
         """Return the skeleton that was learnt from a placeholder chat with the same roles; None if there is none."""
@@ -525,14 +520,6 @@ def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]
     contents = [f"\x02{i}\x02" for i in range(len(roles))]
     messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
     return messages, contents
-
-
-def _shared_length(one_text: str, other_text: str) -> int:
-    """Return the length of the common prefix of two texts."""
-    for length, (one_character, other_character) in enumerate(zip(one_text, other_text, strict=False)):
-        if one_character != other_character:
-            return length
-    return min(len(one_text), len(other_text))
 
 
 def _matching_tag(token: str) -> str:

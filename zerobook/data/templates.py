@@ -69,7 +69,7 @@ def paired(
 ) -> list[Encoded | BadSample]:
     """Return the rows of ``first`` with the ids and labels of ``second`` as the extra arrays ``PREFIXids``, ``PREFIXlabels``.
 
-    A pair is a bad sample if one of its samples is bad.
+    A pair is a bad sample if one of its samples is bad, or has several rows.
     """
 
     rows: list[Encoded | BadSample] = []
@@ -78,6 +78,10 @@ def paired(
             rows.append(row)
         elif isinstance(partner, BadSample):
             rows.append(partner)
+        elif row.others or partner.others:
+            # Turns that both sides have in common need no loss.
+            reason = "an answer has several turns, and the chat template needs a row for each; give one that does not"
+            rows.append(BadSample(f"{reason} with --chat_template, or leave only the last turn supervised"))
         else:
             extra = {f"{prefix}ids": partner.input_ids, f"{prefix}labels": partner.labels}
             rows.append(replace(row, extra=extra))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from zerobook.data.samples import BadSample
@@ -76,6 +78,11 @@ def kind_of(value: object) -> str:
     # Looked up by the exact type, so a boolean is not a number here.
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two texts or lists have in common at their beginning."""
+    return sum(takewhile(bool, map(eq, one, other)))
 
 
 def listed(columns: Iterable[Any]) -> str:
