@@ -10,10 +10,12 @@ import math
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
+from safetensors import safe_open
+from torch import nn
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.hook_state import HOOKS, tensor_key
@@ -27,10 +29,6 @@ from zerobook.optimizer import optimizer_name
 from zerobook.strategy import Strategy
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import files
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
-    from torch import nn
 
 
 def check_shared(strategy: Strategy, output_dir: str) -> None:
@@ -273,7 +271,6 @@ class Reader:
         return block
 
     def _open_file(self, name: str) -> safe_open:
-        from safetensors import safe_open
 
         if name not in self._open:
             # The checkpoint may come from somebody else, so its index must not lead to other files.

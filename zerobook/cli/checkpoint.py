@@ -17,7 +17,9 @@ import os
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from zerobook.checkpoint import store
 from zerobook.cli.arguments import Parser
@@ -25,9 +27,6 @@ from zerobook.errors import CheckpointError, RunLogError
 from zerobook.runlog.history import folder_of, is_written_elsewhere
 from zerobook.utils.terminal import console, plain, say
 from zerobook.utils.units import counted, size
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def checkpoint(arguments: list[str]) -> int:
@@ -155,7 +154,6 @@ def _one_or_all(path: Path) -> list[Path]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
 
     numbers = ("step", "samples", "held-out loss", "size")
     table = Table(title=title, title_justify="left")

@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.export import add_checkpoint, find_checkpoint
@@ -14,10 +16,8 @@ from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.held_out import describe
 from zerobook.evaluation.scorers import check_causal, split
 from zerobook.evaluation.tasks import Task, TaskScorer, read_task
+from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import console, say
-
-if TYPE_CHECKING:
-    from zerobook.models.result import Loaded
 
 
 def evaluate(argv: list[str]) -> int:
@@ -83,7 +83,6 @@ def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _score_tasks(flags: argparse.Namespace, files: list[str], harness_tasks: list[str], tasks: list[Task]) -> dict[str, Any]:
     """Measure accuracies, and print them, except with --json. Return the results."""
-    from zerobook.models.result import load_result
 
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
     results: dict[str, Any] = {}
@@ -139,7 +138,6 @@ def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
     """Print the metrics of lm-evaluation-harness, a row per task and metric."""
-    from rich.table import Table
 
     shown = Table(title=path, title_justify="left", caption="measured with lm-evaluation-harness", caption_justify="left")
     shown.add_column("task", overflow="fold")
@@ -154,7 +152,6 @@ def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
 
 def print_table(path: str, table: list[dict[str, Any]]) -> None:
     """Print the accuracies of a model, a row per task and subject."""
-    from rich.table import Table
 
     shown = Table(title=path, title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
     shown.add_column("task", overflow="fold")

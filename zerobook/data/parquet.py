@@ -13,14 +13,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+from pyarrow import Array, RecordBatch
+from pyarrow.parquet import FileMetaData
 
 from zerobook.utils.memory_limit import memory_limit
 from zerobook.utils.reading import open_regular
-
-if TYPE_CHECKING:
-    from pyarrow import Array, RecordBatch
-    from pyarrow.parquet import FileMetaData
 
 MOST_MEMORY = 2 << 30
 """Bytes that the process may take. A column needs a page of it, and `_BATCH_ROWS` rows."""
@@ -56,7 +58,6 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
         OSError: it is not a regular file.
         ParquetError: it cannot be read within the limits.
     """
-    import pyarrow
 
     # A pipe or a device would block the other process.
     open_regular(file).close()
@@ -101,8 +102,6 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
 def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
     """Write a file's rows to stdout as a stream of Arrow. If the file cannot be read, exit with the reason."""
     # The imports map large libraries into memory, which must not count towards the limit.
-    import pyarrow.compute
-    import pyarrow.parquet  # noqa: F401  the functions below use it
 
     try:
         with memory_limit(int(memory)):
@@ -117,7 +116,6 @@ def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
 
 
 def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
-    import pyarrow
 
     metadata = pyarrow.parquet.read_metadata(file)
     remaining_size = total_size
@@ -141,7 +139,6 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
 
 def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Iterator[RecordBatch]:
     """Yield the rows, some at a time; after a lack of memory the remaining ones one at a time."""
-    import pyarrow
 
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     # A text that many rows share is in the file once, so the average may be far too low.
@@ -180,7 +177,6 @@ def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
 
 def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
     """Return a batch whose columns have their values themselves: a dictionary would be sent with every few rows."""
-    import pyarrow
 
     columns = []
     for column in batch.columns:
@@ -191,8 +187,6 @@ def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
 
 def _size(array: Array) -> int:
     """Return about how many bytes the values of an array have in Python, where values that share memory are apart."""
-    import pyarrow
-    import pyarrow.compute
 
     types = pyarrow.types
     kind = array.type

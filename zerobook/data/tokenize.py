@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from zerobook.data.templates import Encoded, Encoder
 from zerobook.data.values import json_problem
 from zerobook.errors import ConfigError, DataError
 from zerobook.objective import Objective
+from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
-
-if TYPE_CHECKING:
-    from zerobook.utils.bars import tqdm
 
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000

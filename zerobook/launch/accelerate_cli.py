@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from zerobook.config import RecipeConfig
 from zerobook.launch.meet import restarts_ranks
 from zerobook.utils import shipped
@@ -72,7 +74,6 @@ def _without_machines(arguments: list[str]) -> list[str]:
 
 def parent_command() -> list[str]:
     """Return the command line of the process that started this one; empty if it cannot be read."""
-    import psutil
 
     try:
         return psutil.Process().parent().cmdline()
@@ -116,7 +117,6 @@ def chose_threads() -> bool:
 
     accelerate and torchrun set it to 1 for their workers. What a launcher was started with stays readable in /proc.
     """
-    import psutil
 
     try:
         parent = psutil.Process().parent()

@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from rich.table import Table
+
+from zerobook.config import ConfigSources, RecipeConfig
 from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
 from zerobook.launch.fsdp_settings import VERSION_1
 from zerobook.launch.model_facts import model_modules
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from zerobook.config import ConfigSources, RecipeConfig
-    from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.strategy.launch_plan import LaunchPlan
 
 USED = "used"
 WRITTEN_HERE = "checkpoints and the final model are written by Zerobook"
@@ -118,7 +116,6 @@ def entries(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, *, f
 
 def table(entries: list[Entry]) -> Table:
     """Return the account as a table, a section for each file."""
-    from rich.table import Table
 
     rows = Table(title="settings of the strategy", title_justify="left")
     for column in ("key", "value", "effect"):

@@ -11,24 +11,26 @@ from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
 from zerobook.config import ConfigSources, ConfigT, RecipeConfig
 from zerobook.errors import ConfigError
-from zerobook.launch import flag_checks, meet
+from zerobook.launch import flag_checks, meet, ops
 from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parse_flags
 from zerobook.launch.accelerate_file import FileCheck
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import plain_environment
+from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.attention import prepare_attention
 from zerobook.utils.environment import is_true
 from zerobook.utils.library_messages import hush, hush_deepspeed_builds
 from zerobook.utils.terminal import keep_logs_plain, say
 from zerobook.utils.units import counted
-
-if TYPE_CHECKING:
-    from zerobook.strategy import Strategy
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """Time that ranks wait for each other before they report a hang."""
@@ -97,11 +99,6 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     - accelerate offers FSDP2 for GPUs only, so `_build_fully_sharded` sets the distributed type itself.
     """
     _prepare_process(plan)
-    from accelerate import Accelerator
-    from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, ProjectConfiguration
-
-    from zerobook.strategy import ReplicatedStrategy
-
     # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
     group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
     if plan.device == "cpu":
@@ -134,7 +131,6 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
 
 def _prepare_process(plan: LaunchPlan) -> None:
     """Set variables, messages and threads of this process, and form the process group."""
-    import torch
     from transformers.utils import logging as transformers_logging
 
     # Set the variables before accelerate and DeepSpeed read them.
@@ -162,7 +158,6 @@ def _prepare_process(plan: LaunchPlan) -> None:
 
 def _compile_ops(plan: LaunchPlan) -> None:
     """Compile the ops that DeepSpeed needs, in the first process of each host."""
-    from zerobook.launch import ops
 
     ops.use_own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -174,7 +169,6 @@ def _compile_ops(plan: LaunchPlan) -> None:
 
 def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     """Create the Accelerator with DeepSpeed's plugin."""
-    from accelerate import Accelerator, DeepSpeedPlugin
 
     from zerobook.strategy.zero import ZeroStrategy
 
@@ -197,9 +191,6 @@ def remove_buffer_name(environ: Mapping[str, str]) -> None:
 
 def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     """Create the Accelerator with FSDP2's plugin, and correct the plugin's choices."""
-    import torch
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DistributedType
 
     from zerobook.strategy.fsdp import FullyShardedStrategy
     from zerobook.strategy.model_parallel import ModelParallelStrategy

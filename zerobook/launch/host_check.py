@@ -15,10 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
+import torch.distributed as dist
 from pydantic import with_config
+from torch.distributed import Store
 from typing_extensions import TypedDict
 
 from zerobook.errors import ConfigError
@@ -26,9 +28,6 @@ from zerobook.launch import flag_checks, links
 from zerobook.launch.accelerate_cli import SCRIPT, parse_flags, unreachable_name
 from zerobook.launch.preflight import differences
 from zerobook.utils import files, messages
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 PATIENCE_S = 30.0
 """Seconds to wait for the other hosts, which are started by hand or by a script."""
@@ -128,7 +127,6 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
 
 def _open(here: Place, patience: float) -> Store:
     """Open the store on the first host, or connect to it."""
-    import torch.distributed as dist
 
     is_first = here.number == 0
     _reach(here, patience)
@@ -239,7 +237,6 @@ def _check_shared_folder(store: Store, here: Place, output_dir: Path | None, fir
 def _measure_links(store: Store, here: Place, report: HostReport) -> None:
     """Connect all hosts to each other, and measure the rate from each to the next. Reported on the first one. Collective."""
     import torch
-    import torch.distributed as dist
 
     links_store = dist.PrefixStore("links", store)
     limit = timedelta(seconds=60)

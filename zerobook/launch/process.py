@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -14,18 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+
+import psutil
 
 from zerobook.errors import ConfigError, LaunchError, ZerobookError
 from zerobook.launch import meet
 from zerobook.launch.accelerate_cli import is_of_zerobook, launcher_flags, parent_command
 from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    import psutil
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
@@ -83,7 +81,6 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
 
 def _accelerate_launcher() -> psutil.Process | None:
     """Return the process of accelerate's own command, which started this one and ends with its traceback; or None."""
-    import psutil
 
     command = parent_command()
     if launcher_flags(command) is None or is_of_zerobook(command):
@@ -97,7 +94,6 @@ def _end_launcher(launcher: psutil.Process) -> None:
     torchrun answers each way to end it with a traceback, but for signals that it does not handle: SIGUSR1 is one.
     Returns if the launcher does not end in this way, as when it is the first process of a container.
     """
-    import psutil
 
     with suppress(psutil.Error, OSError):
         # A launcher with --tee prints what its processes write, so it has to live until it has done that.
@@ -129,7 +125,6 @@ def quietly(launcher: Callable[[], None]) -> int:
     Returns:
         The exit code of the process that failed first; 130 after Ctrl-C; 0.
     """
-    import subprocess
 
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -172,9 +167,6 @@ def pass_signals_on() -> None:
 
     torchrun, which starts several processes, does so itself. accelerate's launcher of one would end, and leave it running.
     """
-    import subprocess
-
-    import psutil
 
     # Ctrl-C reaches all processes that the terminal shows, and so ends this one. It reads until the launcher has ended.
     witness = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerobook.checkpoint.result import find_result, holds_whole_modules
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
@@ -76,7 +78,6 @@ class Hardware:
     @classmethod
     def detect(cls) -> Hardware:
         """Detect the hardware of this machine. Imports torch; initialises no CUDA context beyond a device query."""
-        import torch
 
         if not torch.cuda.is_available():
             unused = gpus.unused(torch.__version__, torch.version.cuda)
@@ -104,7 +105,6 @@ class Hardware:
 
 def _no_flash_attention() -> str:
     """Return why flash attention 2 does not run on this machine's GPUs; empty if it does."""
-    import torch
 
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)

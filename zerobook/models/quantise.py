@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from zerobook.errors import ConfigError
 from zerobook.launch.quantised import refused_base
 from zerobook.utils.dtypes import compute_dtype
@@ -102,7 +104,6 @@ def quantisable_layers() -> Iterator[None]:
 
     transformers quantises no subclass of them, and Falcon's is one with the same weights and the same product.
     """
-    from torch import nn
     from transformers.models.falcon import modeling_falcon
 
     with replaced(modeling_falcon, "FalconLinear", nn.Linear):
@@ -115,7 +116,6 @@ def check_layers(model: PreTrainedModel, base: str) -> None:
     Raises:
         ConfigError: all layers are of other classes. transformers would quantise nothing, without a message.
     """
-    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     # transformers does not quantise the output head.

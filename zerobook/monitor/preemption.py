@@ -12,16 +12,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
 from zerobook.launch.process import INTERRUPTED
 from zerobook.strategy import Strategy
 from zerobook.utils import messages
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 EXIT_CODE = 75
 """Exit code EX_TEMPFAIL of sysexits.h: start the run again. ``--max_restarts`` does so, as for any code but 0."""

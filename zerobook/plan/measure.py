@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerobook.config import ConfigSources
 from zerobook.errors import ConfigError
@@ -20,12 +20,10 @@ from zerobook.plan.sharding import sharding_spec
 from zerobook.plan.state_bytes import count_states
 from zerobook.plan.trace import Trace, trace_step
 from zerobook.plan.traffic import count_sent, list_transfers
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe import BatchShape
 from zerobook.utils import subprocess_launch
 from zerobook.utils.reading import read_json
-
-if TYPE_CHECKING:
-    from zerobook.strategy.launch_plan import LaunchPlan
 
 PROBE = Path(__file__).with_name("probe.py")
 LIMIT_S = 600.0

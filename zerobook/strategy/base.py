@@ -15,23 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from zerobook.optimizer import optimizer_spec
 from zerobook.strategy.engine import Engine
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.replicas import Replicas, compare_replicas
 from zerobook.strategy.swap import SwappedWeights
 from zerobook.strategy.weights import local, unwrapped_name
 from zerobook.utils.units import counted
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from zerobook.strategy.launch_plan import LaunchPlan
 
 T = TypeVar("T")
 

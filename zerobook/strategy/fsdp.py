@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
 from zerobook.strategy.base import Strategy
 from zerobook.strategy.fsdp_loading import replace_parameter, weights_freed_as_sharded, zeros
@@ -84,7 +85,6 @@ class FullyShardedStrategy(Strategy):
         return optimizer
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        from torch.distributed.fsdp import register_fsdp_forward_method
 
         if self.plan.context > 1:
             from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -138,7 +138,6 @@ class FullyShardedStrategy(Strategy):
             sharded.set_requires_all_reduce(True)
 
     def release_gathered_parameters(self) -> None:
-        from torch.distributed.fsdp import FSDPModule
 
         # Gathered parameters are plain tensors, not those of the optimizer. And if some ranks did not re-shard them, ranks
         # would call different collectives in the next forward.
@@ -195,7 +194,6 @@ class FullyShardedStrategy(Strategy):
         return tensors
 
     def describe(self) -> dict[str, Any]:
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
         # The root keeps weights outside of the layers gathered, whatever the file says, so it is left out.
         _, *modules = self.model.modules()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @contextmanager
@@ -73,7 +71,6 @@ def shard_weights(
 
 def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTensor:
     """Return this rank's shard of a weight that rank 0 has. Collective."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh = target.device_mesh
     if dist.get_rank() == 0:

@@ -6,16 +6,14 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
 from zerobook.errors import ZerobookError
 from zerobook.utils import messages
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 T = TypeVar("T")
 

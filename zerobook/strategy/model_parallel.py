@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from zerobook.strategy.fsdp import FullyShardedStrategy
 
@@ -52,7 +53,6 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
     def _shard_alone(self, model: PreTrainedModel, *, half: bool) -> None:
         """Put the model under FSDP2 on this process alone, which casts weights to bf16 and collects gradients in fp32."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         mesh = cast("TransformersDeviceMesh", model._mesh_manager).get_mesh("fsdp")
@@ -78,7 +78,6 @@ class ModelParallelStrategy(FullyShardedStrategy):
         return groups
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        from torch.distributed.fsdp import register_fsdp_forward_method
 
         register_fsdp_forward_method(model, "generate")
         return model, self.accelerator.prepare_optimizer(optimizer)

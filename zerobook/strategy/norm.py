@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 _ROW = 4096
 """Numbers that are summed in fp32 at a time on a CPU; the rows are added in fp64."""
@@ -31,7 +28,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         A 0-dimensional fp32 tensor, the same on every rank, on the device of the gradients.
     """
-    from torch.distributed.tensor import DTensor
 
     if not gradients or (gradients[0].device.type != "cpu" and _is_uniform(gradients)):
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -73,7 +69,6 @@ def _sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 def _is_uniform(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether torch's function takes them: no DTensors, or all in ranges of rows over one mesh, without replicas."""
-    from torch.distributed.tensor import DTensor
 
     meshes: set[DeviceMesh | None] = set()
     for gradient in gradients:

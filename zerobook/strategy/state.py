@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from zerobook.optimizer import OptimizerSpec
+from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
 from zerobook.strategy.weights import full, local, persistent_buffers, quantisation_state, storage_bytes, unwrapped_name
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from zerobook.strategy.launch_plan import LaunchPlan
 
 _SPLIT = 1 << 18
 """Elements; a smaller tensor is written by one rank."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from zerobook.strategy.state import TrainingState
+from zerobook.strategy.state import TrainingState
 
 
 class SwappedWeights:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DummyOptim, DummyScheduler
 from torch import nn
 
 from zerobook.errors import ConfigError
@@ -51,8 +52,6 @@ class ZeroStrategy(ZeroState, Strategy):
         # accelerate takes a placeholder for an optimizer that the JSON describes, which DeepSpeed then makes.
         objects: list[Any] = [model]
         if "optimizer" in (self.plan.deepspeed_config or {}):
-            from accelerate.utils import DummyOptim
-
             groups = self._groups(model, config.weight_decay)
             objects.append(DummyOptim(groups, lr=config.learning_rate, weight_decay=config.weight_decay))
         else:
@@ -272,7 +271,6 @@ class ZeroStrategy(ZeroState, Strategy):
     def _schedule(
         self, optimizer: torch.optim.Optimizer | DummyOptim, config: RecipeConfig, total_steps: int
     ) -> DummyScheduler:
-        from accelerate.utils import DummyScheduler
 
         params = self.accelerator.state.deepspeed_plugin.deepspeed_config["scheduler"].setdefault("params", {})
         # DeepSpeed refuses a warm-up of 0 steps.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from zerobook.config import ConfigSources
 from zerobook.data.collate import to_device
+from zerobook.data.views import PreparedRows
 from zerobook.errors import ConfigError
 from zerobook.evaluation.answers import AnswerSampler
 from zerobook.launch.build import build, resolve_this_process
@@ -19,9 +20,6 @@ from zerobook.training.evaluator import Evaluator
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import find, names
-
-if TYPE_CHECKING:
-    from zerobook.data.views import PreparedRows
 
 ANSWERS = 8
 """Number of prompts of a file that are answered."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zerobook.health import stragglers
 from zerobook.health.watch import Watch
+from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.training.console import Console
 from zerobook.training.hooks import Hook, TrainerView
@@ -15,9 +15,6 @@ from zerobook.training.profiling import Profiler
 from zerobook.training.resume import ResumeCheck
 from zerobook.training.runlog_hook import MemoryRecord, RunlogHook
 from zerobook.training.trackers import Trackers
-
-if TYPE_CHECKING:
-    from zerobook.runlog.records import StepRecord
 
 
 class StragglerReport(Hook):

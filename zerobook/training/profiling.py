@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zerobook.health.position import during
+from zerobook.runlog.records import StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.utils.bars import tqdm
-
-if TYPE_CHECKING:
-    from zerobook.runlog.records import StepRecord
 
 FOLDER = "profile"
 """Folder in the runlog with the traces."""
