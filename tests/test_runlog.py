@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from zerobook.cli.checkpoint import checkpoint
 from zerobook.cli.main import main
 from zerobook.errors import CheckpointError, LockedError, RunLogError
-from zerobook.runlog import writer
+from zerobook.runlog import machine, writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
@@ -321,6 +321,22 @@ def on_gpu(monkeypatch, allocated: int, reserved: int) -> None:
     figures = {"allocated_bytes.all": allocated, "reserved_bytes.all": reserved}
     stats = {f"{name}.{moment}": number for name, number in figures.items() for moment in ("current", "peak")}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats if device == 1 else {})
+
+
+@pytest.mark.parametrize("own", ["", "system.slice/job_7/step_0/user"])
+def test_the_memory_of_a_container_or_a_job_is_its_limit(tmp_path, monkeypatch, own):
+    """A container sees its own cgroup as the top one. Slurm limits a job, and not its steps."""
+    limited = tmp_path / ("system.slice/job_7" if own else "")
+    (tmp_path / own).mkdir(parents=True, exist_ok=True)
+    (tmp_path / own / "memory.max").write_text("max\n")
+    (limited / "memory.max").write_text("1000000\n")
+    (limited / "memory.current").write_text("700000\n")
+    (limited / "memory.stat").write_text("anon 500000\ninactive_file 200000\n")
+    (tmp_path / "of_this_process").write_text(f"4:memory:/elsewhere\n0::/{own}\n")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "PROCESS_CGROUPS", tmp_path / "of_this_process")
+    state = sample()
+    assert (state["memory_used"], state["memory_total"]) == (500_000, 1_000_000)
 
 
 def test_samples_have_what_torch_reserved_beside_what_it_allocated(monkeypatch):

@@ -6,7 +6,9 @@ full the memory was.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
 import threading
 from contextlib import suppress
@@ -18,6 +20,8 @@ import psutil
 from zerobook.runlog.writer import RunLog
 from zerobook.utils.terminal import say
 
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESS_CGROUPS = Path("/proc/self/cgroup")
 FULL = 0.92
 """Share of memory in use from which a warning is given."""
 SECONDS = 30.0
@@ -29,16 +33,17 @@ PYTORCH_ALLOC_CONF."""
 def sample() -> dict[str, Any]:
     """Return the state of the machine now, in bytes, shares and degrees Celsius.
 
-    ``memory_used`` and ``memory_total`` are the host's, or the container's where its limit is lower; ``own`` is the resident
-    memory of this process and its children. ``allocator`` has the figures of the function `allocator`.
+    ``memory_used`` and ``memory_total`` are the host's, or those of the container or the job where its limit is lower; ``own``
+    is the resident memory of this process and its children. ``allocator`` has the figures of the function `allocator`.
     """
     memory = psutil.virtual_memory()
     used = memory.total - memory.available
     total = memory.total
-    limit = _cgroup("memory.max")
-    if limit is not None and limit < total:
+    limit, folder = _memory_limit()
+    if limit < total:
         # The kernel frees cached files before it kills a process, so they do not count as used.
-        used = (_cgroup("memory.current") or 0) - (_cgroup_cache() or 0)
+        cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+        used = int(_text(folder / "memory.current") or 0) - int(cached[1] if cached else 0)
         total = limit
     resident = 0
     this_process = psutil.Process()
@@ -103,21 +108,28 @@ def nearly_full(record: dict[str, Any]) -> str | None:
     return f"host memory {record['memory_used'] / 2**30:.1f} of {record['memory_total'] / 2**30:.1f} GiB"
 
 
-def _cgroup(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text().strip()
-    except OSError:
-        return None
-    # If there is no limit, the text is ``max``.
-    return int(text) if text.isdigit() else None
+def _memory_limit() -> tuple[float, Path]:
+    """Return the lowest memory limit of this process's cgroups (version 2), in bytes, and the folder of that cgroup.
+
+    In a container, the limit is that of the top folder. A Slurm job has a folder below it.
+    """
+    own = re.search("^0::/(.*)$", _text(PROCESS_CGROUPS), re.MULTILINE)
+    folder = CGROUPS / (own[1] if own else "")
+    limits: list[tuple[float, Path]] = [(math.inf, CGROUPS)]
+    for cgroup in (folder, *folder.parents):
+        limit = _text(cgroup / "memory.max")
+        # If there is no limit, the text is ``max``.
+        if limit.isdigit():
+            limits.append((int(limit), cgroup))
+    return min(limits)
 
 
-def _cgroup_cache() -> int | None:
+def _text(file: Path) -> str:
+    """Return the text of a file, empty if it cannot be read."""
     try:
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        return file.read_text().strip()
     except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), None)
+        return ""
 
 
 def _gpus() -> list[dict[str, Any]]:
