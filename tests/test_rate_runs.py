@@ -259,6 +259,7 @@ def test_trackers_and_reports_count_no_step_twice(tiny, tmp_path):
 
 
 def test_a_tracker_that_fails_or_cannot_be_reached_ends_no_run(tiny, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
     written: list[bool] = []
 
     def refuse(*arguments, **options):
