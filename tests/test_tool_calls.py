@@ -193,7 +193,9 @@ def test_chats_with_tools_are_rendered_as_transformers_renders_them(with_named_t
 
     with_tools, without = encoder.encode([Chat(messages, tools=[TOOL]), Chat([ASK, SAY])])
 
-    assert named.decode(with_tools.input_ids) == named.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    # transformers before 5.23 lets this template write the null beside a call.
+    written = [message | {"content": message["content"] or ""} for message in messages]
+    assert named.decode(with_tools.input_ids) == named.apply_chat_template(written, tools=[TOOL], tokenize=False)
     assert named.decode(without.input_ids) == named.apply_chat_template([ASK, SAY], tokenize=False)
     assert said(named, with_tools) == ['[look {"city": "Oslo"}]<|im_end|>', "No.<|im_end|>"]
 
