@@ -70,6 +70,11 @@ def test_a_policy_that_cannot_be_followed_is_refused(words, expected):
     assert problem.startswith(("policy", "expect")) and expected in problem
 
 
+def test_an_expected_event_may_name_other_numbers_than_steps():
+    config, *_ = parse(CausalLMConfig, [*BASE, "--expect", "200 mix of 70 percent, 30 percent", "9 rate cut, 2 times"])
+    assert len(config.expect) == 2
+
+
 def test_everything_wrong_is_reported_at_once(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("learning_rat: 1e-3\nseed: many\n")

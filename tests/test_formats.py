@@ -484,6 +484,8 @@ def test_turns_of_a_prompt_and_a_completion_may_be_json_text():
 @pytest.mark.parametrize("text", ["[]", "[1, 2]", '[{"role": "x"}]', '{"role": "user", "content": "x"}', "4", "[x"])
 def test_other_json_text_of_a_prompt_is_a_text(text):
     assert parse("prompt_completion", {"prompt": text, "completion": text}) == Pair(text, text)
+    # Turns beside a text are meant literally, as in a prompt that shows a chat.
+    assert parse("prompt_completion", {"prompt": TURNS_AS_TEXT, "completion": "x"}) == Pair(TURNS_AS_TEXT, "x")
 
 
 NO = {"role": "assistant", "content": "no"}
@@ -547,7 +549,6 @@ def test_preference_data_that_cannot_be_used(row, reason):
 @pytest.mark.parametrize(
     "format, row, reason",
     [
-        ("prompt_completion", {"prompt": TURNS_AS_TEXT, "completion": "x"}, "prompt is a list and completion is a string"),
         ("text", ["x"], "it is a list, expected an object with text or content"),
         ("text", 3, "it is a number, expected"),
         ("text", {"title": "x", "body": "y"}, "expected text or content, it has body, title"),

@@ -20,7 +20,7 @@ from zerobook.data.formats import Chat, parse
 from zerobook.data.source import Malformed
 from zerobook.data.sources import open_source
 from zerobook.data.tokenize import parse_row
-from zerobook.errors import DataError
+from zerobook.errors import DataError, SourceError
 
 ROWS = [{"text": f"line {i}", "n": i} for i in range(5)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -558,9 +558,22 @@ def test_a_dataset_without_its_owner_and_a_hub_that_does_not_answer(monkeypatch)
     def refuse(*arguments, **options):
         raise ConnectionError("Couldn't reach the hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
     monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
     for streaming, exit_code in ((False, 2), (True, 1)):
         with pytest.raises(DataError, match="OWNER/NAME") as refused:
             open_source("wikitext", streaming=streaming)
         assert refused.value.exit_code == exit_code
+
+
+def test_another_commit_than_the_one_asked_for_is_refused(tmp_path, monkeypatch):
+    """`datasets` takes what its cache has if the hub does not answer."""
+    import datasets
+
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "train.jsonl", LINES)
+    cached = datasets.load_dataset_builder(str(tmp_path / "rows"), cache_dir=str(tmp_path / "cache"))
+    cached.hash = "a" * 40
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *arguments, **options: cached)
+    assert open_source("OWNER/NAME", revision="a" * 40).train.total == LINES.count("\n")
+    with pytest.raises(SourceError, match=r"b{40}.*a{40}"):
+        open_source("OWNER/NAME", revision="b" * 40)

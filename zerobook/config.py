@@ -535,8 +535,10 @@ class RecipeConfig(_Keys):
         """Return a problem for an order of recovery actions that cannot be followed, and for events without a step."""
         problems = []
         for entry in self.expect:
-            # A text with a second step is several events, which a list would tell apart.
-            if not re.fullmatch(r"\d{1,9} \S((?!, *\d+ ).)*", entry):
+            event = re.fullmatch(r"(\d{1,9}) \S.*", entry)
+            # A text with a later step is several events, which a list would tell apart.
+            numbers = re.findall(r", *(\d{1,9}) ", entry)
+            if event is None or any(int(number) > int(event[1]) for number in numbers):
                 problems.append(
                     f"expect: {entry!r} is not one step and what happens there. Write '200 the mixture changes', and an entry "
                     "for each event."

@@ -271,7 +271,6 @@ class Reader:
         return block
 
     def _open_file(self, name: str) -> safe_open:
-
         if name not in self._open:
             # The checkpoint may come from somebody else, so its index must not lead to other files.
             if Path(name).name != name:

@@ -154,7 +154,6 @@ def _one_or_all(path: Path) -> list[Path]:
 
 
 def _table(title: str, *columns: str) -> Table:
-
     numbers = ("step", "samples", "held-out loss", "size")
     table = Table(title=title, title_justify="left")
     for column in columns:

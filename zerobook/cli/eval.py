@@ -83,7 +83,6 @@ def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
 
 def _score_tasks(flags: argparse.Namespace, files: list[str], harness_tasks: list[str], tasks: list[Task]) -> dict[str, Any]:
     """Measure accuracies, and print them, except with --json. Return the results."""
-
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
     results: dict[str, Any] = {}
     check_causal([*files, *harness_tasks], loaded.kind)
@@ -138,7 +137,6 @@ def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
     """Print the metrics of lm-evaluation-harness, a row per task and metric."""
-
     shown = Table(title=path, title_justify="left", caption="measured with lm-evaluation-harness", caption_justify="left")
     shown.add_column("task", overflow="fold")
     shown.add_column("metric", overflow="fold")
@@ -152,7 +150,6 @@ def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
 
 def print_table(path: str, table: list[dict[str, Any]]) -> None:
     """Print the accuracies of a model, a row per task and subject."""
-
     shown = Table(title=path, title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
     shown.add_column("task", overflow="fold")
     shown.add_column("subject", overflow="fold")

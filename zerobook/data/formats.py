@@ -285,9 +285,12 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
 
 def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair | Chat:
     prompt_column, completion_column = columns
-    prompt = decode_turns(row[prompt_column])
-    completion = decode_turns(row[completion_column])
-    if isinstance(prompt, list) and isinstance(completion, list):
+    prompt = row[prompt_column]
+    completion = row[completion_column]
+    # JSON text of turns beside another text is meant literally.
+    turns = [decode_turns(value) for value in (prompt, completion)]
+    if all(isinstance(value, list) for value in turns):
+        prompt, completion = turns
         prompt_turns, _ = read_turns(prompt, prompt_column)
         completion_turns, masked_turns = read_turns(completion, completion_column)
         # The turns of the prompt are context.

@@ -101,8 +101,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
 # --- in the other process
 def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
     """Write a file's rows to stdout as a stream of Arrow. If the file cannot be read, exit with the reason."""
-    # The imports map large libraries into memory, which must not count towards the limit.
-
+    # pyarrow is imported already: it maps large libraries into memory, which must not count towards the limit.
     try:
         with memory_limit(int(memory)):
             _send_rows(file, json.loads(groups), int(total_size))
@@ -116,7 +115,6 @@ def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
 
 
 def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
-
     metadata = pyarrow.parquet.read_metadata(file)
     remaining_size = total_size
     stream = None
@@ -139,7 +137,6 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
 
 def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Iterator[RecordBatch]:
     """Yield the rows, some at a time; after a lack of memory the remaining ones one at a time."""
-
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     # A text that many rows share is in the file once, so the average may be far too low.
     rows = _BATCH_SIZE * metadata.num_rows // max(1, size)
@@ -177,7 +174,6 @@ def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
 
 def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
     """Return a batch whose columns have their values themselves: a dictionary would be sent with every few rows."""
-
     columns = []
     for column in batch.columns:
         is_dictionary = pyarrow.types.is_dictionary(column.type)
@@ -187,7 +183,6 @@ def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
 
 def _size(array: Array) -> int:
     """Return about how many bytes the values of an array have in Python, where values that share memory are apart."""
-
     types = pyarrow.types
     kind = array.type
     if isinstance(array, pyarrow.ExtensionArray):

@@ -146,13 +146,14 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
 
     version = None
     try:
+        builder = datasets.load_dataset_builder(name, config_name, revision=revision)
         if streaming:
-            builder = datasets.load_dataset_builder(name, config_name, revision=revision)
             loaded = builder.as_streaming_dataset()
             # A stream has no fingerprint of its content, so its version is the builder's config and hash.
             version = f"{builder.config_id} {builder.hash}"
         else:
-            loaded = datasets.load_dataset(name, config_name, revision=revision)
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
     # The hub client has many types of errors without a common base class.
     except Exception as error:
         # A dataset with several configs has none by default. Its error lists their names.
@@ -169,6 +170,12 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
             f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
             f"({type(error).__name__}: {reason}).{advice}"
         ) from error
+    # If the hub does not answer, `datasets` takes the newest commit that it has in its cache.
+    if re.fullmatch("[0-9a-f]{40}", revision or "") and builder.hash != revision:
+        raise SourceError(
+            f"{name}: the hub does not give commit {revision}, and the cache of datasets on this machine has {builder.hash}. "
+            "Start again when the hub answers, or copy that commit into the cache."
+        )
     return _of_dataset(name, loaded, split, version)
 
 

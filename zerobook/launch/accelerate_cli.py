@@ -74,7 +74,6 @@ def _without_machines(arguments: list[str]) -> list[str]:
 
 def parent_command() -> list[str]:
     """Return the command line of the process that started this one; empty if it cannot be read."""
-
     try:
         return psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):
@@ -117,7 +116,6 @@ def chose_threads() -> bool:
 
     accelerate and torchrun set it to 1 for their workers. What a launcher was started with stays readable in /proc.
     """
-
     try:
         parent = psutil.Process().parent()
         command = parent.cmdline()

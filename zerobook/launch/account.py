@@ -116,7 +116,6 @@ def entries(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, *, f
 
 def table(entries: list[Entry]) -> Table:
     """Return the account as a table, a section for each file."""
-
     rows = Table(title="settings of the strategy", title_justify="left")
     for column in ("key", "value", "effect"):
         rows.add_column(column, overflow="fold")

@@ -158,7 +158,6 @@ def _prepare_process(plan: LaunchPlan) -> None:
 
 def _compile_ops(plan: LaunchPlan) -> None:
     """Compile the ops that DeepSpeed needs, in the first process of each host."""
-
     ops.use_own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
     ops.clear_stale_locks(lambda line: say(line) if is_first_of_host else None)

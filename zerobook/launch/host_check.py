@@ -127,7 +127,6 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
 
 def _open(here: Place, patience: float) -> Store:
     """Open the store on the first host, or connect to it."""
-
     is_first = here.number == 0
     _reach(here, patience)
     stores: list[Store] = []

@@ -81,7 +81,6 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
 
 def _accelerate_launcher() -> psutil.Process | None:
     """Return the process of accelerate's own command, which started this one and ends with its traceback; or None."""
-
     command = parent_command()
     if launcher_flags(command) is None or is_of_zerobook(command):
         return None
@@ -94,7 +93,6 @@ def _end_launcher(launcher: psutil.Process) -> None:
     torchrun answers each way to end it with a traceback, but for signals that it does not handle: SIGUSR1 is one.
     Returns if the launcher does not end in this way, as when it is the first process of a container.
     """
-
     with suppress(psutil.Error, OSError):
         # A launcher with --tee prints what its processes write, so it has to live until it has done that.
         if not os.path.samestat(os.stat(f"/proc/{launcher.pid}/fd/2"), os.fstat(2)):

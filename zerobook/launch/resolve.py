@@ -78,7 +78,6 @@ class Hardware:
     @classmethod
     def detect(cls) -> Hardware:
         """Detect the hardware of this machine. Imports torch; initialises no CUDA context beyond a device query."""
-
         if not torch.cuda.is_available():
             unused = gpus.unused(torch.__version__, torch.version.cuda)
             return cls(
@@ -105,7 +104,6 @@ class Hardware:
 
 def _no_flash_attention() -> str:
     """Return why flash attention 2 does not run on this machine's GPUs; empty if it does."""
-
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if capability < FLASH_CAPABILITY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -159,12 +160,11 @@ def exported_checkpoint(name: str, *, trust_remote_code: bool = False) -> str:
 def _exported_to_load(checkpoint: Path, trust_remote_code: bool) -> str:
     """Return a folder with the checkpoint's model, which has to be loaded at once. Delete those that are not used any more."""
     folder = _exported(checkpoint, "loaded-", trust_remote_code)
-    folder.touch()
-    for other in folder.parent.glob("loaded-*"):
+    for other in folder.parent.glob("loaded-*/"):
         # Another process may be loading one of the last hour, and may delete an older one.
-        with suppress(FileNotFoundError):
-            if time.time() - other.stat().st_mtime > 3600:
-                shutil.rmtree(other, ignore_errors=True)
+        with suppress(FileNotFoundError), locks.locked(_lock(other), wait=0) as alone:
+            if alone and time.time() - other.stat().st_mtime > 3600:
+                shutil.rmtree(other)
     return str(folder)
 
 
@@ -176,12 +176,18 @@ def _exported(checkpoint: Path, prefix: str, trust_remote_code: bool) -> Path:
     key = file_digest(checkpoint / store.MANIFEST)
     folder = embedded.cache_dir() / "exports" / f"{prefix}{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locks.locked(folder.with_name(f"{folder.name}.lock")), redirect_stdout(sys.stderr):
+    with locks.locked(_lock(folder)), redirect_stdout(sys.stderr):
         if not folder.exists():
             say(f"{checkpoint}: making a model of this checkpoint in {folder}")
             # In fp32, as the run trains and measures it.
             export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False, trust_remote_code=trust_remote_code)
+        # Unused models are deleted.
+        os.utime(folder)
     return folder
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def _embedded(name: str) -> str:

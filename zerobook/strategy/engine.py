@@ -73,6 +73,9 @@ class Engine(TrainingState):
         """Cast weights to the dtype that the run computes in. Buffers, such as rotary frequencies, keep their dtypes."""
         dtype = compute_dtype(self.plan.precision)
         for parameter in filter(torch.is_floating_point, model.parameters()):
+            # The numbers of quantised weights are packed.
+            if hasattr(parameter, "quant_state"):
+                continue
             parameter.data = self._cast(parameter.data, dtype)
 
     def prepare_to_load(self, new_model: Callable[[], nn.Module]) -> None:

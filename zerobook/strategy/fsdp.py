@@ -85,7 +85,6 @@ class FullyShardedStrategy(Strategy):
         return optimizer
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-
         if self.plan.context > 1:
             from torch.distributed.tensor.experimental._attention import set_rotate_method
 

@@ -71,7 +71,6 @@ def shard_weights(
 
 def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTensor:
     """Return this rank's shard of a weight that rank 0 has. Collective."""
-
     mesh = target.device_mesh
     if dist.get_rank() == 0:
         assert full is not None

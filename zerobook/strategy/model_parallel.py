@@ -53,7 +53,6 @@ class ModelParallelStrategy(FullyShardedStrategy):
 
     def _shard_alone(self, model: PreTrainedModel, *, half: bool) -> None:
         """Put the model under FSDP2 on this process alone, which casts weights to bf16 and collects gradients in fp32."""
-
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
         mesh = cast("TransformersDeviceMesh", model._mesh_manager).get_mesh("fsdp")
         for module in model.modules():
@@ -78,7 +77,6 @@ class ModelParallelStrategy(FullyShardedStrategy):
         return groups
 
     def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-
         register_fsdp_forward_method(model, "generate")
         return model, self.accelerator.prepare_optimizer(optimizer)
 

@@ -28,7 +28,6 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         A 0-dimensional fp32 tensor, the same on every rank, on the device of the gradients.
     """
-
     if not gradients or (gradients[0].device.type != "cpu" and _is_uniform(gradients)):
         norm = torch.nn.utils.get_total_norm(gradients)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -69,7 +68,6 @@ def _sum_in_order(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 def _is_uniform(gradients: Sequence[torch.Tensor]) -> bool:
     """Return whether torch's function takes them: no DTensors, or all in ranges of rows over one mesh, without replicas."""
-
     meshes: set[DeviceMesh | None] = set()
     for gradient in gradients:
         if not isinstance(gradient, DTensor):

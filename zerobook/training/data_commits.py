@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.config import RecipeConfig
 from zerobook.data.sources import is_on_hub
+from zerobook.errors import CheckpointError
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
 
@@ -39,7 +41,10 @@ def _find_commits(config: RecipeConfig) -> list[str | None]:
 
 def _recorded_commits(config: RecipeConfig) -> dict[tuple[str, str | None], str | None]:
     """Return (name of a dataset, revision that the user asked for) -> revision that the run reads, as the checkpoint says."""
-    checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
+    checkpoint = None
+    # A run without a checkpoint that it could resume is refused later.
+    with suppress(CheckpointError):
+        checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     if checkpoint is None:
         return {}
     saved = store.read_json(checkpoint / "config.json")

@@ -47,8 +47,6 @@ class Trackers(Hook):
         self.has_ended = False
         file = Path(config.output_dir) / "runlog" / IDENTITIES
         identities = _read_identities(file) if resumed else {}
-        # The config was logged by the attempt that began the run in these trackers.
-        is_config_logged = set(config.report_to) <= identities.keys()
         wandb_id = os.environ.get("WANDB_RUN_ID") or identities.get("wandb") or uuid.uuid4().hex[:8]
         project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
         name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
@@ -63,7 +61,6 @@ class Trackers(Hook):
             "swanlab": {"experiment_name": name},
             "trackio": {"name": name},
         }
-        logged_config = None if is_config_logged else _flat(config.model_dump())
 
         def start(kind: str) -> None:
             if kind == "wandb" and strategy.is_main and "WANDB_MODE" not in os.environ:
@@ -72,6 +69,8 @@ class Trackers(Hook):
                     folder = os.environ.get("WANDB_DIR", config.output_dir)
                     options["wandb"] |= {"mode": "offline", "dir": folder}
                     tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
+            # The config was logged by the attempt that began the run in this tracker.
+            logged_config = None if kind in identities else _flat(config.model_dump())
             self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
 
         trackers: list[GeneralTracker] = []
@@ -125,6 +124,9 @@ class Trackers(Hook):
 
     def on_end(self, trainer: TrainerView) -> None:
         self.has_ended = True
+
+    def on_error(self, trainer: TrainerView, error: Exception) -> None:
+        self.has_ended = False
 
     def close(self, trainer: TrainerView) -> None:
         # After the model is written: some trackers wait here until all is uploaded. A run that failed is not called finished.

@@ -97,11 +97,12 @@ def dataset_commit(name: str, revision: str | None) -> str | None:
     Args:
         revision: branch, tag or commit; None for the dataset's main branch.
     """
+    from datasets import config
     from huggingface_hub import HfApi, constants
 
     # `datasets` raises the error of a name that is not there, unless it finds the dataset in its cache.
     with suppress(Exception):
-        if not constants.HF_HUB_OFFLINE:
+        if not config.HF_HUB_OFFLINE:
             connect(constants.ENDPOINT)
             return HfApi().dataset_info(name, revision=revision, timeout=ANSWER_S).sha
     return None
