@@ -52,7 +52,8 @@ def one_rank(folder: Path, out: Path, phase: str) -> None:
     from zerobook.checkpoint import state, store
     from zerobook.checkpoint.progress import Progress
     from zerobook.checkpoint.save import Saver
-    from zerobook.config import RecipeConfig, parse
+    from zerobook.config import RecipeConfig
+    from zerobook.config_sources import parse
     from zerobook.launch.build import build, resolve_this_process
     from zerobook.models.load import load_model
 

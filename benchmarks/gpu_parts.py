@@ -321,7 +321,7 @@ def _planned(
     setting: Setting, model: str, strategy: str, batch: int, flags: dict[str, object], limit: float, rows: dict[str, Row]
 ) -> Row:
     """Return planned and measured figures of a few steps."""
-    from zerobook.config import parse
+    from zerobook.config_sources import parse
     from zerobook.plan.job import make_job
     from zerobook.plan.measure import measure
     from zerobook.plan.rows import plan_row

@@ -75,7 +75,7 @@ class Steps:
 def zerobook(job: str, folder: Path, out: str, *, fast: bool) -> None:
     import torch
 
-    from zerobook.config import parse
+    from zerobook.config_sources import parse
     from zerobook.recipes.causal_lm import CausalLM
     from zerobook.recipes.lora_finetune import LoraFinetune
     from zerobook.recipes.seq2seq_chatbot import Seq2SeqChatbot

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zerobook.config import ConfigSources  # noqa: E402
+from zerobook.config_sources import ConfigSources  # noqa: E402
 from zerobook.plan import formulas  # noqa: E402
 from zerobook.plan.failures import plan_failures  # noqa: E402
 from zerobook.plan.hardware import Cluster, cluster  # noqa: E402

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fit_times import GENERATIONS, Fit, fit  # noqa: E402
-from zerobook.config import ConfigSources  # noqa: E402
+from zerobook.config_sources import ConfigSources  # noqa: E402
 from zerobook.errors import ConfigError  # noqa: E402
 from zerobook.plan import roofline  # noqa: E402
 from zerobook.plan.gather_schedule import Gathers, follow_gathers  # noqa: E402

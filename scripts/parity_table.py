@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.plan.hardware import cluster, processor
 from zerobook.plan.rows import resolve_launch_plan
 from zerobook.training.recipe_file import recipe_class

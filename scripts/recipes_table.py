@@ -16,7 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerobook.config import ConfigSources, RecipeConfig, parse
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources, parse
 from zerobook.plan.hardware import Cluster, cluster
 from zerobook.training.recipe_file import recipe_class
 

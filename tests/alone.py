@@ -23,7 +23,7 @@ def train(output: Path, recipe: Any = None, *, page: bool = False, **flags: Any)
         page: draw the figures of the report, which take as long as the training of a tiny model.
     """
     from recipes.causal_lm import CausalLM
-    from zerobook.config import parse
+    from zerobook.config_sources import parse
     from zerobook.launch.build import resolve_this_process
     from zerobook.runlog import report
     from zerobook.training import run, trainer

@@ -45,7 +45,7 @@ from torch.utils._pytree import tree_iter
 
 from tests.planning import ROOT, made
 from tests.tiny import folder
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.launch import build
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.job import Job, make_job
 from zerobook.plan.rows import Row, plan_row, rank_rows

@@ -14,7 +14,7 @@ from recipes.lora_finetune import LoraConfig, LoraFinetune
 from recipes.seq2seq_chatbot import Seq2SeqChatbot, Seq2SeqConfig
 from tests.alone import train
 from tests.harness import ROOT, sampled
-from zerobook.config import ConfigSources, parse
+from zerobook.config_sources import ConfigSources, parse
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.models.adapters import Method, add_adapter, continue_adapter, save_adapter
@@ -54,7 +54,7 @@ def test_a_frozen_base_is_loaded_in_the_precision_of_the_run(kind, environ, give
     config, sources, plan = resolved(kind, environ, **given)
     assert config.dtype == dtype
     assert any(dtype in note for note in plan.notes) is (dtype != "float32"), "it is said at the start"
-    assert sources.given("dtype") is (dtype != "float32" or "dtype" in given)
+    assert sources.is_set("dtype") is (dtype != "float32" or "dtype" in given)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.planning import FILES, MODELS, ROOT, WIDE, rows_of, shortened
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.plan.advise import Advice, Request, advise
 from zerobook.plan.hardware import Cluster, cluster
 from zerobook.plan.rows import SAME_RATE

@@ -10,7 +10,7 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from tests.harness import ROOT
 from zerobook.cli.main import main
-from zerobook.config import read
+from zerobook.config_sources import read
 from zerobook.errors import ConfigError
 from zerobook.launch import by_name
 

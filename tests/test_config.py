@@ -7,7 +7,8 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
-from zerobook.config import ALIASES, changed, parse, read
+from zerobook.config import ALIASES
+from zerobook.config_sources import changed, parse, read
 from zerobook.data.sources import open_source
 from zerobook.errors import ConfigError
 from zerobook.optimizer import optimizer_spec
@@ -132,7 +133,7 @@ def test_yaml_values_that_yaml_reads_in_its_own_way(tmp_path, monkeypatch):
     file = tmp_path / "run.yaml"
     file.write_text("mixed_precision: no\noutput_dir: ~/runs\nmodel_name_or_path: m\ndataset_name: d\n")
     config, sources, _ = parse(CausalLMConfig, ["--config", str(file)])
-    assert config.mixed_precision == "no" and sources.given("mixed_precision") and not sources.typed("mixed_precision")
+    assert config.mixed_precision == "no" and sources.is_set("mixed_precision") and not sources.is_flag("mixed_precision")
     assert config.output_dir == str(tmp_path / "runs")
     file.write_text("mixed_precision: yes\n")
     assert any("got 'yes'" in p for p in problems([*BASE, "--config", str(file)]))
@@ -455,7 +456,7 @@ def test_adapters_have_one_default_rate_and_warm_up_in_flags_and_python(flags, r
     python = LoraConfig(model_name_or_path="m", dataset_name="d", **keys)
 
     assert (parsed.learning_rate, parsed.warmup_ratio) == (python.learning_rate, python.warmup_ratio) == (rate, warmup)
-    assert sources.given("learning_rate") == ("--learning_rate" in flags)
+    assert sources.is_set("learning_rate") == ("--learning_rate" in flags)
 
 
 def test_the_defaults_of_adapters_are_those_of_the_fields():

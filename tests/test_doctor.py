@@ -13,7 +13,8 @@ import pytest
 from tests.harness import ROOT
 from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.cli.main import main
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch import ops

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState
 
 from recipes.seq2seq_chatbot import Seq2SeqChatbot, Seq2SeqConfig
 from tests.harness import ROOT
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.constants import IGNORE
 from zerobook.data import collate as collate_module
 from zerobook.data.collate import DecoderInput, Seq2SeqCollator
@@ -336,7 +336,7 @@ def test_the_shipped_config_says_what_the_published_line_says():
     free = {"output_dir": "", "on_bad_sample": ""}
     assert line.model_dump() | free | PUBLISHED_RULES == file.model_dump() | free
     assert (line.max_train_samples, line.max_eval_samples, line.source_prefix) == (10000, 1000, "chatbot: ")
-    assert line.pad_to_max_length and sources.given("max_train_samples")
+    assert line.pad_to_max_length and sources.is_set("max_train_samples")
 
 
 def test_lengths_that_cannot_be():

@@ -12,7 +12,8 @@ from tests.harness import ROOT
 from tests.test_resolve import WORKER, plan_for
 from zerobook.cli.doctor import doctor, inspect_launch
 from zerobook.cli.plan import here
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch.resolve import Hardware

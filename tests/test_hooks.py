@@ -18,7 +18,7 @@ from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.save import Saver
 from zerobook.checkpoint.state import tensors
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.health import position
 from zerobook.monitor import preemption

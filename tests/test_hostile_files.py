@@ -29,7 +29,7 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.origin import weights_digest
 from zerobook.cli.chat import Conversation
 from zerobook.cli.main import main
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.data import files, parquet, template_limits
 from zerobook.data.files import file_source
 from zerobook.data.samples import Chat

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainingArguments
 
 from tests.test_resolve import plan_for
 from zerobook.cli.main import main
-from zerobook.config import read
+from zerobook.config_sources import read
 from zerobook.errors import ConfigError
 from zerobook.interop.configs import command_lines, data, importer, strategies, table, translations
 from zerobook.interop.configs.account import account_text

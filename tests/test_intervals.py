@@ -15,7 +15,7 @@ from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.resolution import resolve_resume
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.training.intervals import (
     FIRST_STEP,

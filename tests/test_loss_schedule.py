@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from recipes.causal_lm import CausalLMConfig
 from tests.tiny import causal_rows, seq2seq_rows
-from zerobook.config import RecipeConfig, parse
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import parse
 from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
 from zerobook.data.embedded import rows as embedded_rows

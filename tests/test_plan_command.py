@@ -15,7 +15,7 @@ import torch
 
 from tests.planning import FILES, HALF, ROOT, WIDE, made, rows_of, shortened
 from zerobook.cli.main import main
-from zerobook.config import ConfigSources, parse
+from zerobook.config_sources import ConfigSources, parse
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import cluster

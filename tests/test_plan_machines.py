@@ -15,7 +15,7 @@ import torch
 from tests.planning import FILES, ROOT, made
 from zerobook.cli.main import main
 from zerobook.cli.plan import here
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import LINKS, NETWORK, cluster

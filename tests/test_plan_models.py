@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning import FILES, HALF, MODELS, UNPLANNED, WIDE, logits_bytes, made, rows_of, shortened
 from zerobook.cli.main import main
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas
 from zerobook.plan.hardware import cluster

@@ -13,7 +13,7 @@ import torch
 from tests.planning import FILES, ROOT, logits_bytes, made, rows_of
 from zerobook import head
 from zerobook.cli.main import main
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.models.load import DTYPES, fuse_tanh_gelu
 from zerobook.plan import formulas

@@ -16,7 +16,8 @@ from tests.alone import train
 from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.resume import keep_global_batch
-from zerobook.config import ConfigDraft, ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigDraft, ConfigSources
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.history import History, time_spent

@@ -14,7 +14,7 @@ from tests.harness import ROOT, launch
 from tests.planning import MODELS, shortened
 from zerobook.cli.doctor import inspect_launch
 from zerobook.cli.main import main
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import cluster
 from zerobook.plan.rows import plan_recipe

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.test_plan_trace import MIXTRAL
-from zerobook.config import RecipeConfig, parse
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.models import recompute
 from zerobook.plan.trace import SavedTensors

@@ -18,7 +18,8 @@ from tests.harness import ROOT, staged
 from tests.versions import shipped_strategies
 from zerobook.checkpoint import store
 from zerobook.cli.doctor import inspect_launch
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch import account, ops
 from zerobook.launch.resolve import Hardware, resolve

@@ -13,7 +13,7 @@ import pytest
 from recipes.lora_finetune import LoraFinetune
 from tests.alone import train
 from tests.harness import launch, sampled
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.health import position
 from zerobook.runlog.figures import step_times

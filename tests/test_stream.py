@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerobook.config import ConfigError, OrderSettings, RecipeConfig, parse
+from zerobook.config import ConfigError, OrderSettings, RecipeConfig
+from zerobook.config_sources import parse
 from zerobook.data import files, sources
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import Library

@@ -291,7 +291,7 @@ def test_the_evaluation_of_the_published_size_is_the_published_one(tmp_path, mon
 
 def test_runs_that_save_nothing_ask_for_no_room(tmp_path, monkeypatch):
     from recipes.causal_lm import CausalLMConfig
-    from zerobook.config import ConfigSources
+    from zerobook.config_sources import ConfigSources
     from zerobook.plan.measure import measure
 
     lines = []

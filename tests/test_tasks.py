@@ -370,7 +370,8 @@ def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path
 
 def score_in_a_launch() -> None:
     """Run in the launched processes of the test above."""
-    from zerobook.config import RecipeConfig, parse
+    from zerobook.config import RecipeConfig
+    from zerobook.config_sources import parse
     from zerobook.launch.build import build, resolve_this_process
     from zerobook.models.load import load_model, load_tokenizer
 

@@ -30,7 +30,8 @@ from zerobook.cli import data as data_command
 from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
 from zerobook.cli.show_rows import show_rows
-from zerobook.config import ConfigSources, DatasetSpec
+from zerobook.config import DatasetSpec
+from zerobook.config_sources import ConfigSources
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.errors import ConfigError
 from zerobook.launch import process

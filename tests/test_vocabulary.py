@@ -8,7 +8,7 @@ import torch
 from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.alone import train
 from tests.test_adapters import resolved
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.models.adapters import add_adapter

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zerobook.config import ConfigSources, RecipeConfig
+    from zerobook.config import RecipeConfig
+    from zerobook.config_sources import ConfigSources
 
 
 class OptimizerSpec(ABC):
@@ -371,7 +372,7 @@ def optimizer_name(optimizer: str) -> str:
 
 def names_code_in_yaml(config: RecipeConfig, sources: ConfigSources) -> bool:
     """Return whether the optimizer is a class of somebody's own, and only a recipe's YAML names it."""
-    return config.optimizer not in OPTIMIZERS and sources.from_yaml("optimizer")
+    return config.optimizer not in OPTIMIZERS and sources.is_from_yaml("optimizer")
 
 
 def unused_settings(optimizer: str, keys: Iterable[str]) -> list[str]:

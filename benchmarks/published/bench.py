@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.published.materials import Materials, seq2seq_sides
 from benchmarks.published.trial import LIMIT_S, ROOT, Arm, Outcome, TrialError, attempt
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import make_job
 from zerobook.plan.measure import Measurement, measure

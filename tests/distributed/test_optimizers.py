@@ -7,7 +7,7 @@ import pytest
 from recipes.causal_lm import CausalLM, CausalLMConfig
 from tests.distributed.test_parity import STRATEGIES, largest_difference, record, weight_differences
 from tests.harness import ROOT, launch
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import make_job
 from zerobook.plan.rows import resolve_launch_plan

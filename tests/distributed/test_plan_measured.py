@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.test_parity import record
 from tests.harness import SETTINGS, skip_without_op, start
 from zerobook.cli.main import main
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import make_job
 from zerobook.plan.measure import measure

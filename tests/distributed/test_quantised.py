@@ -13,7 +13,7 @@ from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig, LoraFinetune
 from tests.distributed.test_parity import largest_difference
 from tests.harness import ROOT, launch
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.models.quantise import check_base, check_layers, int8, nf4, quantisable_layers
 from zerobook.plan.hardware import cluster

@@ -12,7 +12,7 @@ from tests.harness import ROOT
 from tests.nodes.bytes_sent import RESULT, TO
 from tests.nodes.hosts import Network, missing
 from tests.nodes.runs import NodeRun
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.job import make_job
 from zerobook.plan.rows import plan_row

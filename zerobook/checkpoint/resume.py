@@ -7,7 +7,8 @@ from typing import Any
 
 from zerobook.checkpoint import store
 from zerobook.checkpoint.resolution import none_usable, resolve_resume
-from zerobook.config import ConfigDraft, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigDraft
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.optimizer import RESUMES, optimizer_name
 from zerobook.utils.units import counted

@@ -19,7 +19,7 @@ import numpy as np
 
 from zerobook.cli.arguments import Parser
 from zerobook.cli.show_rows import print_histogram, show_rows
-from zerobook.config import parse
+from zerobook.config_sources import parse
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError
 from zerobook.launch.build import usable_cores

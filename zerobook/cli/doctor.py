@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint.resume import find_earlier_result, find_earlier_run
 from zerobook.cli.arguments import Parser
-from zerobook.config import ConfigSources, RecipeConfig, read
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources, read
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch import account, host_check, ops, preflight

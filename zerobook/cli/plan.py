@@ -23,7 +23,8 @@ from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
 
 if TYPE_CHECKING:
-    from zerobook.config import ConfigSources, RecipeConfig
+    from zerobook.config import RecipeConfig
+    from zerobook.config_sources import ConfigSources
     from zerobook.plan.advise import Advice, Candidate, Request
     from zerobook.plan.measure import Figure
 
@@ -299,7 +300,7 @@ def _read_request(
     Raises:
         ConfigError: the YAML names code of which a plan needs to know the size.
     """
-    from zerobook.config import changed, parse
+    from zerobook.config_sources import changed, parse
     from zerobook.optimizer import names_code_in_yaml
     from zerobook.plan.advise import Request
     from zerobook.plan.sample_lengths import read_lengths
@@ -319,7 +320,7 @@ def _read_request(
             f"{shlex.quote(config.optimizer)} if you trust it."
         )
     # A YAML may not allow code to run either.
-    if sources.from_yaml("trust_remote_code"):
+    if sources.is_from_yaml("trust_remote_code"):
         config = config.model_copy(update={"trust_remote_code": False})
     for key, positions in _shorter_lengths(config, sources).items():
         print(f"note: the model has {positions} positions, so this is planned with --{key} {positions}.", file=sys.stderr)
@@ -357,7 +358,7 @@ def _shorter_lengths(config: RecipeConfig, sources: ConfigSources) -> dict[str, 
     positions = getattr(text_config(model_config), "max_position_embeddings", None)
     lengths = {}
     for key in ("block_size", "max_seq_length", "max_source_length", "max_target_length"):
-        if positions and not sources.given(key) and getattr(config, key, 0) > positions:
+        if positions and not sources.is_set(key) and getattr(config, key, 0) > positions:
             lengths[key] = positions
     return lengths
 
@@ -400,7 +401,7 @@ def _launch_line(request: Request, words: list[str], best: Candidate, cluster: C
         file = file.with_name(f"{best.recipe}.py")
         words = []
         for key in type(config).model_fields:
-            if key in type(best.config).model_fields and request.sources.given(key):
+            if key in type(best.config).model_fields and request.sources.is_set(key):
                 words += _flag_words(key, getattr(config, key))
     strategy = f"accelerate_configs/{best.row.file}.yaml"
     line = ["accelerate", "launch"]

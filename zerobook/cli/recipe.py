@@ -171,7 +171,7 @@ def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]
 
 def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster) -> Request:
     """Return the request for the method that ``--method`` names; without it, for all weights."""
-    from zerobook.config import parse
+    from zerobook.config_sources import parse
     from zerobook.plan.advise import Request
     from zerobook.plan.sample_lengths import read_lengths
     from zerobook.training.recipe_file import recipe_class

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
 from zerobook.launch.fsdp_settings import VERSION_1

@@ -17,7 +17,8 @@ import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
-from zerobook.config import ConfigSources, ConfigT, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources, ConfigT
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, meet, ops
 from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parse_flags

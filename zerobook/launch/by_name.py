@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from zerobook.config import LAUNCH_KEYS
+from zerobook.config_sources import LAUNCH_KEYS
 from zerobook.errors import ConfigError
 from zerobook.launch.accelerate_cli import parent_flags, split_at_recipe, typed_flags
 from zerobook.utils.shipped import find

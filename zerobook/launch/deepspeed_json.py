@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerobook.config import ConfigDraft
+from zerobook.config_sources import ConfigDraft
 from zerobook.launch import deepspeed_keys, ops, recompute
 from zerobook.launch.accelerate_cli import STRATEGY_FILE
 from zerobook.utils.nearest import nearest
@@ -432,7 +432,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
     if is_all_auto and not has_warmup:
         # DeepSpeed's schedules have at least two steps of warm-up, during which the rate is 0.
         del ds["scheduler"]
-        if not draft.sources.given("lr_scheduler_type"):
+        if not draft.sources.is_set("lr_scheduler_type"):
             draft.set(str(plan.config_file), lr_scheduler_type=SCHEDULES[kind])
         plan.notes.append(
             f"learning rate: lr_scheduler_type {draft.config.lr_scheduler_type} in place of {kind} from {plan.config_file}, "
@@ -560,7 +560,7 @@ def _copy_or_compare(plan: LaunchPlan, json_key: str, json_value: object, key: s
         return
     if not isinstance(json_value, int | float):
         plan.problems.append(f'{plan.config_file}: {json_key} is {json.dumps(json_value)}, expected a number or "auto".')
-    elif draft.sources.given(key):
+    elif draft.sources.is_set(key):
         plan.problems.append(
             f"{plan.config_file}: {json_key} is {json_value}, but {key} is {value} (from {draft.sources[key]}). "
             'Write "auto" in the JSON, or make them equal.'

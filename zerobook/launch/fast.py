@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerobook.config import ConfigDraft, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
 
 SHORT = 500
@@ -30,7 +31,7 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | No
     if plan.device == "cpu":
         candidates["dataloader_num_workers"] = (WORKERS, "on a CPU, workers take the cores that train")
     for key, (value, obstacle_to_key) in candidates.items():
-        reason = "you have set it" if draft.sources.given(key) else obstacle_to_key
+        reason = "you have set it" if draft.sources.is_set(key) else obstacle_to_key
         if reason is None:
             draft.set(FAST, **{key: value})
             plan.notes.append(f"fast: {key} {value}")

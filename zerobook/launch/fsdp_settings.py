@@ -10,7 +10,7 @@ from zerobook.launch import recompute
 from zerobook.utils.environment import is_true
 
 if TYPE_CHECKING:
-    from zerobook.config import ConfigDraft
+    from zerobook.config_sources import ConfigDraft
     from zerobook.strategy.launch_plan import LaunchPlan
 
 FILE = "the Accelerate YAML's fsdp_config"

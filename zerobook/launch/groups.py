@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zerobook.config import ConfigDraft
+from zerobook.config_sources import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import is_true
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerobook.config import ConfigDraft
+    from zerobook.config_sources import ConfigDraft
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
@@ -21,7 +21,7 @@ def request(plan: LaunchPlan, file: str, key: str, mode: str, draft: ConfigDraft
     # offload does what full does, and more.
     if current in (mode, "offload"):
         return
-    if current == "full" or not draft.sources.given("activation_checkpointing"):
+    if current == "full" or not draft.sources.is_set("activation_checkpointing"):
         draft.set(file, activation_checkpointing=mode)
     else:
         plan.problems.append(

@@ -17,7 +17,8 @@ import torch
 
 from zerobook.checkpoint.result import find_result, holds_whole_modules
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
-from zerobook.config import ConfigDraft, ConfigSources, ConfigT, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigDraft, ConfigSources, ConfigT
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, groups, ops
 from zerobook.launch.model_facts import model_facts, unfit_for_text, unfit_for_zero3, unfit_layers
@@ -252,7 +253,7 @@ def _name_model(launch: LaunchDraft) -> None:
         plan.problems.append(f"model_name_or_path: {error}")
         return
     merge = f"To merge it into its model first: zerobook export {name} --output merged"
-    adapter_settings = [key for key in ADAPTER_SETTINGS if draft.sources.given(key)]
+    adapter_settings = [key for key in ADAPTER_SETTINGS if draft.sources.is_set(key)]
     # A run's folder holds a model, or an adapter that names one.
     if result.adapter is None:
         if result.model != name:
@@ -390,7 +391,7 @@ def _set_accumulation(launch: LaunchDraft) -> None:
     # A fixed 1 in a JSON means that nothing was chosen: Accelerate writes it where it is missing.
     if isinstance(from_json, int) and from_json != 1:
         steps_by_source[str(plan.config_file)] = from_json
-    if draft.sources.given("gradient_accumulation_steps"):
+    if draft.sources.is_set("gradient_accumulation_steps"):
         steps_by_source[draft.sources["gradient_accumulation_steps"]] = draft.config.gradient_accumulation_steps
     if len(set(steps_by_source.values())) > 1:
         listed = ", ".join(f"{steps} in {source}" for source, steps in steps_by_source.items())
@@ -413,7 +414,7 @@ def _set_global_batch(launch: LaunchDraft) -> None:
     micro_batches = config.per_device_train_batch_size * readers
     product = config.gradient_accumulation_steps * micro_batches
     source = draft.sources.get("gradient_accumulation_steps", "default")
-    if draft.sources.given("gradient_accumulation_steps") and product != global_batch:
+    if draft.sources.is_set("gradient_accumulation_steps") and product != global_batch:
         plan.problems.append(
             f"global_batch_size: {global_batch}, but {source} says {config.gradient_accumulation_steps} accumulation steps, "
             f"and {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} x {readers} is {product}. Drop "
@@ -458,7 +459,7 @@ def _check_optimizer(launch: LaunchDraft) -> None:
         # There is no checkpoint to resume, which `_keep_global_batch` reports.
         pass
     plan.problems += problems
-    plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.given(key)])
+    plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.is_set(key)])
 
 
 def _preserve_global_batch_on_resume(launch: LaunchDraft) -> None:
@@ -487,7 +488,7 @@ def _choose_precision(launch: LaunchDraft) -> None:
     environment_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launch.explicit_precision is not None:
         # The launcher's flag is stronger than a recipe's YAML, and weaker than a recipe's flag.
-        position = len(choices) if sources.typed("mixed_precision") else 0
+        position = len(choices) if sources.is_flag("mixed_precision") else 0
         choices.insert(position, (launch.explicit_precision.lower(), "launcher's --mixed_precision"))
     elif environment_precision != "no":
         choices.append((environment_precision, "Accelerate YAML"))

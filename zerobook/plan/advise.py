@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from zerobook.config import ConfigSources, RecipeConfig, changed
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources, changed
 from zerobook.errors import ConfigError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.rows import SAME_RATE, Row, plan_recipe, rank_rows
@@ -104,7 +105,7 @@ class Request:
     def on(self, cluster: Cluster) -> Request:
         """Return the request in the half precision of a cluster's GPUs, unless the user set a precision: nobody trains in fp32
         on a GPU that has a faster one."""
-        if cluster.cpu or self.sources.given("mixed_precision"):
+        if cluster.cpu or self.sources.is_set("mixed_precision"):
             return self
         config = self.recipe.config.model_copy(update={"mixed_precision": cluster.half_precision})
         return replace(self, recipe=type(self.recipe)(config))
@@ -119,7 +120,7 @@ class Request:
         """Whether samples may share rows, as far as the user decided."""
         config = self.recipe.config
         shares_rows = config.rows_shared_by or config.group_by_length or self.recipe.encoder_decoder
-        return not (shares_rows or self.sources.given("packing"))
+        return not (shares_rows or self.sources.is_set("packing"))
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class _Search:
         # Offload and states of 8 bits are compared only if nothing fits without them.
         if not self.roomy:
             self._plan_strategies(offloading, {})
-            is_default = self.request.recipe.config.optimizer == "adamw" and not self.request.sources.given("optimizer")
+            is_default = self.request.recipe.config.optimizer == "adamw" and not self.request.sources.is_set("optimizer")
             if self.method == "full" and is_default:
                 self._plan_8_bit_states([file for file in useful if file.stem in ("single", "ddp")])
         return self._rank_fastest()
@@ -361,7 +362,7 @@ class _Search:
         if config.global_batch_size is not None:
             samples = max(1, config.global_batch_size // self.cluster.ranks)
         largest = max(1, MICRO_BATCH_TOKENS // (shape.source + shape.target))
-        if self.request.sources.given("per_device_train_batch_size"):
+        if self.request.sources.is_set("per_device_train_batch_size"):
             largest = config.per_device_train_batch_size
         sizes: list[int] = []
         for micro_batch in range(min(largest, samples), 0, -1):
@@ -400,7 +401,7 @@ class _Search:
         config = self.request.recipe.config
         unset = {}
         for key, value in flags.items():
-            if not (self.request.sources.given(key) and getattr(config, key) == value):
+            if not (self.request.sources.is_set(key) and getattr(config, key) == value):
                 unset[key] = value
         return unset
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.plan.gather_schedule import follow_gathers
 from zerobook.plan.hardware import Cluster

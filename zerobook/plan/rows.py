@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.groups import unfit_config
 from zerobook.launch.resolve import Hardware, resolve

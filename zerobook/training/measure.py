@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.data.collate import to_device
 from zerobook.data.views import PreparedRows
 from zerobook.errors import ConfigError

@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple
 
-from zerobook.config import ConfigT, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigT
 from zerobook.objective import NextToken, Objective, TargetTokens
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.checkpoint import store
-from zerobook.config import ConfigSources, RecipeConfig, from_python, read
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources, from_python, read
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.health.position import enter
 from zerobook.launch import account, by_name, preflight
@@ -260,8 +261,8 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
         table.add_column(column, overflow="fold")
     values = config.model_dump()
     # Values that the user has set come first.
-    for key in sorted(values, key=lambda key: not sources.given(key)):
-        style = "" if sources.given(key) else "dim"
+    for key in sorted(values, key=lambda key: not sources.is_set(key)):
+        style = "" if sources.is_set(key) else "dim"
         table.add_row(key, str(values[key]), sources[key], style=style)
     out.print(table)
     layout = BatchLayout.from_plan(config, plan)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from zerobook.config import ConfigSources
+from zerobook.config_sources import ConfigSources
 from zerobook.launch.accelerate_cli import command_to_resume
 from zerobook.monitor.preemption import EXIT_CODE
 from zerobook.runlog.formatting import far_above_best

@@ -12,7 +12,8 @@ from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.save import bytes_of_state
 from zerobook.checkpoint.state import read_progress
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.data.batch_loader import BatchLayout
 from zerobook.data.prepare import PreparedData
 from zerobook.errors import ConfigError

@@ -10,7 +10,8 @@ import torch
 
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
-from zerobook.config import ConfigSources, RecipeConfig
+from zerobook.config import RecipeConfig
+from zerobook.config_sources import ConfigSources
 from zerobook.constants import STOPPED
 from zerobook.data.batch_loader import BatchLayout, StepPlan
 from zerobook.data.collate import to_device
