@@ -71,7 +71,7 @@ class LogDetector(Detector):
         reason = f"from {excursion.base:.4g} back to {excursion.peak:.4g}, as at the beginning of the run"
         return [self.finding_of("reset", point, excursion, reason)]
 
-    def cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
+    def explain_large_rise(self, previous_level: float, new_level: float, rise: float) -> str | None:
         loss_size = self.loss.size(previous_level)
         if self.rates:
             if self._rate_was_raised() and rise < self.settings.step_of_raised_rate * loss_size:

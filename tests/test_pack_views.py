@@ -130,7 +130,7 @@ def test_skipped_samples_leave_their_packs_and_counts(tmp_path):
     packs = len(part.views[0])
     gone = part.samples_of(0) + part.samples_of(3)[:1] + part.samples_of(packs + 2)
     assert gone[-1] == 42, "samples are numbered through over the datasets"
-    kept = part.skipping([[s, s + 1] for s in gone])
+    kept = part.without_samples([[s, s + 1] for s in gone])
     assert np.flatnonzero(kept.dropped).tolist() == [0, packs + 2]
     assert len(kept) == len(part)
     assert kept.samples_of(3) == part.samples_of(3)[1:]
@@ -138,7 +138,7 @@ def test_skipped_samples_leave_their_packs_and_counts(tmp_path):
     for row in range(len(part)):
         if row not in (0, 3, packs + 2):
             assert kept[row]["input_ids"].tolist() == part[row]["input_ids"].tolist()
-    assert part.skipping([]) is part
+    assert part.without_samples([]) is part
 
 
 def test_rows_are_numbered_through_the_datasets(tmp_path):

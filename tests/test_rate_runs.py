@@ -97,7 +97,7 @@ def test_a_changed_byte_of_the_newest_checkpoint_neither_stops_a_run_nor_changes
             (newest / name).write_text(whole)
     again = train(before.output, resume_from_checkpoint="auto", **short)
     said = capfd.readouterr().out
-    assert f"passed over: {newest / 'progress.json'}: its content is damaged" in said and "global batch kept" not in said
+    assert f"skipped: {newest / 'progress.json'}: its content is damaged" in said and "global batch kept" not in said
     assert again.event("resume")["step"] == 2 and again.event("run_end")["progress"]["global_batch"] == 4
     assert again.losses[4:] == before.losses[2:4], "steps 3 and 4 again"
 

@@ -57,7 +57,7 @@ class Shards:
         rows = self.sizes[dataset][index]
         return PreparedRows((Documents(Store(rows), np.arange(rows)),), "")
 
-    def forget(self, dataset, index):
+    def delete_shard(self, dataset, index):
         self.forgotten.append((dataset, index))
 
 
@@ -102,7 +102,7 @@ def test_streams_mix_by_weight_and_skip_samples(first, second, seed, cursor):
     mine = ids[owners == 1][: sum(second)]
     assert set(mine.tolist()) <= every_row(second, dataset=1) and len(set(mine.tolist())) == len(mine)
     assert order.ids(cursor, 120).tolist() == ids[cursor:].tolist()
-    skipped = stream(Shards(first, second)).skipping([[ids[0], ids[0] + 1]])
+    skipped = stream(Shards(first, second)).without_samples([[ids[0], ids[0] + 1]])
     if sum(first) > 1:
         left, _ = skipped.order(IN_ANY_ORDER, seed=seed, weights=[3.0, 1.0]).take(0, 60, FAR)
         kept = ids[ids != ids[0]]
@@ -254,7 +254,7 @@ def test_a_stream_trains_on_what_whole_data_has(tiny, tmp_path, library, monkeyp
     loader = BatchLoader(streamed, order, layout, lambda rows: rows, end=FAR, workers=1)
     plan, batches = next(iter(loader))
     assert plan.samples == 4 and [len(r["input_ids"]) for r in next(batches)] == streamed.lengths_of(plan.ids).tolist()
-    made.forget(0, 0)
+    made.delete_shard(0, 0)
     assert len(made.shard(0, 0)) and made.stream(0).fingerprint == streamed.fingerprint
 
 
@@ -324,10 +324,10 @@ def test_streaming_says_what_it_needs(tiny, tmp_path):
 
 
 def test_a_stream_of_which_all_is_left_out_says_so():
-    empty = stream(Shards([3, 2])).skipping([(row_number(0, 0, 0), row_number(0, 2, 0))])
+    empty = stream(Shards([3, 2])).without_samples([(row_number(0, 0, 0), row_number(0, 2, 0))])
     order = empty.order(IN_ANY_ORDER, seed=1, weights=None)
     with pytest.raises(DataError, match="all samples are left out"):
         order.take(0, 4, FAR)
-    most = stream(Shards([3, 2])).skipping([(row_number(0, 0, 0), row_number(0, 1, 1))])
+    most = stream(Shards([3, 2])).without_samples([(row_number(0, 0, 0), row_number(0, 1, 1))])
     taken, _ = most.order(IN_ANY_ORDER, seed=1, weights=None).take(0, 40, FAR)
     assert set(taken.tolist()) == {row_number(0, 1, 1)} and len(taken) == 40, "one row is left: it comes in every pass"

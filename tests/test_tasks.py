@@ -266,7 +266,7 @@ def test_long_prompts_lose_their_beginning(llama):
     model, tokenizer = llama
     task = Task("long", (Question("long " * 99 + "now?", ("no", "yes, now"), 0),))
     scorer = TaskScorer([task], tokenizer, 4, max_length=16)
-    assert scorer.cut == 2 and [len(row.ids) for row in scorer.sequences] == [16, 16]
+    assert scorer.truncated_count == 2 and [len(row.ids) for row in scorer.sequences] == [16, 16]
     assert [tokenizer.decode(row.ids[row.first :]) for row in scorer.sequences] == [" no", " yes, now"]
     assert scorer(None, model)[0].keys() == {"task/long/acc", "task/long/acc_norm"}
     with pytest.raises(DataError, match="leaves no room for its question: the model takes 3 tokens"):

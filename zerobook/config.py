@@ -533,7 +533,7 @@ class RecipeConfig(_Keys):
         if self.streaming:
             problems += self._streaming_problems()
         problems += self._missing_files()
-        problems += _unusable_folder("output_dir", self.output_dir)
+        problems += _output_folder_problems("output_dir", self.output_dir)
         problems += self._missing_code()
         resume = self.resume_from_checkpoint
         if resume and resume not in ("auto", "best") and not Path(resume).expanduser().exists():
@@ -602,7 +602,9 @@ class RecipeConfig(_Keys):
         specs = self.datasets or []
         if self.max_train_steps is None:
             problems.append("streaming: the number of samples is unknown, so an epoch has no length. Give --max_train_steps.")
-        if self.max_train_samples is not None or any(spec.limit or "[" in (spec.split or "") for spec in specs):
+        has_limit = any(spec.limit for spec in specs)
+        has_range = any("[" in (spec.split or "") for spec in specs)
+        if self.max_train_samples is not None or has_limit or has_range:
             problems.append(
                 "streaming: max_train_samples, limit and a range of rows in split need the number of samples, which is "
                 "unknown. Drop them, or streaming."
@@ -750,9 +752,10 @@ def _missing_path(key: str, value: str) -> list[str]:
     return [f"{key}: no such file or folder: {value}, looked for in {Path.cwd()}.{nearest_file(path)}"]
 
 
-def _unusable_folder(key: str, path: str) -> list[str]:
+def _output_folder_problems(key: str, path: str) -> list[str]:
     """Return why ``path``, which may not exist yet, cannot be a folder to write to; an empty list where it can."""
     folder = Path(path).absolute()
+    # The nearest folder that exists decides.
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():

@@ -107,8 +107,8 @@ class Poisoned:
     def __getitem__(self, index):
         return self.fault.spoil(index, self.part[index])
 
-    def skipping(self, ranges):
-        return Poisoned(self.part.skipping(ranges), self.fault)
+    def without_samples(self, ranges):
+        return Poisoned(self.part.without_samples(ranges), self.fault)
 
 
 class Burst(WrongLabels):

@@ -271,7 +271,7 @@ class CheckpointManager:
             reason = store.find_damage(self.path_of(step), thorough=True, tell=lambda count: touch())
             if reason is not None:
                 self.skipped[self.path_of(step)] = reason
-                tqdm.write(plain(f"  passed over: {reason}"))
+                tqdm.write(plain(f"  skipped: {reason}"))
             return reason is None
 
         return self.strategy.on_main(check, takes_long=True)

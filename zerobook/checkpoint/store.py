@@ -493,20 +493,21 @@ def _pin_file(checkpoint: Path) -> Path:
 
 
 def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), *, keep_best: bool = True) -> list[Path]:
-    """Delete all but the newest ``keep`` complete checkpoints, abandoned ones first; returns those deleted.
+    """Delete complete checkpoints until ``keep`` are left, and return those deleted. Abandoned ones go first, then the oldest.
 
     Also kept: pinned ones, those of the steps ``protected``, the one with the lowest held-out loss, and all that cannot be
     read. If one cannot be deleted, that is a warning.
 
     Args:
+        keep: number of checkpoints that stay; None deletes nothing.
         keep_best: keep the one with the lowest held-out loss.
     """
     deleted: list[Path] = []
     with _warning_on_error(checkpoints):
+        # The first to be deleted come first: abandoned ones, then the oldest.
         abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if find_damage(checkpoint) is None]
         unpinned = [checkpoint for checkpoint in (*abandoned, *list_complete(checkpoints)) if not is_pinned(checkpoint)]
         best_checkpoint = find_best(checkpoints) if keep_best else None
-        # Oldest first, and abandoned ones before all others.
         surplus = unpinned[:-keep] if keep else []
         for checkpoint in surplus:
             # Pins are read again: a person may pin while the run prunes.
@@ -514,6 +515,7 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
                 continue
             with _warning_on_error(checkpoint):
                 hidden = _hide(checkpoint)
+                # From here on no run can use it, even if its files cannot be deleted.
                 deleted.append(checkpoint)
                 _delete(hidden)
     return deleted

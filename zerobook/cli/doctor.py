@@ -216,7 +216,7 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
         here = host_check.place(launch_flags)
         facts = preflight.facts(config, plan.name if plan else "unknown", recipe)
         with out.status(f"waiting for {here.hosts} machines at {here.where}"):
-            findings = host_check.check(here, facts, Path(config.output_dir) if recipe else None)
+            findings = host_check.check_hosts(here, facts, Path(config.output_dir) if recipe else None)
     except ConfigError as error:
         return error.problems
     if findings.hosts:

@@ -14,7 +14,7 @@ from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.export import add_checkpoint, find_checkpoint
 from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.held_out import describe
-from zerobook.evaluation.scorers import check_causal, split
+from zerobook.evaluation.scorers import check_causal, split_tasks
 from zerobook.evaluation.tasks import Task, TaskScorer, read_task
 from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import console, say
@@ -27,7 +27,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument(
         "--file",
         metavar="FILE",
-        help="of a run: the loss on this data, as in its own evaluations, and answers",
+        help="data on which the loss of a run's model is measured; answers to its first prompts are printed",
     )
     parser.add_argument(
         "--tasks",
@@ -37,7 +37,7 @@ def evaluate(argv: list[str]) -> int:
     )
     parser.add_argument("--limit", type=positive, help="rows of the file; questions of a task of the harness (default: all)")
     parser.add_argument("--num_fewshot", type=int, help="examples before a question of the harness (default: the task's)")
-    parser.add_argument("--batch_size", type=positive, default=8, help="choices in a forward (default: 8)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="answer choices in a forward pass (default: 8)")
     parser.add_argument(
         "--apply_chat_template", action="store_true", help="put each question into a user's turn of the chat template"
     )
@@ -51,7 +51,7 @@ def evaluate(argv: list[str]) -> int:
         parser.error("give --file, --tasks or both")
     if flags.checkpoint:
         flags.path = str(find_checkpoint(flags.path, flags.checkpoint))
-    files, harness_tasks = split([name for name in flags.tasks.split(",") if name])
+    files, harness_tasks = split_tasks([name for name in flags.tasks.split(",") if name])
     # Files are read before the model, which takes longer.
     tasks = [read_task(file) for file in files]
 
@@ -114,14 +114,14 @@ def _score_files(flags: argparse.Namespace, tasks: list[Task], loaded: Loaded) -
         max_length=loaded.context,
     )
     _, table = scorer(None, loaded.model, progress=True)
-    if scorer.cut:
+    if scorer.truncated_count:
         print(
-            f"{scorer.cut} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
+            f"{scorer.truncated_count} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
             file=sys.stderr,
         )
     if not flags.json:
         print_table(flags.path, table)
-    return _as_json(scorer.cut, table)
+    return _as_json(scorer.truncated_count, table)
 
 
 def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:

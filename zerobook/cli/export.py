@@ -83,12 +83,12 @@ def find_checkpoint(name: str, which: str | None) -> Path:
     if which is None:
         which = "auto"
         complete = store.list_complete(store.folder_of(path))
-        # The newest checkpoint has the setting with which the run goes on.
+        # A resumed run may have another setting, so that of the newest checkpoint counts.
         if complete and store.read_json(complete[-1] / "config.json")["config"].get("final_model") == "best":
             which = "best"
     resolution = resolve_resume(path, which, thorough=True)
     for reason in resolution.skipped.values():
-        say(f"  passed over: {reason}")
+        say(f"  skipped: {reason}")
     if resolution.checkpoint is None:
         raise CheckpointError(f"{path}: there is no complete checkpoint. Give a run's output_dir, or a checkpoint's folder.")
     return resolution.checkpoint

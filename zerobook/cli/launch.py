@@ -98,7 +98,7 @@ def _launch(arguments: list[str]) -> None:
     if script is None or not OTHER_PROGRAMS.isdisjoint(flags):
         problems = flag_checks.check(parse_flags(arguments), starts=True).problems
     else:
-        problems = _problems_of_launch(arguments, flags, script)
+        problems = _launch_problems(arguments, flags, script)
     if problems:
         raise ConfigError(problems)
     from accelerate.commands.launch import launch_command
@@ -109,21 +109,24 @@ def _launch(arguments: list[str]) -> None:
     launch_command(args)
 
 
-def _problems_of_launch(arguments: list[str], flags: list[str], script: str) -> list[str]:
-    """Return the problems of a command line with one that keeps the processes from starting; an empty list without such a one.
+def _launch_problems(arguments: list[str], flags: list[str], script: str) -> list[str]:
+    """Return all problems of a launch whose processes would not start; an empty list if they would.
 
-    The processes would tell those of the recipe's flags and data, so these are told here too, all at once.
+    Processes that start report problems of the recipe's flags and data themselves. Otherwise they are reported here, too.
     """
-    typed, problems = read_flags(flags)
-    problems += flag_checks.check(typed, starts=True).problems
-    is_missing = not Path(script).is_file()
-    if not problems and not is_missing:
+    accelerate_args, problems = read_flags(flags)
+    problems += flag_checks.check(accelerate_args, starts=True).problems
+    has_script = Path(script).is_file()
+    if has_script and not problems:
         return []
     from zerobook.cli.doctor import inspect_launch
     from zerobook.launch.resolve import Hardware
     from zerobook.training.recipe_file import is_recipe
 
-    if not is_missing and not is_recipe(script):
+    if has_script and not is_recipe(script):
         return problems
-    plan, earlier_problems, _, _ = inspect_launch(arguments, Hardware.detect())
-    return earlier_problems + (plan.problems if plan else [])
+    # This finds the same problems again, together with those of the recipe.
+    plan, launch_problems, _, _ = inspect_launch(arguments, Hardware.detect())
+    if plan is not None:
+        launch_problems += plan.problems
+    return launch_problems

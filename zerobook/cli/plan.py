@@ -203,18 +203,21 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
         for flag in excluded:
             if values[mode] and values[flag]:
                 problems.append(f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out.")
-    are_several = "," in (flags.gpu or "") or re.search("[,-]", f"{flags.gpus}{flags.nodes}")
+    # Several kinds of GPU, and lists or ranges of counts, describe several machines.
+    has_several_kinds = "," in (flags.gpu or "")
+    has_several_counts = re.search("[,-]", f"{flags.gpus}{flags.nodes}") is not None
+    has_several_machines = has_several_kinds or has_several_counts
     for mode in ("formulas", "failures"):
-        if values[mode] and are_several:
+        if values[mode] and has_several_machines:
             problems.append(f"--{mode}: it is planned for one machine, and --gpu, --gpus or --nodes name several. Choose one.")
     for flag in ("tokens", "price"):
-        if values[flag] and not (flags.recommend or are_several):
+        if values[flag] and not (flags.recommend or has_several_machines):
             problems.append(f"--{flag}: it has an effect only with --recommend, or where machines are compared.")
     for flag in ("parameters", "precision"):
         if values[flag] and not flags.formulas:
             problems.append(f"--{flag}: it has an effect only with --formulas, which is not given.")
     if flags.measure and not flags.here:
-        problems.append("--measure: it runs on this machine. Give --here, and --gpus for fewer processes than there could be.")
+        problems.append("--measure: it runs on this machine. Add --here. --gpus sets a smaller number of processes.")
     if flags.formulas and model_arguments:
         problems.append(f"--formulas and {model_arguments[0]}: formulas ask for --parameters alone. Leave one of them out.")
     # What follows the model is read by the recipe, which does not know the planner's flags.

@@ -315,20 +315,20 @@ _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])")
 def _read_table(file: Path) -> Iterator[Item]:
     content, raw = _open(file)
     bytes_read = _byte_counter(raw)
-    # The default of the csv module is 128 KiB, which long documents exceed.
-    csv.field_size_limit(LINE_LIMIT)
+    # The default of the csv module is 128 KiB, which long documents exceed. `_BoundedLines` limits whole rows.
+    csv.field_size_limit(ROW_LIMIT)
     with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         lines = _BoundedLines(text, file)
         delimiter = "\t" if suffix_of(file) == ".tsv" else ","
         # strict: a quote that is never closed would take all rows after it into its field.
         reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
         for row in _table_rows(reader, file):
-            # A whole row was read, and the next one may have as much again.
-            lines.size = 0
+            lines.begin_row()
+            # DictReader puts fields without a name under None, and None under names without a field.
             if None in row or None in row.values():
-                # DictReader puts fields without a name under None, and None under names without a field.
-                field_count = len(row.get(None) or [])
-                field_count += sum(value is not None for name, value in row.items() if name is not None)
+                unnamed_fields = row.pop(None, None) or []
+                named_fields = [value for value in row.values() if value is not None]
+                field_count = len(unnamed_fields) + len(named_fields)
                 reason = f"{field_count} fields where the header has {len(reader.fieldnames or [])}"
                 yield f"line {reader.line_num}", Malformed(reason), bytes_read()
             else:
@@ -336,21 +336,21 @@ def _read_table(file: Path) -> Iterator[Item]:
 
 
 class _BoundedLines:
-    """The lines of a table, for one row after another. A small compressed file can hold a line of many gigabytes.
-
-    Attributes:
-        size: characters read since the last row; the reader of the rows sets it back.
-    """
+    """The lines of a table, for one row after another. A small compressed file can hold a line of many gigabytes."""
 
     def __init__(self, text: io.TextIOBase, file: Path):
         self.text = text
         self.file = file
-        self.size = 0
+        self.row_size = 0  # characters read since the last row
+
+    def begin_row(self) -> None:
+        """Count the characters of the next row from here."""
+        self.row_size = 0
 
     def __iter__(self) -> Iterator[str]:
         while line := self.text.readline(ROW_LIMIT + 1):
-            self.size += len(line)
-            if self.size > ROW_LIMIT:
+            self.row_size += len(line)
+            if self.row_size > ROW_LIMIT:
                 raise DataError(
                     f"{self.file}: a row has more than {ROW_LIMIT >> 20} MiB. Are line ends missing, or is a quote not closed?"
                 )

@@ -397,16 +397,16 @@ class Library:
             store = TokenStore(folder).mapped()
         return PreparedRows((self._cut(store, np.arange(len(store))),), store.meta["digest"])
 
-    def forget(self, dataset: int, index: int) -> None:
+    def delete_shard(self, dataset: int, index: int) -> None:
         """Delete a shard's folder, if there is one. Processes that have mapped its files can still read them.
 
-        The folder is not deleted if another process is about to map its files. Without locks, that is not known, so nothing is
-        deleted on a file system that has none.
+        Nothing is deleted while another process is about to map the files, or on a file system without locks, where that is not
+        known.
         """
         folder = self._shard_folder(dataset, index)
         # Do not wait for the lock. A folder that is in use is left to the next run.
-        with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as alone:
-            if alone:
+        with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as is_locked:
+            if is_locked:
                 shutil.rmtree(folder)
 
     def _shards(self, dataset: int) -> list[Source]:

@@ -40,7 +40,7 @@ class Shards(Protocol):
     def shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""
 
-    def forget(self, dataset: int, index: int) -> None:
+    def delete_shard(self, dataset: int, index: int) -> None:
         """Delete what `shard` wrote, if it is there."""
 
 
@@ -109,7 +109,7 @@ class Stream:
             for range_start, range_end in self.skipped:
                 if range_end > first and range_start < end:
                     ranges.append((max(first, range_start) - first, min(end, range_end) - first))
-            self._open[key] = rows.skipping(ranges)
+            self._open[key] = rows.without_samples(ranges)
             # The shard that was opened first is closed first.
             while len(self._open) > len(self.counts) * (BEHIND + 1) + 1:
                 del self._open[next(iter(self._open))]
@@ -130,7 +130,7 @@ class Stream:
             if key in self._makers and not self._makers[key].is_alive():
                 del self._makers[key]
             self._open.pop(key, None)
-            self.shards.forget(*key)
+            self.shards.delete_shard(*key)
 
     def loss_weights_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the loss weights of the rows ``ids``, int64."""
@@ -169,7 +169,7 @@ class Stream:
         first = int(row) >> _SHARD_SHIFT << _SHARD_SHIFT
         return [first + sample for sample in shard.samples_of(shard_row)]
 
-    def skipping(self, ranges: Iterable[Iterable[int]]) -> Stream:
+    def without_samples(self, ranges: Iterable[Iterable[int]]) -> Stream:
         """Return this stream without the samples in ``ranges``, [start, end) each."""
         skipped = tuple((int(start), int(end)) for start, end in ranges)
         if skipped == self.skipped:

@@ -353,10 +353,10 @@ class PreparedRows:
             first += _sample_count(view)
         raise IndexError(row)
 
-    def skipping(self, ranges: Iterable[Iterable[int]]) -> PreparedRows:
-        """Return these rows without the samples in ``ranges``, [start, end) each. Row numbers do not change.
+    def without_samples(self, ranges: Iterable[Iterable[int]]) -> PreparedRows:
+        """Return these rows without the samples in ``ranges``, [start, end) each.
 
-        The samples are taken out of their packs, and rows without samples are dropped.
+        Samples are removed from their packs. Rows that lose all samples are marked in ``dropped``. Row numbers do not change.
         """
         # Ranges may go beyond a dataset: samples are numbered across all of them.
         is_skipped = np.zeros(sum(map(_sample_count, self.views)), bool)
@@ -369,11 +369,12 @@ class PreparedRows:
         first_sample = 0
         for view in self.views:
             end_sample = first_sample + _sample_count(view)
-            # A row that is not a pack is one sample, so the samples that are skipped are its dropped rows.
-            dropped_rows = is_skipped[first_sample:end_sample]
+            skipped_samples = is_skipped[first_sample:end_sample]
             first_sample = end_sample
+            # A row that is not a pack is one sample.
+            dropped_rows = skipped_samples
             if isinstance(view, Packs):
-                view = view.without(dropped_rows)
+                view = view.without(skipped_samples)
                 # A pack stays as long as one of its samples does.
                 dropped_rows = np.diff(view.packing.offsets) == 0
             views.append(view)

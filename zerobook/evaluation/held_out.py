@@ -23,15 +23,14 @@ LOGITS = 2**30
 
 
 def rows_at_once(batch_size: int, positions: int, vocabulary: int) -> int:
-    """Return the number of rows in an evaluation's forward pass: ``batch_size``, or fewer where these have more than `LOGITS`.
+    """Return the number of rows in an evaluation's forward pass: ``batch_size``, or as many as fit into `LOGITS`.
 
-    One row is always taken. Training keeps activations beside the logits, so its micro-batches are smaller, and an evaluation
-    with a larger batch would otherwise run out of memory where training fits.
+    It is at least one. Batches of the evaluation may be larger than those of training, which could exhaust the memory.
 
     Args:
         batch_size: the config's ``per_device_eval_batch_size``.
-        positions: of the longest row for which there are logits.
-        vocabulary: logits of a position.
+        positions: number of positions with logits in the longest row.
+        vocabulary: number of logits per position.
 
     >>> rows_at_once(8, 1024, 50_257), rows_at_once(8, 4096, 128_256)
     (8, 2)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from zerobook.models.result import Kind
 
 
-def split(tasks: list[str]) -> tuple[list[str], list[str]]:
+def split_tasks(tasks: list[str]) -> tuple[list[str], list[str]]:
     """Return (task files, tasks of lm-evaluation-harness).
 
-    >>> split(["mine.jsonl", "arc_easy", "theirs.yaml"])
+    >>> split_tasks(["mine.jsonl", "arc_easy", "theirs.yaml"])
     (['mine.jsonl'], ['arc_easy', 'theirs.yaml'])
     """
     task_files = [task for task in tasks if task.endswith((".jsonl", ".json"))]
@@ -30,7 +30,7 @@ def split(tasks: list[str]) -> tuple[list[str], list[str]]:
 def fetch_tasks(tasks: list[str], *, encoder_decoder: bool) -> None:
     """Download the data of the harness's tasks into this machine's cache. Raises `ConfigError` if a task cannot be measured."""
     check_causal(tasks, "seq2seq" if encoder_decoder else "causal")
-    _, harness_tasks = split(tasks)
+    _, harness_tasks = split_tasks(tasks)
     if harness_tasks:
         load_tasks(harness_tasks)
 
@@ -41,7 +41,7 @@ def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model
 
     # Check the model before any file is read: the refusal is not about the tasks.
     check_causal(config.eval_tasks, kind)
-    task_files, harness_tasks = split(config.eval_tasks)
+    task_files, harness_tasks = split_tasks(config.eval_tasks)
     max_length = context_of(cast("PreTrainedModel", model).config)
     batch_size = config.per_device_eval_batch_size
     scorers: list[Any] = []

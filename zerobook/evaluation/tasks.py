@@ -156,7 +156,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.chat = apply_chat_template
         self.max_length = max_length
-        self.cut = 0
+        self.truncated_count = 0
         """Number of sequences that lost the beginning of their prompt."""
         self.control = ControlTokens(tokenizer)
         # Training puts these tokens before a text, too. Chat templates write them themselves.
@@ -185,7 +185,7 @@ class Encoder:
         first = len(self.leading_ids) + prompt_tokens
         excess = len(ids) - (self.max_length or len(ids))
         if excess > 0:
-            self.cut += 1
+            self.truncated_count += 1
             ids = ids[excess:]
             first -= excess
         if first < 1:
@@ -324,7 +324,7 @@ class TaskScorer:
                 self.sequences += [encode(question.question, choice) for choice in question.choices]
         longest = max(len(row.ids) for row in self.sequences)
         self.batch_size = rows_at_once(batch_size, longest, len(tokenizer))
-        self.cut = encode.cut
+        self.truncated_count = encode.truncated_count
 
     def __call__(
         self, strategy: Strategy | None, model: nn.Module, step: int = 0, progress: bool = False

@@ -183,17 +183,21 @@ class Judge:
         return beat.host if beat is not None else f"rank {rank}"
 
     def _verdict(self, kind: Kind, ranks: Sequence[int], seconds: float) -> Verdict:
-        blamed_beats = [self.beats.get(rank, NO_BEAT) for rank in ranks]
+        """Return the verdict on ``ranks``, with the phase and the step of the first of them."""
+        blamed_ranks = sorted(ranks)
+        blamed_beats = [self.beats.get(rank, NO_BEAT) for rank in blamed_ranks]
+        # A rank that was never heard has no host.
+        hosts = {beat.host for beat in blamed_beats if beat.host}
+        errors = [beat.error for beat in blamed_beats if beat.error]
         return Verdict(
             kind=kind,
-            ranks=sorted(ranks),
-            hosts=sorted({beat.host for beat in blamed_beats} - {""}),
-            # The first rank stands for all, but an error of any of them is told.
+            ranks=blamed_ranks,
+            hosts=sorted(hosts),
             phase=blamed_beats[0].phase,
             step=blamed_beats[0].step,
             seconds=round(seconds, 1),
-            others=self._waiting(ranks),
-            error=next((beat.error for beat in blamed_beats if beat.error), ""),
+            others=self._waiting(blamed_ranks),
+            error=errors[0] if errors else "",
         )
 
     def _waiting(self, blamed_ranks: Sequence[int]) -> list[tuple[str, int, list[RankRange]]]:

@@ -81,7 +81,7 @@ def place(launch_flags: list[str]) -> Place:
     return Place(int(args.machine_rank or 0), hosts, args.main_process_ip, int(args.main_process_port or 29500))
 
 
-def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience: float = PATIENCE_S) -> HostReport:
+def check_hosts(here: Place, facts: dict[str, Any], output_dir: Path | None, patience: float = PATIENCE_S) -> HostReport:
     """Meet the other hosts, compare them, and measure their links. To be called on all hosts.
 
     Args:
@@ -101,7 +101,7 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
             f"own, from 0 to {here.hosts - 1}."
         )
     hosts = _exchange(store, here, "facts", facts, FactsOfHost, patience)
-    # All hosts get here at the same moment.
+    # The exchange of facts ends on all hosts at the same moment, so their clocks can be compared.
     clocks = _exchange(store, here, "clock", time.time(), float, patience)
     name_problem = unreachable_name(os.environ)
     if name_problem:
@@ -120,6 +120,7 @@ def check(here: Place, facts: dict[str, Any], output_dir: Path | None, patience:
     # The store ends with the first host's process, which waits until the others have read from it.
     store.set(f"left/{here.number}", "")
     if here.number == 0:
+        # The report is complete, so a host that ended without this sign is no error.
         with suppress(RuntimeError):
             store.wait([f"left/{number}" for number in range(here.hosts)], timedelta(seconds=patience))
     return report

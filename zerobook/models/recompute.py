@@ -67,17 +67,22 @@ def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0)
         return
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError(f"activation_checkpointing: {mode}, and the code of {name} knows full and none. Pass one of them.")
+        raise ConfigError(
+            f"activation_checkpointing: {mode}, and the code of {name} supports only full and none. Pass one of them."
+        )
     # With dropout, attention is left to run again, see above.
     saved_operations = frozenset(_PRODUCTS if attention_dropout else _PRODUCTS + _ATTENTION)
-    selective = partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, saved_operations))
+    make_contexts = partial(_contexts, saved_operations)
+    selective_checkpoint = partial(checkpoint, use_reentrant=False, context_fn=make_contexts)
     for index, layer in enumerate(layers):
         if mode == "selective":
-            layer._gradient_checkpointing_func = selective
+            layer._gradient_checkpointing_func = selective_checkpoint
         elif mode == "offload":
             layer._gradient_checkpointing_func = _with_inputs_on_host
         else:
-            layer.gradient_checkpointing = index % int(mode.removeprefix("every:")) == 0
+            # every:N recomputes the layers 0, N, 2 N, ...
+            interval = int(mode.removeprefix("every:"))
+            layer.gradient_checkpointing = index % interval == 0
 
 
 def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:

@@ -456,7 +456,7 @@ class Detector:
         if new_run:
             return new_run
         # The loss stays high for a harmless reason.
-        cause = self._cause_of_step(excursion, late)
+        cause = self._explain_rise(excursion, late)
         if regained < 0.5 and cause is not None:
             self.close_excursion(losses[-self.settings.level_points :])
             reason = f"from {base:.4g} to {late:.4g}, and level since: {cause}"
@@ -476,7 +476,7 @@ class Detector:
         """End the excursion if another run begins here. A live run has no other, but a log may."""
         return []
 
-    def _cause_of_step(self, excursion: Excursion, new_level: float) -> str | None:
+    def _explain_rise(self, excursion: Excursion, new_level: float) -> str | None:
         """Return a harmless explanation for a rise of the loss to ``new_level``, in words; None if there is none."""
         # A shock may have damaged the weights, so no rise after it is harmless.
         if self.shock is not None:
@@ -484,19 +484,19 @@ class Detector:
         previous_level = excursion.base
         loss_size = self.loss.size(previous_level)
         settings = self.settings
-        # Small steps add up: compare with the lowest level since the last accepted one.
+        # Small rises add up: compare with the lowest level since the last one that was accepted.
         lowest_level = previous_level if self.lowest is None else min(previous_level, self.lowest)
-        # The level of a young run lags behind a falling loss, so the step is larger than it looks.
-        max_share = settings.small_step / 2 if self.loss.is_young else settings.small_step
+        # The level of a young run lags behind a falling loss, so the true rise is larger, and half of it is allowed.
+        max_share = settings.small_rise / 2 if self.loss.is_young else settings.small_rise
         if new_level - lowest_level < max_share * loss_size:
-            return "a small step, as of other data"
-        return self.cause_of_large_step(previous_level, new_level, new_level - lowest_level)
+            return "a small rise, as other data cause"
+        return self.explain_large_rise(previous_level, new_level, new_level - lowest_level)
 
-    def cause_of_large_step(self, previous_level: float, new_level: float, rise: float) -> str | None:
-        """Return a harmless explanation for a step that is not small, in words. In a live run, `SpikeMonitor` knows it.
+    def explain_large_rise(self, previous_level: float, new_level: float, rise: float) -> str | None:
+        """Return a harmless explanation for a rise that is not small, in words. In a live run, `SpikeMonitor` knows it.
 
         Args:
-            rise: of the new level above the lowest one since the last accepted step.
+            rise: of the new level above the lowest one since the last accepted rise.
         """
         return None
 

@@ -31,7 +31,8 @@ _SIGNAL_KEY = "zerobook/stop/asked"
 class Preemption:
     """Turns SIGTERM, SIGUSR1 and SIGINT into a common last step. A second SIGINT ends this process at once.
 
-    torchrun sends SIGTERM to its ranks for a second Ctrl-C, so SIGTERM after SIGINT ends this process too.
+    For a second Ctrl-C, torchrun sends SIGTERM to its ranks, or ends without a signal to them. So SIGTERM after SIGINT, and the
+    end of torchrun, end this process too.
 
     Processes may be several steps apart, since nothing between log points waits for the device. So each rank that learns of
     a signal (through the process group's store, not a collective) writes its step to the store, and from then on calls
@@ -55,6 +56,7 @@ class Preemption:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: remember it, or end the process at a second Ctrl-C."""
         if self._is_interrupted and number in (signal.SIGINT, signal.SIGTERM):
             os._exit(INTERRUPTED)
         if number == signal.SIGINT:
@@ -62,8 +64,7 @@ class Preemption:
             if self.strategy.rank == 0:
                 # Do not call print: the signal may have interrupted a print, which cannot be entered a second time.
                 os.write(2, b"\nCtrl-C: the run saves a checkpoint and ends. Press Ctrl-C again to stop without one.\n")
-            # A second Ctrl-C ends the launcher, which then sends no signal to its ranks. So a thread watches the launcher, and
-            # ends this process with it.
+            # A thread watches the launcher, and ends this process with it.
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         self.received = signal.Signals(number).name

@@ -33,7 +33,7 @@ class Settings:
     """factor on the patience after a shock, and until a loss that stays high is taken as the new level"""
     min_high_points: int = 3
     """minimum number of high points for an alarm, whatever the logging interval"""
-    small_step: float = 0.2
+    small_rise: float = 0.2
     """largest rise to a new level that is accepted without a known cause, as a share of the loss. Other data causes such
     rises."""
     slow_rise: float = 0.25

@@ -156,28 +156,37 @@ def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: 
 
 
 def _fsdp_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: int) -> list[Transfer]:
-    ranks = sharding.shard_ranks
-    within = ranks <= sharding.ranks_per_node
+    """Return the transfers of a step under FSDP2."""
+    shard_ranks = sharding.shard_ranks
+    within = shard_ranks <= sharding.ranks_per_node
     # FSDP2 reduces gradients in fp32, whatever the precision.
-    gradient_bytes = FP32_BYTES * sum(_pad_rows(weight, ranks) for weight in model.trained)
-    forward_bytes = backward_bytes = 0
+    gradient_bytes = FP32_BYTES * sum(_pad_rows(weight, shard_ranks) for weight in model.trained)
+    forward_bytes = 0
+    backward_bytes = 0
     for weight in model.weights:
-        weight_bytes = _pad_rows(weight, ranks) * cast_bytes(weight, sharding)
+        weight_bytes = _pad_rows(weight, shard_ranks) * cast_bytes(weight, sharding)
         forward_bytes += weight_bytes
+        # Weights outside the layers stay gathered after the forward pass; without resharding, all weights do.
         if weight.unit and sharding.reshards:
             backward_bytes += weight_bytes
     # Each micro-batch gathers weights and reduces gradients.
     transfers = [
-        Transfer("weights, forward", "all-gather", accumulation * forward_bytes, ranks, within_node=within),
-        Transfer("weights, backward", "all-gather", accumulation * backward_bytes, ranks, within_node=within),
-        Transfer("gradients", "reduce-scatter", accumulation * gradient_bytes, ranks, within_node=within),
+        Transfer("weights, forward", "all-gather", accumulation * forward_bytes, shard_ranks, within_node=within),
+        Transfer("weights, backward", "all-gather", accumulation * backward_bytes, shard_ranks, within_node=within),
+        Transfer("gradients", "reduce-scatter", accumulation * gradient_bytes, shard_ranks, within_node=within),
     ]
-    if ranks < sharding.ranks:
-        # Hybrid sharding: the copies of a shard are reduced in the last micro-batch, each shard around a ring of its own.
-        rings = min(ranks, sharding.ranks_per_node)
-        copies = sharding.ranks // ranks
+    if shard_ranks < sharding.ranks:
+        # Hybrid sharding: the ranks with the same shard form a ring, and reduce it in the last micro-batch. Each rank of a node
+        # belongs to another ring, so these rings share the node's link.
         transfers.append(
-            Transfer("gradients, copies", "all-reduce", gradient_bytes / ranks, copies, ALL_REDUCE_PASSES, rings=rings)
+            Transfer(
+                content="gradients, copies",
+                collective="all-reduce",
+                size_bytes=gradient_bytes / shard_ranks,
+                ranks=sharding.ranks // shard_ranks,
+                passes=ALL_REDUCE_PASSES,
+                rings=min(shard_ranks, sharding.ranks_per_node),
+            )
         )
     return transfers
 

@@ -211,6 +211,7 @@ def log_hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: 
     if rank != 0:
         write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", text)
     else:
+        # An event is one line of the log, so it has only the end of the report.
         log.event("crash", reason=reason, error="Hang", traceback=text[-4000:])
 
 

@@ -133,13 +133,15 @@ class Strategy(Engine):
         """Return facts about the strategy that runs, read from the live objects and not from the plan or files.
 
         ``strategy`` has the form of `LaunchPlan.name`; ``wrapper`` is the class that wraps the model, or ``none``; ``masters``
-        is the number of weight elements that this rank's optimizer steps and that are in memory now.
+        is the number of weight elements that this rank's optimizer updates, without those that are swapped out.
         """
         trained = [parameter for _, parameter in self.trainable()]
         wrapper = "none" if self.model is self.unwrapped else type(self.model).__name__
+        display_names = {"none": "one process", "DistributedDataParallel": "DDP"}
         return {
-            "strategy": {"none": "one process", "DistributedDataParallel": "DDP"}.get(wrapper, wrapper),
+            "strategy": display_names.get(wrapper, wrapper),
             "wrapper": wrapper,
+            # Strategies with DeepSpeed set this.
             "zero_stage": None,
             "world_size": self.mesh.world_size,
             "master_dtype": str(trained[0].dtype).removeprefix("torch."),

@@ -34,7 +34,7 @@ class Mesh:
         self.accelerator = accelerator
         self.data_parallel_size = data_parallel_size or accelerator.num_processes
         self._computing_the_same = computing_the_same
-        self._waits = 0
+        self._wait_count = 0
 
     @property
     def rank(self) -> int:
@@ -177,14 +177,14 @@ class Mesh:
         return result
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks come here, for days if one of them tokenizes. A collective would end after an hour.
+        """Wait until all ranks are here, for up to a week, since a rank may tokenize for days. A collective times out earlier.
 
-        The keys say only that a rank has come: a stranger who can write to the store sends nothing through them.
+        Only the existence of a key counts. Values are not read, so other writers of the store cannot pass data through them.
         """
         store = dist.distributed_c10d._get_default_store()
         # Keys stay in the store, so each wait has names of its own.
-        self._waits += 1
-        keys = [f"zerobook/once/{self._waits}/{rank}" for rank in range(self.world_size)]
+        self._wait_count += 1
+        keys = [f"zerobook/wait/{self._wait_count}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], "")
         store.wait(keys, timedelta(days=7))
 

@@ -86,10 +86,10 @@ class ZeroStrategy(ZeroState, Strategy):
         from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
         from deepspeed.utils.timer import NoopTimer
 
-        # A second engine would share the process's state of DeepSpeed with the first. Without an engine, this object installs
-        # the hooks that gather and release the weights. It is kept, since the hooks refer to it.
+        # A second engine would share DeepSpeed's global state with the first. This object alone installs the hooks that gather
+        # and release the weights, and the hooks keep it alive.
         engine = self.model
-        self._frozen_shards = DeepSpeedZeRoOffload(
+        DeepSpeedZeRoOffload(
             model,
             timers=NoopTimer(),
             ds_config=engine.config,

@@ -257,7 +257,7 @@ def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str]
 def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: RunLog, say: Callable[[str], None]) -> None:
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in manager.skipped.values():
-        say(f"passed over: {reason}")
+        say(f"skipped: {reason}")
     # The progress was read before, for the sample order and the schedule.
     _, bytes_read = manager.load()
     progress = state.progress

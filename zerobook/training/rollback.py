@@ -53,7 +53,7 @@ class Recovery:
     def checked(self, action: RecoveryAction) -> RecoveryAction:
         """Return ``action``, or one that stops the run if ``action`` would leave no samples to train on."""
         left_out = self._samples_of(action)
-        if left_out and self.state.data.train.skipping(joined(self.state.progress.skip_ranges, left_out)).is_empty:
+        if left_out and self.state.data.train.without_samples(joined(self.state.progress.skip_ranges, left_out)).is_empty:
             return replace(action, kind="stop", rule="all samples of the data would be left out")
         return action
 
@@ -195,15 +195,15 @@ class Recovery:
             steps = [] if checkpoint is None else [store.step_of(checkpoint)]
             self.manager.protect(*steps)
 
-    def hand_over(self, action: RecoveryAction) -> None:
-        """Set aside what was saved since the spike began, and write a report of the spike and of what was tried.
+    def set_aside_and_report(self, action: RecoveryAction) -> None:
+        """Set aside the checkpoints since the spike began, and write a report of the spike and of what was tried. Collective.
 
         ``auto`` then resumes from before the spike. The caller ends the process with `STOPPED`.
         """
         log = self.log
         manager = self.manager
         step = self.state.progress.step
-        # Collective, so before the other ranks return.
+        # All ranks take part in this. The other ranks return after it.
         manager.finish(log)
         if not self.strategy.is_main:
             return

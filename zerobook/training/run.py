@@ -205,13 +205,15 @@ def _find_recipe_file(recipe: Recipe[Any]) -> Path | None:
 
 def next_commands(config: RecipeConfig) -> str:
     """Return the commands that a user may want after a run."""
-    run = shlex.quote(config.output_dir)
+    output_dir = shlex.quote(config.output_dir)
     checkpoints = store.folder_of(config.output_dir)
-    # The saved model is that of the last step. If an earlier checkpoint has a lower loss, that one is exported.
+    # If the newest checkpoint is not the best one, propose an export of the best one.
     best = store.find_best(checkpoints)
     is_last_best = best is None or best == store.list_complete(checkpoints)[-1]
     option = "" if is_last_best else " --checkpoint best"
-    return f"next:\n  zerobook chat {run}\n  zerobook export {run}{option} --output MODEL\n  zerobook runlog report {run}"
+    commands = ["next:", f"zerobook chat {output_dir}", f"zerobook export {output_dir}{option} --output MODEL"]
+    commands.append(f"zerobook runlog report {output_dir}")
+    return "\n  ".join(commands)
 
 
 def prepare_data(recipe: Recipe[Any], sources: ConfigSources, workers: int) -> tuple[PreparedData, PreTrainedTokenizerBase]:

@@ -66,7 +66,7 @@ class RunState:
     def build_loader(self) -> None:
         """Build the loader from the current position in the sample order, without the samples that are left out."""
         config, progress = self.config, self.progress
-        rows = self.data.train.skipping(progress.skip_ranges)
+        rows = self.data.train.without_samples(progress.skip_ranges)
         # With a number of steps, the samples never end.
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(rows))
         # The order takes no config: whatever else it depended on would not be compared when a run resumes. `OrderSettings` has

@@ -96,9 +96,9 @@ class Trainer:
     """from `run` on"""
     result: Progress
     """of the model that is written; from the end of the training on"""
-    _saved: int | None
+    _saved_step: int | None
     """step of the last checkpoint, which is not saved again at the end"""
-    _evaluated: int | None
+    _evaluated_step: int | None
     """step of the last evaluation, which is not done again at the end"""
     _pending: list[StepRecord]
     """steps since the last log point, whose losses are tensors"""
@@ -180,8 +180,8 @@ class Trainer:
         self.state, policy_state = setup.first_state(
             self.config, strategy, self.manager, self.log, model, self.data, self.collate, layout, self.console.say
         )
-        self._saved = self.progress.step if self.manager.resumes_in_place else None
-        self._evaluated = None
+        self._saved_step = self.progress.step if self.manager.resumes_in_place else None
+        self._evaluated_step = None
         return policy_state
 
     def _open_log(self) -> None:
@@ -247,7 +247,7 @@ class Trainer:
             # The last attempt may have ended before it proved this checkpoint good.
             self.spikes.saved(step)
             self.evaluation = self.strategy.on_main(lambda: resume.evaluation_of(self.log, self.progress))
-            self._evaluated = None if self.evaluation is None else step
+            self._evaluated_step = None if self.evaluation is None else step
         elif self.config.resume_from_checkpoint:
             self.console.say(f"nothing to resume in {self.config.output_dir}: starting at step 0")
 
@@ -308,13 +308,13 @@ class Trainer:
         """Evaluate and save the end of the run.
 
         Returns:
-            Why it could not be saved: the model is smaller than a checkpoint, and may still fit.
+            The error if the checkpoint could not be saved. The model, which is smaller, may still fit on the disk.
         """
         # Evaluate before the save: the checkpoint records its held-out loss.
-        if self._evaluated != self.progress.step:
+        if self._evaluated_step != self.progress.step:
             self.evaluate()
         try:
-            if self._saved != self.progress.step:
+            if self._saved_step != self.progress.step:
                 self.save()
             self.manager.finish(self.log)
         except CheckpointError as error:
@@ -524,7 +524,7 @@ class Trainer:
             # The process ends here.
             self._save_before_stop(action)
             self.console.close_bar()
-            self.recovery.hand_over(action)
+            self.recovery.set_aside_and_report(action)
             self._leave(STOPPED)
         with during("roll back"):
             self.recovery.act(action)
@@ -532,8 +532,8 @@ class Trainer:
             # The state of hooks goes back too. An average of the weights, for example, contains weights of the spike.
             self.hooks.load_state_dicts(self, self.manager.load_hook_states(action.to_step))
             # The last evaluation and the last save were made at steps that are now abandoned.
-            self._evaluated = None
-            self._saved = None
+            self._evaluated_step = None
+            self._saved_step = None
             self.timetable.went_back(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
@@ -546,7 +546,7 @@ class Trainer:
         Returns:
             The `zerobook.runlog.records.EvaluationRecord.result`; None without held-out data and scorers.
         """
-        self._evaluated = self.progress.step
+        self._evaluated_step = self.progress.step
         self.evaluation = None
         with during("evaluate", self.progress.step), self.pace.apart():
             self.hooks("before_evaluate", self)
@@ -569,7 +569,7 @@ class Trainer:
         if not self.spikes.monitor.last_is_finite:
             self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
             return
-        self._saved = step
+        self._saved_step = step
         self.spikes.saved(step)
         # What a resumed run needs besides weights and optimizer state.
         self.progress.detector = self.spikes.monitor.detector.state()
@@ -589,7 +589,7 @@ class Trainer:
         """
         self.manager.finish(self.log)
         self.recovery.protect_before(action)
-        if self._saved != self.progress.step and self.strategy.differing_replicas() is None:
+        if self._saved_step != self.progress.step and self.strategy.differing_replicas() is None:
             self.save()
             self.manager.finish(self.log)
 
@@ -599,7 +599,7 @@ class Trainer:
         reason = self.preemption.received
         # The log point sees a spike in the steps since the last one.
         action = self._log_point()
-        if (action is None or action.kind == "save") and self._saved != step:
+        if (action is None or action.kind == "save") and self._saved_step != step:
             self.save()
         self.manager.finish(self.log)
         self.console.close_bar()
