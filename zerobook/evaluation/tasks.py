@@ -28,6 +28,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, Val
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import nn
 
+from zerobook.data.collate import attention_mask, pad_sequences
 from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError, DivergenceError
@@ -254,7 +255,9 @@ def likelihoods(
 
 def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.device) -> torch.Tensor:
     """Return summed log-likelihoods, and whether all tokens are the model's first choice, float32 [rows, 2]."""
-    ids, mask = _padded([row.ids for row in rows], pad, device)
+    row_ids = [row.ids for row in rows]
+    ids = pad_sequences(row_ids, pad).to(device)
+    mask = attention_mask(row_ids, ids.shape[1]).to(device)
     is_choice = mask.bool()
     for number, row in enumerate(rows):
         is_choice[number, : row.first] = False
@@ -271,17 +274,6 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
     is_missed[is_choice] = (log_probabilities.argmax(-1) != choice_ids).float()
     is_greedy = is_missed.sum(1) == 0
     return torch.stack([by_position.sum(1), is_greedy.float()], dim=1)
-
-
-def _padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids padded on the right and their attention mask, int64 [rows, longest] each."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
-        mask[number, : len(row)] = 1
-    return ids.to(device), mask.to(device)
 
 
 # --- accuracy

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.data.templates import end_tokens
+from zerobook.utils.replaced import replaced
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -72,14 +73,10 @@ def save_weights(model: PreTrainedModel, folder: Path, **options: Any) -> None:
     """Write the model with transformers' ``save_pretrained`` and its ``options``. `save_generation_config` has to follow."""
     from transformers import GenerationConfig
 
-    generation_config = model.generation_config
     # Before 5.23, transformers writes no model whose config it finds invalid. Published ones are, such as those with a
     # temperature and without sampling.
-    model.generation_config = GenerationConfig()
-    try:
+    with replaced(model, "generation_config", GenerationConfig()):
         model.save_pretrained(str(folder), **options)
-    finally:
-        model.generation_config = generation_config
 
 
 def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

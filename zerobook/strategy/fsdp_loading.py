@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import cast
 
 import numpy as np
@@ -13,22 +12,18 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zerobook.utils.replaced import replaced
 
-@contextmanager
-def weights_freed_as_sharded() -> Iterator[None]:
-    """Let accelerate shard a model with `shard_weights`.
+
+def weights_freed_as_sharded() -> AbstractContextManager[None]:
+    """Return a context in which accelerate shards a model with `shard_weights`.
 
     accelerate's own function keeps rank 0's whole model until every weight has been sharded, so that the host holds the model
     twice, and it sends every weight twice.
     """
     from accelerate.utils import fsdp_utils
 
-    original = fsdp_utils.fsdp2_load_full_state_dict
-    fsdp_utils.fsdp2_load_full_state_dict = shard_weights
-    try:
-        yield
-    finally:
-        fsdp_utils.fsdp2_load_full_state_dict = original
+    return replaced(fsdp_utils, "fsdp2_load_full_state_dict", shard_weights)
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

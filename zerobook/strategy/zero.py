@@ -21,6 +21,7 @@ from zerobook.strategy.launch_plan import zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
 from zerobook.strategy.zero_state import ZeroState
 from zerobook.utils.model_config import automatic_zero_sizes, nvme_buffer_elements
+from zerobook.utils.replaced import replaced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -364,10 +365,6 @@ def _loads_shards() -> Iterator[None]:
         with deepspeed.zero.GatheredParameters(tied):
             original_tie(model, *arguments, **options)
 
-    PreTrainedModel._initialize_weights = initialise  # type: ignore[assignment, method-assign]
-    PreTrainedModel.tie_weights = tie  # type: ignore[assignment, method-assign]
-    try:
+    initialises_rest = replaced(PreTrainedModel, "_initialize_weights", initialise)
+    with initialises_rest, replaced(PreTrainedModel, "tie_weights", tie):
         yield
-    finally:
-        PreTrainedModel._initialize_weights = original_initialise  # type: ignore[method-assign]
-        PreTrainedModel.tie_weights = original_tie  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from zerobook.training import resume, setup
 from zerobook.training.commands import OperatorCommands
 from zerobook.training.console import Console
 from zerobook.training.evaluator import Evaluator
-from zerobook.training.hooks import Hook, Hooks, load_hooks
+from zerobook.training.hooks import Hook, Hooks, TrainerView, load_hooks
 from zerobook.training.intervals import Timetable
 from zerobook.training.log_point import describe_divergence, reduce_records
 from zerobook.training.own_hooks import own_hooks
@@ -41,12 +41,12 @@ from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
 from zerobook.training.runlog_hook import RunlogHook
 from zerobook.training.spikes import SpikeHandler
-from zerobook.training.state import RunState, seed_generators, step_seed
+from zerobook.training.state import seed_generators, step_seed
 from zerobook.training.watching import naming_the_missing
 from zerobook.utils.units import counted
 
 
-class Trainer:
+class Trainer(TrainerView):
     """Trains ``model`` on ``data`` with the settings of ``config``, distributed by ``strategy``.
 
     The loss of a step is the objective's loss, summed over the rows of all ranks and micro-batches, divided by the sum of their
@@ -66,31 +66,19 @@ class Trainer:
         watch: the watch of this run, whose findings go into the runlog.
         recipe_file: the file of the recipe, whose git commit is recorded.
 
-    Attributes: see the declarations below, and `zerobook.training.hooks.TrainerView` for those that hooks may use.
+    Attributes: those of `zerobook.training.hooks.TrainerView`, which hooks may use, and those below.
     """
 
-    config: RecipeConfig
-    strategy: Strategy
-    data: PreparedData
-    collate: Collator
     objective: Objective
-    scorers: Sequence[Scorer]
-    recipe_file: Path | None
-    save_results: bool
     hooks: Hooks
     console: Console
-    pace: Pace
     watch: Watch | None
-    manager: CheckpointManager
     log: RunLog
+    evaluation: dict[str, Any] | None
     runlog_hook: RunlogHook | None
     """writes the log; None on all ranks but 0"""
-    state: RunState
-    spikes: SpikeHandler
     recovery: Recovery
     commands: OperatorCommands
-    evaluator: Evaluator
-    evaluation: dict[str, Any] | None
     timetable: Timetable
     preemption: preemption.Preemption
     """from `run` on"""
