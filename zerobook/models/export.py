@@ -84,12 +84,12 @@ def export_checkpoint(
     _fill(model, checkpoint, adapts)
     notes = _describe_limits(recorded, adapts)
 
-    # Bring it into the form that is written. Buffers keep their dtype: a router's bias in half precision chooses other experts.
+    # Bring it into the form that is written.
     if adapts and merge:
         model = cast("PeftModel", model).merge_and_unload()
     model.eval()
     if merge or not adapts:
-        # transformers loads some weights in fp32, whatever the dtype. On the meta device, it reads no weights.
+        # On the meta device, transformers reads no weights.
         reloadable = type(base_model).from_pretrained(
             base,
             dtype=dtype,
@@ -98,9 +98,7 @@ def export_checkpoint(
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(reloadable.get_parameter(name).dtype)
-        model.config.dtype = dtype
+        _cast_as_loaded(model, reloadable, dtype)
     training = Training.of_checkpoint(checkpoint)
     text = format_card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
 
@@ -154,6 +152,16 @@ def _require_free(folder: Path) -> None:
         raise ConfigError(f"--output: {folder} is a file. Give a folder that is new.")
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
+
+
+def _cast_as_loaded(model: Model, reloadable: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the weights to the dtypes in which transformers loads them: some are fp32, whatever ``dtype`` is.
+
+    Buffers keep their dtype: a router's bias in half precision chooses other experts.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(reloadable.get_parameter(name).dtype)
+    model.config.dtype = dtype
 
 
 def _base_model(
