@@ -186,7 +186,7 @@ def chat_template(foreign: Foreign, value: Any) -> Flags:
     if text in GENERIC_TEMPLATES:
         raise NoCounterpart("No model has this template by itself. Write it into a file for chat_template.")
     foreign.sentence = (
-        "The model's own template is used, which should be the same. Compare the rows that zerobook data inspect shows, and "
-        "write another template into a file for chat_template if they differ."
+        "The model's own template is used, which should be the same. If zerobook data inspect shows rows in another form than "
+        "the other trainer's, save that trainer's template in a file and pass it as chat_template."
     )
     return {}
