@@ -15,15 +15,21 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measured" / "performance.md"
 PICTURE = PAGE.with_name("growth.png")
 ARMS = {
-    "zerobook": "this project", "zerobook, flags": "with `--torch_compile --padding_free`", "trl": "TRL",
-    "trl, bare": "TRL without its metrics", "trl, compiled": "the same with `torch_compile`", "trainer": "Trainer",
+    "zerobook": "this project", "zerobook, flags": "this project with `--torch_compile --padding_free`", "trl": "TRL",
+    "trl, bare": "TRL without its metrics", "trl, compiled": "TRL without its metrics, with `torch_compile`",
+    "trainer": "Trainer",
 }  # fmt: skip
-NAMES = {"trl, compiled": "TRL without its metrics, with `torch_compile`"}
+PACKED = {
+    "long tail, 4096": " whose lengths have a long tail into rows of 4,096 tokens",
+    "dialogues, 2048": " with the lengths of dialogues into rows of 2,048 tokens",
+    "the embedded dialogues, 1024": " (the embedded dialogues) into rows of 1,024 tokens",
+}
 COMPILED = ("zerobook, flags", "trl, compiled")
 """Arms that compile in their first step, for minutes, or seconds where the compiled code is on the disk."""
 JOBS = {
     "lora": "LoRA r 16, SmolLM2-135M, 4 x 128 tokens", "full": "all weights, SmolLM2-135M, 2 x 128 tokens",
-    "packed": "LoRA r 16, packed into 2 rows of 256 tokens", "seq2seq": "all weights, a T5 of 20 million, 8 x 64 to 64 tokens",
+    "packed": "LoRA r 16, packed into 2 rows of 256 tokens",
+    "seq2seq": "all weights, a T5 of 20 million, 8 pairs of 64 source and 64 target tokens",
 }  # fmt: skip
 GOALS = {"lora": ("trl, bare", 1.25), "full": ("trl, bare", 1.15), "packed": ("trl, bare", 1.0), "seq2seq": ("trainer", 1.05)}
 """Job -> (the arm that it is compared with, the goal for the ratio)."""
@@ -44,7 +50,8 @@ def load(name: str) -> dict[str, Any]:
 def page() -> str:
     """Return the page as Markdown."""
     saved, data, log = load("checkpoint"), load("data"), load("runlog")
-    machine, data_date = saved["machine"], data["packing"]["date"]
+    machine = saved["machine"]
+    data_dates = ", ".join(f"{part} {data[part]['date']}" for part in ("packing", "tokenizing", "preparing", "saving"))
     parts = [
         "# Performance\n",
         "<!-- written by scripts/performance.py -->\n",
@@ -58,27 +65,33 @@ def page() -> str:
             f"SmolLM2-135M on two processes, {saved['checkpoint_bytes'] / 1e9:.1f} GB a checkpoint. {machine['cores']} cores "
             f"({machine['architecture']}), {saved['date']}, torch {machine['versions']['torch']}.",
             [
-                ["rate of a save with digests, against plain writes", f"{saved['save_rate_of_raw_write']:.2f}"],
+                ["speed of a save with digests / speed of a plain write", f"{saved['save_rate_of_raw_write']:.2f}"],
                 ["memory of a save above what training holds", f"{saved['extra_memory_of_a_save_bytes'] / 1e6:.0f} MB"],
-                ["stall of a background save, against a copy in memory", f"{saved['background_stall_of_memory_copy']:.1f}"],
-                ["digests checked, from the page cache", f"{saved['verify_gigabytes_a_second']:.0f} GB/s"],
                 [
-                    "time to load what another strategy wrote, against one's own",
+                    "pause of training at a background save / time of one copy in memory",
+                    f"{saved['background_stall_of_memory_copy']:.1f}",
+                ],
+                [
+                    "speed of checking digests, with the files in the page cache",
+                    f"{saved['verify_gigabytes_a_second']:.0f} GB/s",
+                ],
+                [
+                    "time to load another strategy's checkpoint / time to load one's own",
                     span(saved["load_of_the_writers_own"].values()),
                 ],
             ],
         ),
-        section("Data", "benchmarks/data.py", f"{data['cpu']}, {data['cores']} cores, {data_date}.", of_data(data)),
+        section("Data", "benchmarks/data.py", f"{data['cpu']}, {data['cores']} cores; {data_dates}.", of_data(data)),
         section(
             "Runlog",
             "benchmarks/runlog.py",
             f"{log['cores']} cores ({log['machine']}), {log['date']}, medians of {log['rounds']} rounds.",
             [
-                ["the spike monitor's time a step", f"{log['step']['watch_us']} us"],
-                ["the log's time a step", f"{log['step']['log_us']} us"],
-                ["one event, flushed to the disk", f"{log['durable_event_s'] * 1000:.2f} ms"],
-                ["`runlog status` of a log with a million events", f"{log['status_of_a_million_events_s']:.2f} s"],
-                ["`runlog report` of a million steps", f"{log['report_of_a_million_steps_s']:.1f} s"],
+                ["time of the spike monitor in a step", f"{log['step']['watch_us']} us"],
+                ["time of the runlog in a step", f"{log['step']['log_us']} us"],
+                ["time of one event, flushed to the disk", f"{log['durable_event_s'] * 1000:.2f} ms"],
+                ["time of `runlog status` on a log with a million events", f"{log['status_of_a_million_events_s']:.2f} s"],
+                ["time of `runlog report` on a million steps", f"{log['report_of_a_million_steps_s']:.1f} s"],
             ],
         ),
     ]
@@ -87,19 +100,30 @@ def page() -> str:
 
 def of_data(data: dict[str, Any]) -> list[list[str]]:
     rows = [
-        [f"planning packs: {name} tokens, {found['samples']:,} samples", f"{found['seconds']} s, {found['fill']:.2%} full"]
+        [f"packing {found['samples']:,} samples{PACKED[name]}", f"{found['seconds']} s, rows filled to {found['fill']:.3%}"]
         for name, found in data["packing"]["figures"].items()
     ]
     rows += [
-        [f"tokenizing, {name}", f"{found['tokens/s']:,} tokens/s, {found['median ratio of pairs']} of the library's rate"]
+        [
+            f"tokenizing, {name}",
+            f"{found['tokens/s']:,} tokens/s; {found['median ratio of pairs']:.2f} of the tokenizers library's speed "
+            "(median of pairs)",
+        ]
         for name, found in data["tokenizing"]["figures"].items()
     ]
     rows += [
-        [f"preparing {found['bytes'] / 1e9:.1f} GB of text, {name}", f"{found['tokens/s']:,} tokens/s"]
+        [
+            f"preparing {found['bytes'] / 1e9:.1f} GB of text, {counted(int(name[0]), 'process', 'processes')}",
+            f"{found['tokens/s']:,} tokens/s",
+        ]
         for name, found in data["preparing"]["figures"].items()
         if "bytes" in found
     ]
-    return [*rows, ["supervised tokens a second, packed against padded", str(data["saving"]["figures"]["ratio"])]]
+    return [*rows, ["saving: supervised tokens a second, packed / padded", str(data["saving"]["figures"]["ratio"])]]
+
+
+def counted(count: int, singular: str, plural: str) -> str:
+    return f"{count} {singular if count == 1 else plural}"
 
 
 def where(found: dict[str, Any]) -> str:
@@ -114,28 +138,32 @@ def of_the_loop(found: dict[str, Any]) -> str:
     for file, facts in found["strategies"].items():
         for pair, spread in facts["ms more"].items():
             low, high = spread["quartiles"]
-            one, other = pair.split(" - ")
-            rows.append([file, f"{one} over {other}", f"{spread['median']:+.2f}", f"{low:+.2f} to {high:+.2f}"])
+            rows.append([file, pair.replace(" - ", " minus "), f"{spread['median']:+.2f}", f"{low:+.2f} to {high:+.2f}"])
         for loop, counted in facts["counts"].items():
             counts.append([
                 file, loop, f"{counted['calls']:,}", f"{counted['reads']}", f"{counted['collectives']}",
                 f"{counted['bytes'] / 1e6:.2f}", f"{counted['blocks kept']:.0f}",
             ])  # fmt: skip
-    single = found["strategies"]["single"]["ms more"]["recipe - accelerate"]["median"]
-    met = "met" if single <= 0.1 else "missed"
+    single = found["strategies"]["single"]["ms more"]["recipe - accelerate"]
+    met = "met" if single["median"] <= 0.1 else "missed"
+    low, high = single["quartiles"]
+    if high - low > 0.1:
+        met += f"; the spread, {low:+.2f} to {high:+.2f} ms, is larger than the goal"
     return (
-        "## The loop\n\n"
-        f"By `python benchmarks/loop.py`. {where(found)}\n\n"
+        "## Cost of the training loop\n\n"
+        f"Measured with `python benchmarks/loop.py`: {where(found)}\n\n"
         "A tiny Llama (hidden size 64, 4 layers), 4 rows of 64 tokens, so that the loop takes a large part of a step. In each\n"
         f"of {found['rounds']} rounds, every loop takes one step on the same model. *compute*: the model, clipping and AdamW.\n"
         "*+ wrapper*: through DDP or FSDP2. *+ data*: with a DataLoader. *accelerate*: the loop of accelerate's\n"
-        "documentation. *recipe*: the recipe's run, with spike monitor, runlog, watch and a log point every 10 steps.\n\n"
-        f"Goal: at most 0.10 ms a step above accelerate's own loop. One process: {single:+.2f} ms ({met}).\n\n"
-        + table(["strategy", "difference", "ms, median of pairs", "quartiles"], rows)
+        "documentation. *recipe*: the recipe's run, with spike monitor, runlog, hang monitor and a log point every 10\n"
+        "steps.\n\n"
+        f"Goal: at most 0.10 ms a step above accelerate's own loop. One process: {single['median']:+.2f} ms ({met}).\n\n"
+        + table(["strategy", "difference", "ms a step, median of pairs", "quartiles"], rows)
         + "\nCounts of one step between log points: Python and C calls, times that the host reads a tensor, collectives,\n"
-        "MB of their buffers, and blocks of memory that Python keeps after a step. Under FSDP2, the other loops reduce the\n"
-        "norm by a DTensor, whose collective is not counted; the recipe's is.\n\n"
-        + table(["strategy", "loop", "calls", "reads", "collectives", "MB", "blocks left"], counts)
+        "MB of their buffers, and blocks of memory that Python keeps after a step. Under FSDP2, there is no *compute* loop,\n"
+        "since the model does not run without its wrapper, and the all-reduce of the gradient norm is counted for the recipe\n"
+        "only: the other loops do it inside a DTensor.\n\n"
+        + table(["strategy", "loop", "calls", "tensor reads", "collectives", "MB", "memory blocks kept"], counts)
     )
 
 
@@ -163,39 +191,42 @@ def of_peers(found: dict[str, Any]) -> str:
                 if ours in arms and theirs in arms:
                     ratio = arms[ours]["supervised tokens/s"] / arms[theirs]["supervised tokens/s"]
                     met = "met" if ratio >= wanted else "missed"
-                    goals.append([title, ARMS[ours], NAMES.get(theirs, ARMS[theirs]), f"{ratio:.2f}", f"{wanted:.2f}", met])
+                    goals.append([title, ARMS[ours], ARMS[theirs], f"{ratio:.2f}", f"{wanted:.2f}", met])
     first = next(found[job] for job in JOBS if job in found)
     missing = [title for job, title in JOBS.items() if job not in found]
-    names = ["job", "by", "supervised tokens/s", "seconds a step (quartiles)", "peak memory, MB", "first step after, s", "loss"]
+    names = ["job", "trainer", "supervised tokens/s", "seconds a step (quartiles)", "peak memory, MB"]
+    names += ["seconds until the first step", "mean loss of all steps"]
     return (
         "## The same finetuning by TRL and by Trainer\n\n"
-        f"By `python benchmarks/peers.py`. {where(first | {'cores': found['cores']})}\n"
+        f"Measured with `python benchmarks/peers.py`: {where(first | {'cores': found['cores']})}\n"
         f"{found['packages'][0].replace('==', ' ')}, fp32. All have the same model, data, rows and optimizer, and see each\n"
-        f"sample once, in orders of their own, in {found['rounds']} run(s) of 10 steps each. TRL computes token accuracy and\n"
-        "entropy in each step. Seconds a step are medians over the steps after the first two, without compilation.\n\n"
+        "sample once, each in its own random order, so their losses differ. "
+        f"{counted(found['rounds'], 'run', 'runs')} of 10 steps. TRL\ncomputes token accuracy and entropy in each step. "
+        "Seconds a step are medians over the steps after the first\ntwo, without compilation.\n\n"
         + table(names, rows) + "\n"
-        + table(["job", "", "against", "ratio of supervised tokens/s", "goal", ""], goals)
+        + table(["job", "trainer", "compared with", "ratio of supervised tokens/s", "goal", "goal met?"], goals)
         + (f"\nNot run: {'; '.join(missing)}.\n" if missing else "")
-        + "\nThe likely cause of the goals that are missed without flags: most of a step is matrix products in fp32, which\n"
-        "run at the rate of the core for all trainers.\n"
+        + "\nLikely cause of the goals that are missed without flags: fp32 matrix products take most of a step, and are\n"
+        "equally fast in all trainers.\n"
     )  # fmt: skip
 
 
 def of_flags(found: dict[str, Any]) -> str:
-    """Return the section on single measures."""
+    """Return the section on single settings."""
     words = {
-        "masked": "loss of all logits, with an attention mask", "unmasked": "without the mask",
-        "in the head": "loss in the output layer, of supervised tokens alone (as a recipe runs)",
-        "compiled": "and `--torch_compile`", "joined": "in place of that, `--padding_free`", "both": "and both",
+        "masked": "loss of all logits, with an attention mask", "unmasked": "loss of all logits, no mask",
+        "in the head": "loss in the output layer, of supervised tokens only (the default)",
+        "compiled": "the default and `--torch_compile`", "joined": "the default and `--padding_free`",
+        "both": "the default and both flags",
     }  # fmt: skip
     first = found["seconds"]["masked"]
     rows = [[words[name], f"{found['seconds'][name]:.2f}", f"{first / found['seconds'][name]:.2f}"] for name in words]
     return (
-        "## What single measures buy\n\n"
-        f"By `python benchmarks/flags.py`. {where(found)}\n\n"
+        "## Effect of single settings\n\n"
+        f"Measured with `python benchmarks/flags.py`: {where(found)}\n\n"
         "Forward and backward pass of LoRA r 16 on SmolLM2-135M, 4 chats of 70 to 128 tokens, half of them supervised.\n"
         f"The losses differ by at most {found['losses differ by']:.1e}. Compiling takes "
-        f"{found['first compiled step, s']:.0f} s once.\n\n" + table(["", "seconds a step", "times as fast"], rows)
+        f"{found['first compiled step, s']:.0f} s once.\n\n" + table(["setting", "seconds a step", "speedup"], rows)
     )
 
 
@@ -203,8 +234,11 @@ def of_growth(found: dict[str, Any]) -> str:
     """Return the section on growth."""
     run, data, model = (found[name]["figures"] for name in ("run", "data", "model"))
     rows = [
-        [f"step time over {run['steps']:,} steps", f"{run['step time, growth']:+.2%}", "below 1 %"],
-        ["resident memory over these steps", f"{run['rss, growth']:+.2%}", "below 1 %"],
+        [what, f"{run[key]:+.2%}", "below 1 %", "met" if run[key] < 0.01 else "missed"]
+        for what, key in (
+            (f"step time over {run['steps']:,} steps", "step time, growth"),
+            ("resident memory over these steps", "rss, growth"),
+        )
     ]
     low, middle, high = statistics.quantiles([1000 * seconds for _, seconds, _ in run["step, seconds, rss"]], n=4)
     more = [[f"{one['rows']:,}", f"{one['prepared and started, s']:.1f}", f"{one['started again, s']:.1f}",
@@ -214,17 +248,17 @@ def of_growth(found: dict[str, Any]) -> str:
         [f"{one['parameters']:,}", f"{one['checkpoint'] / one['parameters']:.1f}", f"{one['save, s']:.2f}"] for one in model
     ]
     return (
-        "## Growth\n\n"
-        f"By `python benchmarks/growth.py`. {where(found['run'] | {'cores': found['cores']})}\n"
+        "## Scaling\n\n"
+        f"Measured with `python benchmarks/growth.py`: {where(found['run'] | {'cores': found['cores']})}\n"
         "Llamas with random weights, fp32.\n\n"
         "![time and memory against processes, length, rows, data, steps and parameters](growth.png)\n\n"
-        + table(["a long run", "growth", "goal"], rows)
-        + f"\nMedians of 100 steps have the quartiles {low:.2f}, {middle:.2f} and {high:.2f} ms: they move with the speed of\n"
-        "the machine, and a growth of the step time within that range cannot be told from it. The growth is Theil and Sen's\n"
-        "slope.\n"
-        + "\n" + table(["rows of data", "prepared and started, s", "started again, s", "ms a step", "memory, MB"], more)
+        + table(["a long run", "growth", "goal", "goal met?"], rows)
+        + f"\nThe medians of 100 steps vary with the machine (quartiles {low:.2f}, {middle:.2f} and {high:.2f} ms), so\n"
+        f"growth of the step time below about {(high - low) / middle:.0%} cannot be detected. Growth is the Theil-Sen slope of these\n"
+        "medians, as a share of their median.\n"
+        + "\n" + table(["rows of data", "first start with preparation, s", "second start, s", "ms a step", "memory, MB"], more)
         + "\n" + table(["resumed at step", "until training, s"], resumes)
-        + "\n" + table(["parameters", "bytes of a checkpoint for each", "save, s"], sizes)
+        + "\n" + table(["parameters", "checkpoint bytes per parameter", "save, s"], sizes)
     )  # fmt: skip
 
 
@@ -293,7 +327,7 @@ def span(values: Any) -> str:
 
 def section(title: str, program: str, where: str, rows: list[list[str]]) -> str:
     table = "".join(f"| {what} | {figure} |\n" for what, figure in rows)
-    return f"## {title}\n\nBy `python {program}`. {where}\n\n| | |\n| --- | --- |\n{table}"
+    return f"## {title}\n\nMeasured with `python {program}`: {where}\n\n| measurement | value |\n| --- | --- |\n{table}"
 
 
 TRAINING = {"loop": of_the_loop, "peers": of_peers, "flags": of_flags, "growth": of_growth}
