@@ -39,21 +39,22 @@ EXPERTS = {
     "num_experts_per_tok": 2,
 }  # fmt: skip
 JOBS = {
-    "all weights of a model of SmolLM2-135M's sizes": ("causal_lm", SMOLLM2),
-    "LoRA adapters of rank 16 on a base of SmolLM2-135M's sizes": ("lora_finetune", SMOLLM2),
-    "a Mixtral with 4 layers of these sizes, 8 experts, 2 for each token": ("causal_lm", EXPERTS),
+    "all weights of a model with the dimensions of SmolLM2-135M": ("causal_lm", SMOLLM2),
+    "LoRA adapters of rank 16 on a base with the dimensions of SmolLM2-135M": ("lora_finetune", SMOLLM2),
+    "a Mixtral with 4 layers of these dimensions, 8 experts, 2 for each token": ("causal_lm", EXPERTS),
 }
 TEXT = """# Activation checkpointing: measured
 
 <!-- written by scripts/activations.py -->
 
-One micro-batch of {rows} row of {tokens} tokens in fp32, forward and backward, in one process on the CPU; random weights.
+One micro-batch of {rows} row of {tokens} tokens in fp32, forward and backward, in one process on the CPU. Models have
+random weights.
 
 - *kept*: bytes that autograd and `selective` keep between the forward and the backward pass. Every row includes the logits,
   which checkpointing of layers cannot save.
-- *planned*: the error of the figure of `zerobook plan` for *kept*.
-- *in host memory*: bytes that `offload` would move to host memory on a GPU, from the planner. On a CPU it moves nothing. Its
-  row leaves these bytes out of *kept*, as they would be on a GPU.
+- *plan error*: *kept* as `zerobook plan` computes it, divided by the measured *kept*, minus 1.
+- *in host memory*: bytes that `offload` would move to host memory on a GPU, from the planner. On a CPU it moves nothing. So
+  the row of `offload` does not count them in *kept*, as on a GPU.
 - *operations*: floating-point operations of both passes, from the planner, divided by those without checkpointing.
 
 Gradients are the same in every row: `tests/test_recompute.py` and `tests/distributed/test_activation_checkpointing.py`, which
@@ -68,7 +69,7 @@ def main(page: Path = PAGE) -> None:
     hardware = f"{processor()}, {os.cpu_count()} cores, one of them used"
     found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
     parts = [TEXT.format(rows=SHAPE.rows, tokens=SHAPE.source, hardware=hardware, date=date.today(), versions=found)]
-    head = ["`--activation_checkpointing`", "kept", "planned", "in host memory", "operations"]
+    head = ["`--activation_checkpointing`", "kept", "plan error", "in host memory", "operations"]
     for name, (recipe, facts) in JOBS.items():
         rows = [head, ["---"] * len(head), *table(recipe, facts)]
         parts.append(f"## {name[:1].upper()}{name[1:]}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")

@@ -73,14 +73,20 @@ moments, or Adam's step count reset, losses differ by more than 1e-4. Written by
 
 IMPORTED = """# Checkpoints of other trainers, continued: measured
 
-Six AdamW steps on 8 chats in one batch, by transformers' Trainer and by a loop on accelerate, launched on CPU ranks. The
-checkpoint of the third step is imported with `zerobook checkpoint import`, and three more steps are taken here. *Loss* is the
-largest relative difference of these three from the other trainer's own. Rows that end with another trainer were exported again
-with `zerobook checkpoint export`, and the last steps are that trainer's. In rows that begin with `zerobook`, the six steps are
-ours, the checkpoint of the third is exported with `--to deepspeed`, and DeepSpeed's three more are compared with ours.
-`trainer-zero2-adamw`, `trainer-zero2-universal-adamw` and `trainer-zero3-universal` have the optimizer in DeepSpeed's JSON, the
-last one with offload, the others have Trainer's own. `full` is a full state dict, where others are sharded. Written by `make
-test-full`.
+Each row trains six AdamW steps on the same batch of 8 chats, launched on CPU ranks. The trainer changes after the third step.
+*Loss* is the largest relative difference of the losses after the change from those of a run of six steps without a change.
+
+- `trainer-...` (transformers' Trainer) or `accelerate-...` (a loop on accelerate) in the first column: this program saved the
+  third step, `zerobook checkpoint import` converted it, and Zerobook trained the other steps under the strategy of the third
+  column.
+- Another program in the third column: it trained from a result of `zerobook checkpoint export`. 'A, then B' means that
+  Zerobook trained the fourth step under A, and B trained the other two.
+- `zerobook ...` in the first column: Zerobook saved the third step, exported it with `--to deepspeed`, and Trainer trained the
+  other steps with DeepSpeed.
+
+`on N` is the number of processes. `full` is a full state dict, all others are sharded. `universal`: DeepSpeed loads a universal
+checkpoint (`load_universal`). `adamw`: the optimizer is set in DeepSpeed's JSON, and for `trainer-zero3-universal` too, with
+offload. In the other rows of Trainer, it is Trainer's. Written by `make test-full`.
 """
 
 HOST = """# Host RAM while a model is loaded: measured
@@ -94,10 +100,10 @@ copies and gradients, which are kept. Written by `make test-full`.
 NODES = """# Faults of several hosts: measured
 
 `causal_lm` on two simulated hosts (network namespaces with a link each), with `--hang_timeout` 6 seconds where users have
-300. *Ranks* are those of the first and the second host. *Seconds* are those after the fault: until all launchers that can end
-have ended, where the run ends; until the culprit is in the runlog, where it goes on. Rows in which ranks train again were
-launched with `--rdzv_backend c10d --max_restarts 3`, and those in which fewer ranks train with `zerobook launch
---min_machines 1`. They give the seconds after the fault, or after the host or the link was back. Written by `make test-nodes`.
+300. *Ranks* are those of the first and the second host. *Seconds* begin at the fault. If the run ends, they end when all
+launchers that can end have ended. If it continues, they end when the runlog names the cause. Rows in which ranks train again
+were launched with `--rdzv_backend c10d --max_restarts 3`, and those in which fewer ranks train with `zerobook launch
+--min_machines 1`. There, the seconds begin at the fault, or when the host or the link is back. Written by `make test-nodes`.
 Not run on real hosts, and not with NCCL.
 """
 
@@ -196,7 +202,11 @@ def main(source: str, target: str) -> None:
         [r["recipe"], r["writer"], r["reader"], f"{r['loss']:.1e}", f"{r['norm']:.1e}", f"{r['moments']:.1e}"]
         for r in measured if r["table"] == "resume"
     ]  # fmt: skip
-    imported = [[r["trainer"], r["recipe"], r["reader"], f"{r['loss']:.1e}"] for r in measured if r["table"] == "imported"]
+    imported = [
+        # Some names of the test end with the number of processes, which follows anyway.
+        [*(r[key].replace("-on-4 on 4", " on 4") for key in ("trainer", "recipe", "reader")), f"{r['loss']:.1e}"]
+        for r in measured if r["table"] == "imported"
+    ]  # fmt: skip
     plan = [
         [r["strategy"], str(r["ranks"]), r["job"], *(f"{r[kind][1]:,}" for kind in ("parameters", "gradients", "optimizer")),
          error(*(sum(r[kind][k] for kind in ("parameters", "gradients", "optimizer")) for k in (0, 1))),
@@ -236,7 +246,7 @@ def main(source: str, target: str) -> None:
         ("parity.md", PARITY, columns, parity),
         ("quantised.md", QUANTISED, ["strategy file", "fp32 base", "NF4 base", "int8 base"], bases),
         ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
-        ("imported_checkpoints.md", IMPORTED, ["saved by", "recipe", "continued under", "loss"], imported),
+        ("imported_checkpoints.md", IMPORTED, ["saved by", "recipe", "continued by", "loss"], imported),
         ("host_memory.md", HOST, ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"], host),
         ("plan_errors.md", PLAN, plan_columns, plan),
         ("traffic.md", TRAFFIC, ["strategy file", "recipe", "ranks", "planned, MB", "measured, MB", "error"], traffic),
