@@ -68,7 +68,7 @@ checks: $(STAMP) ## lint, format, types, the direction of imports, and figures o
 	@$(BIN)/mypy
 	@$(BIN)/python scripts/readability.py
 
-test-fast: setup ## a few minutes: everything but long launches
+test-fast: setup ## a few minutes: all tests that start no run of several processes
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full"
 
 test: setup checks ## all tests without launches, and a sample of those with; what CI runs
@@ -100,7 +100,7 @@ test-cuda-build: ## imports and trials of the GPU benchmark on the CPU, with tor
 	@PYTHONPATH=$(CURDIR) $(CUDA_BUILD)/bin/python scripts/cuda_build.py
 
 # ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
-test-full: setup checks test-cuda-build ## the whole matrices and long runs but those of test-nodes, and the tables of docs/measured/
+test-full: setup checks test-cuda-build ## the whole matrices and long runs but those of test-nodes, and the pages of docs/measured/ that tests measure
 	@rm -f .cache/parity.jsonl
 	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q $(BESIDE) -m "launch and not nodes" --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
