@@ -254,8 +254,8 @@ def of_growth(found: dict[str, Any]) -> str:
         "![time and memory against processes, length, rows, data, steps and parameters](growth.png)\n\n"
         + table(["a long run", "growth", "goal", "goal met?"], rows)
         + f"\nThe medians of 100 steps vary with the machine (quartiles {low:.2f}, {middle:.2f} and {high:.2f} ms), so\n"
-        f"growth of the step time below about {(high - low) / middle:.0%} cannot be detected. Growth is the Theil-Sen slope of these\n"
-        "medians, as a share of their median.\n"
+        f"growth of the step time below about {(high - low) / middle:.0%} cannot be detected. Growth is the Theil-Sen\n"
+        "slope of these medians, as a share of their median.\n"
         + "\n" + table(["rows of data", "first start with preparation, s", "second start, s", "ms a step", "memory, MB"], more)
         + "\n" + table(["resumed at step", "until training, s"], resumes)
         + "\n" + table(["parameters", "checkpoint bytes per parameter", "save, s"], sizes)
