@@ -138,7 +138,8 @@ def of_the_loop(found: dict[str, Any]) -> str:
     for file, facts in found["strategies"].items():
         for pair, spread in facts["ms more"].items():
             low, high = spread["quartiles"]
-            rows.append([file, pair.replace(" - ", " minus "), f"{spread['median']:+.2f}", f"{low:+.2f} to {high:+.2f}"])
+            difference = " minus ".join(f"*{loop}*" for loop in pair.split(" - "))
+            rows.append([file, difference, f"{spread['median']:+.2f}", f"{low:+.2f} to {high:+.2f}"])
         for loop, counted in facts["counts"].items():
             counts.append([
                 file, loop, f"{counted['calls']:,}", f"{counted['reads']}", f"{counted['collectives']}",
@@ -176,7 +177,7 @@ def of_peers(found: dict[str, Any]) -> str:
         arms = found[job]["arms"]
         for arm, facts in arms.items():
             rows.append([
-                title if arm == "zerobook" else "", ARMS[arm], f"{facts['supervised tokens/s']:.1f}",
+                title, ARMS[arm], f"{facts['supervised tokens/s']:.1f}",
                 f"{facts['seconds a step']:.2f} ({facts['quartiles'][0]:.2f} to {facts['quartiles'][1]:.2f})",
                 f"{facts['peak memory, MB']:,}", "" if arm in COMPILED else f"{facts['first step after, s']:.0f}",
                 f"{facts['mean loss']:.3f}",
@@ -241,6 +242,8 @@ def of_growth(found: dict[str, Any]) -> str:
         )
     ]
     low, middle, high = statistics.quantiles([1000 * seconds for _, seconds, _ in run["step, seconds, rss"]], n=4)
+    if 0.01 <= run["step time, growth"] < (high - low) / middle:
+        rows[0][-1] += " (within the noise, see below)"
     more = [[f"{one['rows']:,}", f"{one['prepared and started, s']:.1f}", f"{one['started again, s']:.1f}",
              f"{1000 * one['seconds a step']:.1f}", f"{one['rss'] / 1e6:,.0f}"] for one in data]  # fmt: skip
     resumes = [[f"{one['step']:,}", f"{one['until training, s']:.1f}"] for one in run["resumes"]]
