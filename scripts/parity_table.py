@@ -84,9 +84,9 @@ Each row trains six AdamW steps on the same batch of 8 chats, launched on CPU ra
 - `zerobook ...` in the first column: Zerobook saved the third step, exported it with `--to deepspeed`, and Trainer trained the
   other steps with DeepSpeed.
 
-`on N` is the number of processes. `full` is a full state dict, all others are sharded. `universal`: DeepSpeed loads a universal
-checkpoint (`load_universal`). `adamw`: the optimizer is set in DeepSpeed's JSON, and for `trainer-zero3-universal` too, with
-offload. In the other rows of Trainer, it is Trainer's. Written by `make test-full`.
+`on N` is the number of processes. `full` is a full state dict; all others are sharded. `universal`: DeepSpeed loads a universal
+checkpoint (`load_universal`). `adamw`, and `trainer-zero3-universal` (with offload): DeepSpeed's JSON sets the optimizer. In
+the other rows of Trainer, Trainer creates it. Written by `make test-full`.
 """
 
 HOST = """# Host RAM while a model is loaded: measured
