@@ -445,7 +445,7 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
     """Rename the checkpoints later than ``step``, from which the run resumes. Returns the new paths.
 
     They belong to a branch that was abandoned: ``auto`` must not take them, and `prune` must not keep them instead of new
-    ones. Whole ones become ``step-N.abandoned``; named in full, one of them can still be resumed. Those that cannot be
+    ones. Complete ones become ``step-N.abandoned``; named in full, one of them can still be resumed. Those that cannot be
     read become ``step-N.unreadable``.
 
     Args:

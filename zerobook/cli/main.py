@@ -20,7 +20,7 @@ before a run:
 a run:
   launch      accelerate launch with names and short errors; also for a run that goes on when machines are lost
   runlog      what happened to a run, why, and what it cost; the report
-  checkpoint  what a run has saved, whether it is whole, and what is kept
+  checkpoint  what a run has saved, whether it is complete, and what is kept
 
 its result:
   chat        talk to a trained model in the terminal
