@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.published.formulas import ring
 from tests.planning import FILES, HALF, ROOT, WIDE, made, rows_of, shortened
 from zerobook.cli.main import main
 from zerobook.config_sources import ConfigSources, parse
@@ -90,7 +91,7 @@ def test_the_papers_figures_stand_beside_what_is_counted(tiny, capsys):
     assert planned["failures"]["gpus"] == 4 and 0 < planned["failures"]["save"] < 0.01
     for name, stage, counted in [("ddp", 0, 4), ("zero1", 1, 3), ("zero2", 2, 3)]:
         paper = rows[name]["paper"]
-        assert paper["sent"] == paper["between"] == pytest.approx(formulas.ring(formulas.traffic(stage), 4) * 2 * parameters)
+        assert paper["sent"] == paper["between"] == pytest.approx(ring(formulas.traffic(stage), 4) * 2 * parameters)
         assert rows[name]["sent"] == pytest.approx(counted * 2 * parameters * 3 / 4, rel=1e-3)
         assert paper["rule"] is None
     paper = rows["zero3"]["paper"]

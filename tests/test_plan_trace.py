@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.published.formulas import activations
 from tests.planning import FILES, ROOT, logits_bytes, made, rows_of
 from zerobook import head
 from zerobook.cli.main import main
 from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.models.load import DTYPES, fuse_tanh_gelu
-from zerobook.plan import formulas
 from zerobook.plan.advise import Request, advise
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import Job
@@ -255,7 +255,7 @@ def saved(tmp_path: Path, facts: dict, cast: str, **flags) -> tuple[float, float
     with planned.build(BatchShape(4, 256, 0, False), cast=cast) as (model, batch):
         found = trace_step(model, batch, planned.objective.loss, "no", device="cuda")
     fused = flags.get("attn_implementation") != "eager"
-    said = formulas.activations(8, 4, 256, 512, 8, element=4 if cast == "no" else 2, fused=fused, checkpointing=False)
+    said = activations(8, 4, 256, 512, 8, element=4 if cast == "no" else 2, fused=fused, checkpointing=False)
     # of the head the formula knows nothing: the logits, once as computed and once in fp32 for the loss
     return found.saved_bytes - 4 * 256 * facts["vocab_size"] * 4, said
 
@@ -280,7 +280,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num
     ],
 )
 def test_the_formula_of_activations_checks_the_trace(tmp_path, changes, cast, flags, low, high):
-    """SP's 34 bytes a token and width, and 5 a head and pair of tokens, for a model of the kind that it was made for."""
+    """The paper's 34 bytes a token and width, and 5 a head and pair of tokens, for a model of the kind that it was made for."""
     traced, said = saved(tmp_path, GPT2 | changes, cast, **flags)
     assert low < traced / said < high
 
@@ -296,7 +296,7 @@ def test_a_checkpointed_model_peaks_where_the_formula_says(tmp_path):
     planned = made("causal_lm", file, activation_checkpointing=True)
     with planned.build(BatchShape(4, 256, 0, False), cast="bf16") as (model, batch):
         found = trace_step(model, batch, planned.objective.loss, "no", device="cuda")
-    said = formulas.activations(8, 4, 256, 512, 8, fused=True, checkpointing=True) + logits_bytes(4, 256, 512)
+    said = activations(8, 4, 256, 512, 8, fused=True, checkpointing=True) + logits_bytes(4, 256, 512)
     assert found.peak_bytes == pytest.approx(said, rel=0.15)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.published.bench import Bench
+from benchmarks.published.formulas import activations
 from benchmarks.published.table import Finding, Line, Table
 from benchmarks.published.trial import Arm, fingerprint
 
@@ -17,8 +18,6 @@ STEPS = 9
 def run(bench: Bench) -> Table:
     """Run the same steps with activations kept and with activations recomputed."""
     from transformers import AutoConfig
-
-    from zerobook.plan import formulas
 
     rows, block = (4, 64) if bench.tiny else (8, 512)
     config = AutoConfig.from_pretrained(bench.gpt2)
@@ -47,7 +46,7 @@ def run(bench: Bench) -> Table:
         held = bench.measured("single", 1, model_name_or_path=bench.gpt2, activation_checkpointing=checkpointing, **same)
         seconds.append(outcome.step)
         saved.append(held.figures["activations saved"].measured)
-        by_formula = formulas.activations(
+        by_formula = activations(
             config.n_layer, rows, block, config.n_embd, config.n_head, element=element, fused=True, checkpointing=checkpointing
         )
         here = {"saved activations, MB": saved[-1] / 1e6, "s a step": outcome.step}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from benchmarks.published.bench import Bench
+from benchmarks.published.formulas import ring
 from benchmarks.published.table import Finding, Line, Table
 from zerobook.plan import formulas
 
@@ -48,7 +49,7 @@ def run(bench: Bench) -> list[Table]:
                 )
             )  # fmt: skip
             if ranks > 1:
-                law = formulas.ring(formulas.traffic(stage), ranks)
+                law = ring(formulas.traffic(stage), ranks)
                 sent = found.figures["sent"].measured
                 worth = {"MB": sent / MB, "times the parameters": sent / (4 * parameters), "collectives": found.calls}
                 moved.lines.append(Line(label, {"MB": law * 4 * parameters / MB, "times the parameters": law}, worth))

@@ -5,7 +5,6 @@ These are the figures that people compare with; `zerobook.plan.state_bytes` coun
 
 ZeRO    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054
 ZeRO++  Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, arXiv:2306.10209
-SP      Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198
 """
 
 from __future__ import annotations
@@ -51,26 +50,6 @@ def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, stat
     )
 
 
-def activations(
-    layers: int, batch: int, length: int, width: int, heads: int, *, element: int = 2, fused: bool, checkpointing: bool
-) -> float:
-    """Return the bytes that a transformer's layers keep for the backward pass, without the logits (SP, equations 1 and 4).
-
-    Args:
-        element: bytes of an activation; the paper's 34 and 5 count bytes at 2, two of the 34 for masks of one byte.
-        fused: attention that keeps no [length, length] matrices, such as flash attention.
-        checkpointing: only each layer's input is kept; one layer at a time is recomputed completely.
-    """
-    # SP's s b h, in units of 2 bytes.
-    tensor = batch * length * width * element / 2
-    layer_bytes = 34 * tensor
-    if not fused:
-        layer_bytes += 5 * heads * length**2 * batch * element / 2
-    if checkpointing:
-        return 2 * tensor * layers + layer_bytes
-    return layer_bytes * layers
-
-
 def traffic(stage: int) -> float:
     """Return what a rank sends in a step, as a multiple of the parameters' elements, without the extra gathers of accumulation.
 
@@ -80,17 +59,11 @@ def traffic(stage: int) -> float:
     return 3.0 if stage == 3 else 2.0
 
 
-def ring(multiple: float, ranks: int) -> float:
-    """Return what each rank of a ring really sends where an ideal law counts ``multiple``: (N - 1) / N of it."""
-    return multiple * (ranks - 1) / ranks
-
-
 def between_nodes_rule(parameters: float, nodes: int) -> float:
     """Return the bytes that a node exchanges in a step of ZeRO-3 with 2-byte elements: 48 M / N bits, a rule of thumb for
     sizing networks.
 
-    The rule counts 3 transfers of 16 bits a parameter, divided by the nodes. The table shows the ring's law, `ring`, beside
-    it.
+    The rule counts 3 transfers of 16 bits a parameter, divided by the nodes. The table shows the ring's law beside it.
     """
     return 48 * parameters / nodes / 8
 
