@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zerobook.plan.hardware import processor  # noqa: E402
+from benchmarks.machine import processor  # noqa: E402
 from zerobook.utils.versions import versions  # noqa: E402
 
 PAGE = ROOT / "docs" / "measured" / "plan_speed.md"

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from zerobook.models import recompute
-from zerobook.plan.hardware import processor
 from zerobook.plan.job import Job, make_job
 from zerobook.plan.trace import Trace, trace_step
 from zerobook.training.recipe import BatchShape
@@ -26,6 +25,10 @@ from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the benchmarks are not part of the installed package
+
+from benchmarks.machine import processor  # noqa: E402
+
 PAGE = ROOT / "docs" / "measured" / "activations.md"
 SHAPE = BatchShape(1, 256, 0, padded=False)
 MODES = ("none", "full", "every:2", "selective", "offload")

@@ -10,9 +10,10 @@ from typing import Any
 
 import orjson
 
+from benchmarks.machine import processor
 from benchmarks.published import pictures
 from benchmarks.published.table import Table
-from zerobook.plan.hardware import Cluster, processor
+from zerobook.plan.hardware import Cluster
 from zerobook.utils.units import duration
 
 HEADER = """# Published tables, run again

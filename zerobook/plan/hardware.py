@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from zerobook.errors import ConfigError
@@ -165,16 +163,6 @@ def _parse_or_read_rate(text: str, key: str) -> float:
             "nothing. Run scripts/allreduce_bench.py with 2 processes or more, or give the rate: 400Gbps."
         )
     return rate
-
-
-def processor() -> str:
-    """Return the name of this machine's processor, where the kernel reports it, and its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()} ({platform.machine()})"
-    return f"{platform.machine()} CPU"
 
 
 def nearest(memory: int) -> Device:
