@@ -13,7 +13,6 @@ import pytest
 from scripts import architecture, parallelism, performance, reference
 from tests.harness import ROOT
 from tests.test_checkpoints import save_all, spread
-from zerobook.checkpoint.contents import FILES
 from zerobook.config import RecipeConfig
 from zerobook.runlog.events import COMMON_FIELDS, EVENT_TYPES
 
@@ -93,9 +92,9 @@ def test_every_file_of_a_checkpoint_is_described(tmp_path):
     names = {file.name for file in folder.iterdir()}
     pieces = {name for name in names if name.startswith("tensors-")}
     only_with_hooks = {"hooks.json"}
-    assert pieces and names - pieces == set(FILES) - {"tensors-RRRRR-NNNNN.safetensors"} - only_with_hooks
+    assert pieces and names - pieces == set(reference.CHECKPOINT_FILES) - {"tensors-RRRRR-NNNNN.safetensors"} - only_with_hooks
     for name in ("manifest.json", "tensors.json"):
-        described = set(FILES[name][1]) - {"state_shapes"}  # which AdamW's checkpoints do not have
+        described = set(reference.CHECKPOINT_FILES[name][1]) - {"state_shapes"}  # which AdamW's checkpoints do not have
         assert set(json.loads((folder / name).read_text())) == described
     described = reference.field_docs(reference.Progress)
     assert set(json.loads((folder / "progress.json").read_text())) == set(described)

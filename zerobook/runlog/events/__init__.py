@@ -11,7 +11,6 @@ from zerobook.utils.terminal import plain
 __all__ = [
     "COMMON_FIELDS",
     "EVENT_TYPES",
-    "STEP_FIELDS",
     "Event",
     "EventType",
     "Mark",
@@ -37,9 +36,6 @@ COMMON_FIELDS = {
     "crc": "CRC-32 of the bytes of the line before this field",
 }
 """Fields of every event."""
-
-STEP_FIELDS = {name: COMMON_FIELDS[name] for name in ("attempt", "branch", "crc")}
-"""Fields of a line of ``steps.jsonl`` besides those of `zerobook.runlog.records.StepRecord`."""
 
 
 def sentence(event: Event) -> str:
