@@ -54,14 +54,18 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe a cluster. `described` reads them."""
     from zerobook.utils.devices import DEVICES
 
-    parser.add_argument("--gpus", help="GPUs of a node (default 1)")
-    parser.add_argument("--nodes", help="nodes (default 1)")
-    parser.add_argument("--gpu", help=f"GPU model: {', '.join(DEVICES)} (default a100-80gb)")
-    parser.add_argument("--gpu_memory", help="memory of one GPU, such as 80GB")
-    parser.add_argument("--host_memory", help="host RAM of a node, such as 1TB")
-    parser.add_argument("--disk", help="room for checkpoints and offload, such as 4TB")
-    parser.add_argument("--interconnect", help="network between nodes, such as 400Gbps")
-    parser.add_argument("--intra_node", help="between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s")
+    flags = {
+        "--gpus": "GPUs of a node (default 1)",
+        "--nodes": "nodes (default 1)",
+        "--gpu": f"GPU model: {', '.join(DEVICES)} (default a100-80gb)",
+        "--gpu_memory": "memory of one GPU, such as 80GB",
+        "--host_memory": "host RAM of a node, such as 1TB",
+        "--disk": "room for checkpoints and offload, such as 4TB",
+        "--interconnect": "network between nodes, such as 400Gbps",
+        "--intra_node": "between GPUs of a node: nvlink, pcie, or a rate such as 64GB/s",
+    }
+    for flag, meaning in flags.items():
+        parser.add_argument(flag, help=meaning)
 
 
 def described(flags: argparse.Namespace) -> Cluster:
