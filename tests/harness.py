@@ -41,6 +41,14 @@ TWO_MACHINES = ["zero3_hpz"]
 """Strategy files that are launched as on two machines, by a launcher each: on one they do nothing of their own."""
 
 
+def read_tensors(checkpoint: Path) -> dict[str, Any]:
+    """Return all tensors of a checkpoint by names such as ``weight/PARAMETER``."""
+    from zerobook.checkpoint.state import Reader
+
+    reader = Reader(checkpoint)
+    return {name: reader.read_tensor(name) for name in reader.index["pieces"]}
+
+
 def make_staging(checkpoints: Path, step: int) -> Path:
     """Make the folder in which a checkpoint is written, with the files that every checkpoint must have, without content."""
     staging = store.staging_of(checkpoints, step)
@@ -102,10 +110,9 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """All tensors of the newest checkpoint, by their names there."""
-        from zerobook.checkpoint.state import tensors
         from zerobook.checkpoint.store import folder_of, list_complete
 
-        return tensors(list_complete(folder_of(self.output))[-1])
+        return read_tensors(list_complete(folder_of(self.output))[-1])
 
 
 def command(

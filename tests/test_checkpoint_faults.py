@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.harness import disk_of
+from tests.harness import disk_of, read_tensors
 from tests.test_checkpoints import FakeStrategy, save_all, spread
-from zerobook.checkpoint import save, state, store
+from zerobook.checkpoint import save, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.strategy import Piece
@@ -103,7 +103,7 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint_to_go_on_from(tmp_path, v
         found = resolution.checkpoint
         assert found is not None and store.find_damage(found, thorough=True) is None, f"call {fatal}"
         assert store.step_of(found) in (step - 1, step) and not resolution.skipped
-        assert len(state.tensors(found)) == 9
+        assert len(read_tensors(found)) == 9
         assert not [f for f in checkpoints.iterdir() if f.name.startswith(".step")], "leftovers are swept away"
         if store.step_of(found) != step - 1:
             step += 1
@@ -233,7 +233,7 @@ def test_what_a_killed_save_left_never_becomes_part_of_the_next(tmp_path, capsys
     for stale in ("rank-0.json", "rank-1.json", ".nfs1"):
         (staging / stale).write_text('{"pieces": {}, "digests": {}}')
     found = published(tmp_path, 3)
-    assert not (found / ".nfs1").exists() and len(state.tensors(found)) == 9
+    assert not (found / ".nfs1").exists() and len(read_tensors(found)) == 9
     staging.mkdir()
     (staging / "rank-1.json").write_text('{"pieces": {}, "digests": {}}')
     monkeypatch.setattr(Path, "rename", lambda self, target: (_ for _ in ()).throw(PermissionError(1, "Not permitted", self)))
@@ -273,7 +273,7 @@ def _save_and_load_again_and_again(folder, queue):
     for step in range(1, 26):
         saver.save(Progress(step=step), {})
         saver.wait()
-        assert len(state.tensors(saver.results()[0].checkpoint)) == 9
+        assert len(read_tensors(saver.results()[0].checkpoint)) == 9
         gc.collect()
         sizes.append(anonymous_kb())
     queue.put(sizes)

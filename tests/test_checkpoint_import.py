@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.other_trainer import collate, model_of, rows_of
+from tests.harness import read_tensors
 from tests.test_checkpoint_faults import Calls
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
@@ -67,7 +68,7 @@ def test_a_trainers_weights_moments_and_log_are_taken_over(trained, tmp_path, ca
             moments = trained.optimizer.state[parameter]
             expected |= {f"weight/{name}": parameter, f"exp_avg/{name}": moments["exp_avg"]}
             expected[f"exp_avg_sq/{name}"] = moments["exp_avg_sq"]
-    assert_same(state.tensors(imported), expected)
+    assert_same(read_tensors(imported), expected)
     progress = state.read_progress(imported)
     assert progress.step == 6 and progress.epoch == 6.0 and progress.total_steps == 6
     assert json.loads((imported / "tensors.json").read_text())["adam_steps"] == 6
@@ -116,7 +117,7 @@ def test_an_exported_sharded_state_dict_is_imported_again(tmp_path):
     first = import_checkpoint(tmp_path / "global_step3", tmp_path / "run").checkpoint
     assert main(["checkpoint", "export", str(first), "--to", "dcp", "--output", str(tmp_path / "state")]) == 0
     again = import_checkpoint(tmp_path / "state", tmp_path / "again").checkpoint
-    assert_same(state.tensors(again), make_state())
+    assert_same(read_tensors(again), make_state())
     names = [name for group in SHAPES for name in group]
     loaded = {"model": {name: torch.zeros_like(make_state()[f"weight/{name}"]) for name in names}}
     dcp.load(loaded, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
@@ -227,7 +228,7 @@ def test_flat_partitions_of_any_number_of_ranks_are_put_together(tmp_path, stage
     (tmp_path / "step" / "latest").write_text("global_step3\n")
     imported = import_checkpoint(tmp_path / "step", tmp_path / "run").checkpoint
     assert store.find_damage(imported, thorough=True) is None
-    assert_same(state.tensors(imported), tensors)
+    assert_same(read_tensors(imported), tensors)
 
 
 def test_what_trainer_wrote_beside_deepspeeds_folder_is_read(tmp_path):
@@ -249,7 +250,7 @@ def test_chunks_of_a_sharded_state_dict_become_slices(tmp_path):
     dcp.save(model, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save(optimizer, checkpoint_id=tmp_path / "state" / "optimizer_0", no_dist=True)
     imported = import_checkpoint(tmp_path / "state", tmp_path / "run")
-    assert_same(state.tensors(imported.checkpoint), tensors)
+    assert_same(read_tensors(imported.checkpoint), tensors)
     assert imported.position.step == 3
     assert flags_of(imported.source, imported.position) == {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.99}
 
@@ -383,7 +384,7 @@ def test_an_import_killed_at_any_call_leaves_a_whole_run_or_none(tmp_path, every
             import_checkpoint(tmp_path / "global_step3", output)
         imported = store.folder_of(output) / store.name_of(3)
         assert store.find_damage(imported, thorough=True) is None
-        assert_same(state.tensors(imported), tensors)
+        assert_same(read_tensors(imported), tensors)
 
 
 def anonymous_bytes():

@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harness import reseal, staged
+from tests.harness import read_tensors, reseal, staged
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
@@ -130,7 +130,7 @@ def test_any_cut_reads_back_as_any_other(tmp_path_factory, cuts, ranks, start, l
         save.FILE_BYTES = before
     assert result.problem is None and store.find_damage(result.checkpoint, thorough=True) is None
     assert not [f for f in result.checkpoint.iterdir() if f.name.startswith("rank-")]
-    found = state.tensors(result.checkpoint)
+    found = read_tensors(result.checkpoint)
     assert set(found) == set(WHOLE) and all(torch.equal(found[name], WHOLE[name]) for name in WHOLE)
     reader, stop = state.Reader(result.checkpoint), min(35, start + length)
     assert torch.equal(reader.read("exp_avg/a.weight", start, stop), WHOLE["exp_avg/a.weight"].flatten()[start:stop])
@@ -173,7 +173,7 @@ def test_in_the_background_what_is_written_is_what_was_there_when_it_was_asked_f
     saver.save(Progress(step=2), {})
     saver.wait()
     first, second = saver.results()
-    one, two = state.tensors(first.checkpoint), state.tensors(second.checkpoint)
+    one, two = read_tensors(first.checkpoint), read_tensors(second.checkpoint)
     assert all(torch.equal(one[n], WHOLE[n]) and torch.equal(two[n], WHOLE[n] + 1) for n in WHOLE)
     assert json.loads((first.checkpoint / "progress.json").read_text())["step"] == 1
 
@@ -215,7 +215,7 @@ def test_host_memory_of_saves_in_the_background_is_made_once_and_holds_any_cut(t
     total = sum(piece.values.numel() for piece in pieces)
     assert total > 100 and sum(size for (size,) in made) < total + 16, "made at the first save, and no larger than a block more"
     for result in saver.results():
-        found = state.tensors(result.checkpoint)
+        found = read_tensors(result.checkpoint)
         assert set(found) == set(WHOLE) and all(torch.equal(found[name], WHOLE[name]) for name in WHOLE)
 
 
@@ -226,7 +226,7 @@ def test_a_host_that_sees_the_folder_late_writes_late(tmp_path, background):
     late = threading.Timer(1.0, lambda: elsewhere.symlink_to(mine))
     late.start()
     (result,) = save_all(mine, 1, spread({9}, 2), background=background, folders={1: elsewhere})
-    assert result.problem is None and len(state.tensors(result.checkpoint)) == 9
+    assert result.problem is None and len(read_tensors(result.checkpoint)) == 9
 
 
 def test_a_host_that_never_sees_the_folder_is_named(tmp_path, monkeypatch):
@@ -251,7 +251,7 @@ def test_a_rank_that_writes_for_long_is_waited_for(tmp_path, monkeypatch):
 
     monkeypatch.setattr(save, "write_pieces", slow)
     (result,) = save_all(tmp_path, 1, spread({9}, 2))
-    assert result.problem is None and len(state.tensors(result.checkpoint)) == 9
+    assert result.problem is None and len(read_tensors(result.checkpoint)) == 9
 
 
 def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
@@ -409,7 +409,7 @@ def test_an_index_cannot_name_a_file_elsewhere(tmp_path):
     (one / "tensors.json").write_text(json.dumps(index))
     reseal(one)
     with pytest.raises(CheckpointError, match="leads out of the checkpoint's folder"):
-        state.tensors(one)
+        read_tensors(one)
 
 
 def test_a_pickle_is_never_opened(tmp_path):
@@ -417,7 +417,7 @@ def test_a_pickle_is_never_opened(tmp_path):
     (one,) = store.list_complete(store.folder_of(tmp_path))
     fired = tmp_path / "fired"
     (one / "tensors.pt").write_bytes(b"cos\nmkdir\n(S'" + str(fired).encode() + b"'\ntR.")
-    assert store.find_damage(one, thorough=True) is None and len(state.tensors(one)) == 9
+    assert store.find_damage(one, thorough=True) is None and len(read_tensors(one)) == 9
     assert not fired.exists()
 
 

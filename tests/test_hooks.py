@@ -15,9 +15,9 @@ import torch
 
 from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
+from tests.harness import read_tensors
 from zerobook.checkpoint import store
 from zerobook.checkpoint.save import Saver
-from zerobook.checkpoint.state import tensors
 from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.health import position
@@ -276,7 +276,7 @@ def test_a_checkpoint_holds_a_hooks_tensors_beside_the_weights(tiny, tmp_path, i
     background = {"async_save": True} if in_background else {}
     run = train(tmp_path / "run", **flags(tiny, "Remembers", max_train_steps=2, save_steps=1, **background))
     checkpoint = store.list_complete(run.output / "checkpoints")[-1]
-    saved = tensors(checkpoint)
+    saved = read_tensors(checkpoint)
     weights = {name.removeprefix("weight/"): tensor for name, tensor in saved.items() if name.startswith("weight/")}
     for name, weight in weights.items():
         assert saved[f"hooks.Remembers.weights/{name}"].shape == weight.shape

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from recipes.causal_lm import CausalLMConfig
+from tests.harness import read_tensors
 from tests.test_resolve import CPU, WORKER, deepspeed, plan_for
 from tests.test_strategy import Fp16OnCpu, make, step, two_layers  # noqa: F401  a fixture
 from zerobook.checkpoint import state, store
@@ -137,8 +138,8 @@ def test_a_checkpoint_goes_on_bit_for_bit(make, said, tmp_path):  # noqa: F811
     step(strategy), step(strategy)
     checkpoint = save(strategy, tmp_path, said)
     assert store.find_damage(checkpoint, thorough=True) is None
-    assert {t.dtype for t in state.tensors(checkpoint).values()} == {torch.float32}
-    tensors, now = state.tensors(checkpoint), held(strategy)
+    assert {t.dtype for t in read_tensors(checkpoint).values()} == {torch.float32}
+    tensors, now = read_tensors(checkpoint), held(strategy)
     assert same(tensors, {name.replace("None/", "weight/"): tensor for name, tensor in now.items()})
     resumed = make(optimizer=said, model=wide())
     state.load(resumed, checkpoint)
@@ -250,7 +251,7 @@ def test_adamws_checkpoints_stay_of_the_format_that_earlier_versions_read(make, 
         step(strategy, scale=scale)
     new = save(strategy, tmp_path, "adamw", taken=3)
     assert store.read_json(new / store.MANIFEST)["format_version"] == 4
-    found, before = state.tensors(new), state.tensors(old)
+    found, before = read_tensors(new), read_tensors(old)
     assert set(found) == set(before)
     for name in before:
         torch.testing.assert_close(found[name], before[name], rtol=1e-5, atol=1e-6)
@@ -265,7 +266,7 @@ def test_other_optimizers_checkpoints_have_a_format_that_earlier_versions_refuse
     step(strategy)
     checkpoint = save(strategy, tmp_path, "adafactor")
     assert store.read_json(checkpoint / store.MANIFEST)["format_version"] == 5
-    shapes = state.tensors(checkpoint)
+    shapes = read_tensors(checkpoint)
     assert shapes["row_var/0.weight"].shape == (8, 1) and shapes["col_var/0.weight"].shape == (1, 4)
     assert shapes["variance/0.bias"].shape == (8,)
 

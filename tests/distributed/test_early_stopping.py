@@ -6,9 +6,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.harness import launch
+from tests.harness import launch, read_tensors
 from zerobook.checkpoint.progress import Progress
-from zerobook.checkpoint.state import tensors
 
 
 @pytest.mark.launch
@@ -32,7 +31,7 @@ def test_a_run_ends_when_its_held_out_loss_no_longer_falls(tiny, tmp_path, strat
     kept = [event["step"] for event in run.events if event["type"] == "checkpoint" and event["state"] == "complete"]
     assert best in kept
     written = safetensors.torch.load_file(run.output / "model" / "model.safetensors")
-    saved = tensors(run.output / "checkpoints" / f"step-{best:06d}")
+    saved = read_tensors(run.output / "checkpoints" / f"step-{best:06d}")
     for name in written:
         torch.testing.assert_close(written[name], saved[f"weight/{name}"], rtol=0, atol=0)
     assert f"the model of step {best} is written" in run.text

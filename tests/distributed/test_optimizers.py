@@ -6,7 +6,7 @@ import pytest
 
 from recipes.causal_lm import CausalLM, CausalLMConfig
 from tests.distributed.test_parity import STRATEGIES, largest_difference, record, weight_differences
-from tests.harness import ROOT, launch
+from tests.harness import ROOT, launch, read_tensors
 from zerobook.config_sources import ConfigSources
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import make_job
@@ -106,15 +106,13 @@ def test_steps_that_are_not_finite_leave_the_weights_as_they_are(launches, tmp_p
     """A gradient on rank 1 is not a number from the eighth step on: the model at the end is that of the seventh."""
     from safetensors.torch import load_file
 
-    from zerobook.checkpoint.state import tensors
-
     run = launches(
         strategy, 2, 2, 1, optimizer="sgd", learning_rate=RATES["sgd"], save_steps=7, on_spike="log",
         through=ROOT / "tests" / "distributed" / "faults.py", environment={"ZEROBOOK_FAULT": "nan", "ZEROBOOK_FAULT_AT": 8},
     )  # fmt: skip
     assert [step["step"] for step in run.steps if step["grad_norm"] is None] == [8, 9, 10]
     (checkpoint,) = (run.output / "checkpoints").glob("step-*")
-    saved, final = tensors(checkpoint), load_file(run.output / "model" / "model.safetensors")
+    saved, final = read_tensors(checkpoint), load_file(run.output / "model" / "model.safetensors")
     assert checkpoint.name == "step-000007" and len(final) == sum(name.startswith("weight/") for name in saved)
     for name, weight in final.items():
         assert (weight == saved[f"weight/{name}"]).all(), name

@@ -293,12 +293,6 @@ class TensorReader:
         return self._reader.read_block(self._name, offset, shape)
 
 
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint by names such as ``weight/PARAMETER``."""
-    reader = Reader(checkpoint)
-    return {name: reader.read_tensor(name) for name in reader.index["pieces"]}
-
-
 def _check_weights(
     strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], shapes: dict[str, list[int]]
 ) -> None:
