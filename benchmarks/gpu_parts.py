@@ -22,7 +22,8 @@ from benchmarks.gpu_setting import OUTPUT_TAIL, ROOT, Case, Row, Setting, call, 
 from benchmarks.published.bench import Bench
 from benchmarks.published.trial import Arm, attempt
 from zerobook.cli.plan import here
-from zerobook.runlog.writer import EVENTS, read
+from zerobook.runlog.jsonl import stream
+from zerobook.runlog.writer import EVENTS
 from zerobook.runlog.writer import STEPS as STEPS_FILE
 from zerobook.utils import subprocess_launch
 from zerobook.utils.devices import find_device
@@ -163,12 +164,12 @@ def _trained(setting: Setting, kind: str, strategy: str, reference: str | None, 
         code, text = subprocess_launch.run(line, limit, environment, cwd=ROOT)
         if code:
             return failure(code, text, limit)
-        steps = read(output / "runlog" / STEPS_FILE)
-        events = read(output / "runlog" / EVENTS)
+        steps = list(stream(output / "runlog" / STEPS_FILE))
+        events = list(stream(output / "runlog" / EVENTS))
         checkpoint = output / "checkpoints" / f"step-{SAVED_AT:06d}"
         line = subprocess_launch.command(launcher, 1, recipe, *words, "--resume_from_checkpoint", checkpoint)
         code, text = subprocess_launch.run(line, max(1.0, until - time.monotonic()), environment, cwd=ROOT)
-        resumed = [step for step in read(output / "runlog" / STEPS_FILE) if step["attempt"] == 2]
+        resumed = [step for step in stream(output / "runlog" / STEPS_FILE) if step["attempt"] == 2]
     row: Row = {
         "losses": [step["loss"] for step in steps],
         "norms": [step["grad_norm"] for step in steps],

@@ -71,9 +71,10 @@ class Watch(Hook):
 
 
 def _events(output: str) -> list[dict[str, Any]]:
-    from zerobook.runlog.writer import EVENTS, read
+    from zerobook.runlog.jsonl import stream
+    from zerobook.runlog.writer import EVENTS
 
-    return read(Path(output) / "runlog" / EVENTS)
+    return list(stream(Path(output) / "runlog" / EVENTS))
 
 
 class Setting:

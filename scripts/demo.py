@@ -117,9 +117,9 @@ def last_step() -> int:
 
 
 def read(name: str) -> list[dict]:
-    from zerobook.runlog.writer import read
+    from zerobook.runlog.jsonl import stream
 
-    return read(ROOT / OUTPUT / "runlog" / name)
+    return list(stream(ROOT / OUTPUT / "runlog" / name))
 
 
 def checkpoints() -> list[Path]:

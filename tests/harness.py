@@ -23,7 +23,7 @@ import pytest
 from tests.rank_client import Launch, Server
 from zerobook.checkpoint import store
 from zerobook.launch.resolve import Hardware
-from zerobook.runlog.writer import read
+from zerobook.runlog.jsonl import stream
 from zerobook.training.recipe_file import recipe_class
 from zerobook.training.run import run
 from zerobook.utils.reading import file_digest
@@ -92,8 +92,8 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def read(self) -> Run:
-        self.steps = read(self.output / "runlog" / "steps.jsonl")
-        self.events = read(self.output / "runlog" / "events.jsonl")
+        self.steps = list(stream(self.output / "runlog" / "steps.jsonl"))
+        self.events = list(stream(self.output / "runlog" / "events.jsonl"))
         return self
 
     def event(self, kind: str) -> dict[str, Any]:

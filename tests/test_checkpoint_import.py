@@ -25,7 +25,7 @@ from zerobook.cli.main import main
 from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints import importer
 from zerobook.interop.checkpoints.importer import flags_of, import_checkpoint
-from zerobook.runlog.writer import read
+from zerobook.runlog.jsonl import stream
 from zerobook.training.resume import check_data
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -73,7 +73,7 @@ def test_a_trainers_weights_moments_and_log_are_taken_over(trained, tmp_path, ca
     assert progress.step == 6 and progress.epoch == 6.0 and progress.total_steps == 6
     assert json.loads((imported / "tensors.json").read_text())["adam_steps"] == 6
     logged = [entry for entry in trained.state.log_history if "loss" in entry]
-    steps = read(tmp_path / "run" / "runlog" / "steps.jsonl")
+    steps = list(stream(tmp_path / "run" / "runlog" / "steps.jsonl"))
     assert [step["loss"] for step in steps] == [entry["loss"] for entry in logged]
     assert [step["learning_rate"] for step in steps] == [entry["learning_rate"] for entry in logged]
 

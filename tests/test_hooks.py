@@ -24,7 +24,7 @@ from zerobook.health import position
 from zerobook.monitor import preemption
 from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.check import problems
-from zerobook.runlog.jsonl import read
+from zerobook.runlog.jsonl import stream
 from zerobook.training.hooks import Hook, load_hooks
 from zerobook.utils import user_code
 
@@ -208,7 +208,7 @@ def test_an_error_in_a_hook_ends_the_run_with_the_hooks_name(tiny, tmp_path):
         train(tmp_path / "run", **flags(tiny, "Breaks"))
     where = f"raised by the hook {__name__}:Breaks, in on_gradients_ready"
     assert where in "".join(raised.value.__notes__)
-    crash = read(tmp_path / "run" / "runlog" / "events.jsonl")[-1]
+    crash = list(stream(tmp_path / "run" / "runlog" / "events.jsonl"))[-1]
     assert crash["type"] == "crash" and where in crash["reason"] and "a mistake" in crash["reason"]
 
 
@@ -240,7 +240,7 @@ def test_an_error_of_closing_alone_ends_the_run_after_all_are_closed(tiny, tmp_p
     with pytest.raises(FileNotFoundError, match="cannot be closed"):
         train_with(tmp_path / "run", [Closes(), Leaks()], **flags(tiny, "Adds", max_train_steps=2))
     assert CALLS == [("close", True)] * 2
-    assert read(tmp_path / "run" / "runlog" / "events.jsonl")[-1]["error"] == "FileNotFoundError"
+    assert list(stream(tmp_path / "run" / "runlog" / "events.jsonl"))[-1]["error"] == "FileNotFoundError"
 
 
 class Remembers(Hook):

@@ -81,7 +81,14 @@ def test_no_reader_waits_for_a_pipe(tmp_path):
     pipe = tmp_path / "events.jsonl"
     os.mkfifo(pipe)
 
-    for read in (read_text, read_json, jsonl.read, lambda file: list(jsonl.backwards(file)), file_digest):
+    readers = (
+        read_text,
+        read_json,
+        lambda file: list(jsonl.stream(file)),
+        lambda file: list(jsonl.backwards(file)),
+        file_digest,
+    )
+    for read in readers:
         with pytest.raises(OSError, match="regular"):
             read(pipe)
     with pytest.raises(ConfigError, match="regular"):

@@ -16,7 +16,7 @@ from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.errors import CheckpointError
 from zerobook.monitor.finding import Finding
 from zerobook.monitor.policy import RecoveryAction
-from zerobook.runlog.writer import read
+from zerobook.runlog.jsonl import stream
 from zerobook.training.hooks import Hook
 
 
@@ -104,7 +104,7 @@ def test_a_run_stops_before_it_leaves_all_samples_out(tiny, tmp_path, shape):
     with pytest.raises(SystemExit) as left:
         train(tmp_path / "run", hooks=f"{__name__}:LeavesAllOut", **few)
     assert left.value.code == 76
-    events = read(tmp_path / "run" / "runlog" / "events.jsonl")
+    events = list(stream(tmp_path / "run" / "runlog" / "events.jsonl"))
     assert "all samples" in next(e for e in events if e["type"] == "stop")["rule"]
     assert not [e for e in events if e["type"] == "skip"], "a run that goes on could not train on anything"
     again = train(tmp_path / "run", resume_from_checkpoint="auto", on_spike="log", **few)
@@ -175,7 +175,7 @@ def test_a_warned_run_saves_the_step_behind_which_it_leaves(tiny, tmp_path):
         train(tmp_path / "run", hooks=f"{__name__}:Warned", **flags(tiny))
 
     assert left.value.code == 75
-    told = [e for e in read(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
+    told = [e for e in stream(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
     assert [e["saved"] for e in told] == [True]
     assert [store.step_of(c) for c in store.list_complete(tmp_path / "run" / "checkpoints")] == [2, 3]
 
@@ -192,7 +192,7 @@ def test_a_warned_run_does_not_say_that_it_saved_what_it_could_not(tiny, tmp_pat
     with pytest.raises(SystemExit) as left:
         train(tmp_path / "run", on_save_error="continue", hooks=f"{__name__}:Warned", **flags(tiny))
     assert left.value.code == 75
-    told = [e for e in read(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
+    told = [e for e in stream(tmp_path / "run" / "runlog" / "events.jsonl") if e["type"] == "preempted"]
     assert [e["saved"] for e in told] == [False] and "step 3 was not saved" in capfd.readouterr().out
 
 

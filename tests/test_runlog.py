@@ -26,7 +26,7 @@ from zerobook.errors import CheckpointError, LockedError, RunLogError
 from zerobook.runlog import machine, writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
-from zerobook.runlog.jsonl import backwards, decode, encode, newest, read
+from zerobook.runlog.jsonl import backwards, decode, encode, newest, stream
 from zerobook.runlog.lifecycle import begin, log_failure
 from zerobook.runlog.machine import nearly_full, sample
 from zerobook.runlog.writer import EVENTS, NullRunLog, RunLog
@@ -59,8 +59,8 @@ def test_a_line_comes_back_and_any_changed_byte_is_seen(record):
 def test_reading_backwards_is_reading_forwards_turned_round(tmp_path_factory, sizes, torn):
     file = tmp_path_factory.mktemp("lines") / "x.jsonl"
     file.write_bytes(b"".join(encode({"n": n, "x": "y" * size}) for n, size in enumerate(sizes)) + b"{" * torn)
-    assert list(backwards(file)) == read(file)[::-1]
-    assert [record["n"] for record in read(file)] == list(range(len(sizes)))
+    assert list(backwards(file)) == list(stream(file))[::-1]
+    assert [record["n"] for record in stream(file)] == list(range(len(sizes)))
 
 
 def test_the_newest_of_each_type_is_found_without_reading_the_rest(tmp_path):
@@ -86,7 +86,7 @@ def test_events_are_numbered_through_and_an_attempt_goes_on_where_the_last_one_e
     log = RunLog(tmp_path)
     log.event("resume")
     log.close()
-    found = read(events)
+    found = list(stream(events))
     assert [e["seq"] for e in found] == [0, 1, 2, 3, 4]
     assert [e["attempt"] for e in found] == [1, 1, 1, 2, 2] and [e["branch"] for e in found] == [0, 0, 1, 1, 1]
     assert found[2]["parent"] == 1 and "parent" not in found[1]
@@ -106,7 +106,7 @@ def test_a_second_writer_and_a_newer_format_are_refused(tmp_path, monkeypatch):
     assert f"rename {log.folder}" in str(refused.value)
     shutil.copytree(log.folder.rename(tmp_path / "locked"), log.folder)
     RunLog(tmp_path).close()
-    assert [event["seq"] for event in read(file)] == [0]
+    assert [event["seq"] for event in stream(file)] == [0]
     log.close()
     file.write_bytes(encode({"seq": 0, "attempt": 1, "branch": 0, "type": "runlog", "format": 99}))
     with pytest.raises(RunLogError, match=r"format 99, and this version of Zerobook knows formats up to 2"):
@@ -128,13 +128,13 @@ def test_a_full_disk_holds_up_nothing_and_loses_nothing(tmp_path, monkeypatch, c
     for i in range(10):
         log.event("metrics", step=i)
         log.steps([{"step": i}])
-    assert [e["type"] for e in read(log.folder / "events.jsonl")] == ["runlog"]
+    assert [e["type"] for e in stream(log.folder / "events.jsonl")] == ["runlog"]
     assert "cannot be written (No space left on device)" in capsys.readouterr().err
     full = False
     log.event("metrics", step=10)
-    found = read(log.folder / "events.jsonl")
+    found = list(stream(log.folder / "events.jsonl"))
     assert [e["seq"] for e in found] == list(range(13)) and found[-1]["type"] == "written_late" and found[-1]["lost"] == 0
-    assert [e["step"] for e in read(log.folder / "steps.jsonl")] == list(range(10))
+    assert [e["step"] for e in stream(log.folder / "steps.jsonl")] == list(range(10))
     assert problems(log.folder)[0] == []
 
 
@@ -148,7 +148,7 @@ def test_what_is_held_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
         log.event("metrics", step=i)
     monkeypatch.setattr(writer.os, "write", write)
     log.event("metrics", step=20)
-    found = read(log.folder / "events.jsonl")
+    found = list(stream(log.folder / "events.jsonl"))
     assert [e.get("step") for e in found[1:-1]] == [16, 17, 18, 19, 20] and found[-1]["lost"] == 16
 
 
@@ -224,7 +224,7 @@ def test_a_log_that_is_killed_at_any_moment_opens_and_lacks_nothing(tmp_path, ti
     log = RunLog(tmp_path)
     log.close()
     found, counts = problems(folder)
-    events = read(folder / "events.jsonl")
+    events = list(stream(folder / "events.jsonl"))
     attempts = {event["attempt"] for event in events}  # who was killed before a first line left no number
     assert found == [] and log.attempt == max(attempts) + 1 == len(attempts) + 1
     # On a busy machine, more of them are killed before their first line.
@@ -251,16 +251,16 @@ def test_a_death_without_a_word_is_told_by_the_next_attempt_and_memory_is_suspec
     log.event("machine", **(sample() | {"memory_used": 96 * 2**30, "memory_total": 100 * 2**30}))
     log.close()
     log = attempt(tmp_path, {"seed": 1})
-    (crash,) = [e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]
+    (crash,) = [e for e in stream(log.folder / "events.jsonl") if e["type"] == "crash"]
     assert crash["of_attempt"] == 1 and "probably killed for lack of memory: host memory 96.0 of 100.0 GiB" in crash["reason"]
     log.event("run_end", progress={"step": 10})
     log.close()
     log = attempt(tmp_path, {"seed": 1})
     log.event("machine", **(sample() | {"memory_used": 1, "memory_total": 100}))
     log.close()
-    assert len([e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]) == 1, "the second one had ended well"
+    assert len([e for e in stream(log.folder / "events.jsonl") if e["type"] == "crash"]) == 1, "the second one had ended well"
     attempt(tmp_path, {"seed": 1}).close()
-    assert "out of memory, or a power failure" in read(log.folder / "events.jsonl")[-3]["reason"]
+    assert "out of memory, or a power failure" in list(stream(log.folder / "events.jsonl"))[-3]["reason"]
 
 
 def test_an_event_behind_the_end_is_no_death(tmp_path):
@@ -271,7 +271,7 @@ def test_an_event_behind_the_end_is_no_death(tmp_path):
     log.event("note", text="well done", by="me")
     log.close()
     log = attempt(tmp_path, {"seed": 1})
-    assert not [e for e in read(log.folder / "events.jsonl") if e["type"] == "crash"]
+    assert not [e for e in stream(log.folder / "events.jsonl") if e["type"] == "crash"]
 
 
 def test_changed_settings_and_lost_steps_are_told(tmp_path):
@@ -281,7 +281,7 @@ def test_changed_settings_and_lost_steps_are_told(tmp_path):
     log.close()
     log = attempt(tmp_path, {"seed": 1, "learning_rate": 2e-3}, step=8)
     assert log.branch == 0, "no step is done again"
-    found = read(log.folder / "events.jsonl")
+    found = list(stream(log.folder / "events.jsonl"))
     assert [e["differing"] for e in found if e["type"] == "config_diff"] == [{"learning_rate": [1e-3, 2e-3]}]
     assert not [e for e in found if e["type"] in ("env_diff", "crash")]
     log.close()
@@ -294,7 +294,7 @@ def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
     log = RunLog(tmp_path)
     with pytest.raises(ZeroDivisionError), log_failure(log, tmp_path, 0):
         1 / 0  # noqa: B018
-    found = read(log.folder / "events.jsonl")
+    found = list(stream(log.folder / "events.jsonl"))
     assert (found[-1]["type"], found[-1]["error"]) == ("crash", "ZeroDivisionError") and "1 / 0" in found[-1]["traceback"]
     assert any(e["type"] == "machine" for e in found), "the machine was sampled"
     with pytest.raises(ZeroDivisionError), log_failure(NullRunLog(tmp_path), tmp_path, 3):
@@ -302,7 +302,7 @@ def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
     assert "ZeroDivisionError" in (log.folder / "crash-rank-3.txt").read_text()
     with pytest.raises(KeyboardInterrupt), log_failure(log, tmp_path, 0):
         raise KeyboardInterrupt
-    assert read(log.folder / "events.jsonl")[-1]["type"] == "stop"
+    assert list(stream(log.folder / "events.jsonl"))[-1]["type"] == "stop"
 
 
 def test_the_machine_is_sampled_as_it_is():
@@ -361,7 +361,7 @@ def test_out_of_gpu_memory_is_told_with_the_way_out(tmp_path, monkeypatch):
             "--per_device_train_batch_size",
         ):
             assert word in said
-    crash = read(log.folder / "events.jsonl")[-1]
+    crash = list(stream(log.folder / "events.jsonl"))[-1]
     assert crash["type"] == "crash" and said in crash["reason"]
     assert said in (log.folder / "crash-rank-1.txt").read_text()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -547,11 +547,11 @@ def test_no_password_of_an_address_in_a_setting_is_logged(tmp_path):
 
     written = log.folder / "events.jsonl"
     assert "secret" not in written.read_text()
-    (start, again) = [event for event in read(written) if event["type"] == "run_start"]
+    (start, again) = [event for event in stream(written) if event["type"] == "run_start"]
     assert start["config"] == again["config"]
     assert start["config"]["seed"] == 1
     assert start["config"]["train_file"].endswith("mirror.example/data.jsonl")
-    assert not [event for event in read(written) if event["type"] == "config_diff"]
+    assert not [event for event in stream(written) if event["type"] == "config_diff"]
 
 
 def test_comparing_attempts_and_runs(run, tmp_path, capsys):
@@ -577,7 +577,7 @@ def test_comparing_attempts_and_runs(run, tmp_path, capsys):
 @pytest.mark.parametrize("field", ["steps", "utc", "step", "action"])
 def test_a_log_that_lacks_a_field_is_one_sentence_with_its_file(run, capsys, field):
     file = run / "runlog" / "events.jsonl"
-    forged = [{key: value for key, value in event.items() if key != field} for event in read(file)]
+    forged = [{key: value for key, value in event.items() if key != field} for event in stream(file)]
     file.write_bytes(b"".join(encode(event) for event in forged))
 
     code = main(["runlog", "report", str(run)])
@@ -589,7 +589,7 @@ def test_a_log_that_lacks_a_field_is_one_sentence_with_its_file(run, capsys, fie
 
 def test_a_line_without_the_fields_of_every_event_is_found(run, capsys):
     file = run / "runlog" / "events.jsonl"
-    events = read(file)
+    events = list(stream(file))
     del events[3]["seq"]
     file.write_bytes(b"".join(encode(event) for event in events))
     code, text = told(capsys, "verify", run)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from zerobook.monitor.policy import LEAD
-from zerobook.runlog.jsonl import read
+from zerobook.runlog.jsonl import stream
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.training.spikes import SpikeHandler
@@ -96,7 +96,7 @@ class Run:
         return self.spikes.go_back(measure, self.states[measure.to_step], None)
 
     def events(self, kind):
-        return [e for e in read(self.log.folder / "events.jsonl") if e["type"] == kind]
+        return [e for e in stream(self.log.folder / "events.jsonl") if e["type"] == kind]
 
 
 HIGH = {f"s{step}": (6.0, 1.0) for step in range(62, 80)}

@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.published.capped import is_refusal
 from zerobook.errors import ZerobookError
-from zerobook.runlog.writer import STEPS, read
+from zerobook.runlog.jsonl import stream
+from zerobook.runlog.writer import STEPS
 from zerobook.utils import subprocess_launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,7 +97,7 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
         code, text = subprocess_launch.run(line, limit, environment, cwd=ROOT)
         paths = [result.with_suffix(f".{rank}.json") for rank in range(arm.ranks)]
         ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
-        losses = [step["loss"] for step in read(Path(folder) / "run" / "runlog" / STEPS)]
+        losses = [step["loss"] for step in stream(Path(folder) / "run" / "runlog" / STEPS)]
     refused = next((found["refused"] for found in ranks if "refused" in found), "")
     if not refused and code and is_refusal(text):
         refused = next(line.strip()[:300] for line in text.splitlines() if is_refusal(line))

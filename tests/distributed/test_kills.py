@@ -11,7 +11,8 @@ import pytest
 from tests.harness import SETTINGS, command, start
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
-from zerobook.runlog.writer import STEPS, RunLog, read
+from zerobook.runlog.jsonl import stream
+from zerobook.runlog.writer import STEPS, RunLog
 from zerobook.utils.subprocess_launch import kill_family
 
 
@@ -33,7 +34,7 @@ def test_training_that_is_killed_at_any_moment_leaves_a_log_that_the_next_attemp
 
         def trains(number=attempt):
             return (output / "runlog" / STEPS).exists() and any(
-                s["attempt"] == number for s in read(output / "runlog" / STEPS)[-5:]
+                s["attempt"] == number for s in list(stream(output / "runlog" / STEPS))[-5:]
             )
 
         while not trains() and process.poll() is None and time.monotonic() < deadline:

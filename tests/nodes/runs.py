@@ -13,7 +13,7 @@ from typing import Any
 from tests.harness import ROOT, SETTINGS
 from tests.nodes.hosts import Host
 from zerobook.launch import elastic
-from zerobook.runlog.writer import read
+from zerobook.runlog.jsonl import stream
 
 PORT = "29500"
 HANG_S = 6.0
@@ -95,11 +95,11 @@ class NodeRun:
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         file = self.output / "runlog" / "events.jsonl"
-        return [event for event in read(file) if event["type"] in kinds] if file.exists() else []
+        return [event for event in stream(file) if event["type"] in kinds] if file.exists() else []
 
     def steps(self) -> list[dict[str, Any]]:
         file = self.output / "runlog" / "steps.jsonl"
-        return read(file) if file.exists() else []
+        return list(stream(file)) if file.exists() else []
 
     def step(self) -> int:
         """The last step in the runlog."""

@@ -14,7 +14,7 @@ import yaml
 from tests.harness import ROOT, SETTINGS
 from tests.nodes.hosts import Host, Network, missing
 from zerobook.launch.elastic import OWN_STORE
-from zerobook.runlog.writer import read
+from zerobook.runlog.jsonl import stream
 
 NEEDS = missing()
 pytestmark = [pytest.mark.nodes, pytest.mark.launch, pytest.mark.full,
@@ -62,4 +62,4 @@ def test_a_command_of_the_page_works_on_two_machines(tmp_path, tiny, number):
     if "doctor" in COMMANDS[number]:
         assert "links between hosts" in said
     else:
-        assert len(read(tmp_path / "run" / "runlog" / "steps.jsonl")) == 4 and "2 x cpu over gloo" in said
+        assert len(list(stream(tmp_path / "run" / "runlog" / "steps.jsonl"))) == 4 and "2 x cpu over gloo" in said

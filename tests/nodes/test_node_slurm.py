@@ -14,7 +14,7 @@ import yaml
 
 from tests.harness import ROOT
 from tests.nodes.slurm import ENDED, Cluster, missing_slurm
-from zerobook.runlog.writer import read
+from zerobook.runlog.jsonl import stream
 
 NEEDS = missing_slurm()
 pytestmark = [
@@ -92,11 +92,11 @@ class Job:
 
     def steps(self) -> list[dict[str, Any]]:
         file = self.output / "runlog" / "steps.jsonl"
-        return read(file) if file.exists() else []
+        return list(stream(file)) if file.exists() else []
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         file = self.output / "runlog" / "events.jsonl"
-        events = read(file) if file.exists() else []
+        events = list(stream(file)) if file.exists() else []
         return [event for event in events if event["type"] == kind]
 
     def attempt(self) -> int:
@@ -218,7 +218,7 @@ def test_a_job_array_trains_three_seeds(cluster, tmp_path, tiny):
     cluster.until(lambda: all(task["JobState"] in ENDED for task in cluster.jobs(array.number)), 180)
     logs = "\n".join(file.read_text() for file in tmp_path.glob("job-*.log"))
     assert [task["JobState"] for task in cluster.jobs(array.number)] == ["COMPLETED"] * 3, logs[-4000:]
-    losses = {read(tmp_path / f"seed-{seed}" / "runlog" / "steps.jsonl")[-1]["loss"] for seed in (1, 2, 3)}
+    losses = {list(stream(tmp_path / f"seed-{seed}" / "runlog" / "steps.jsonl"))[-1]["loss"] for seed in (1, 2, 3)}
     assert len(losses) == 3
 
 

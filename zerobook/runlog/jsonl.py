@@ -71,18 +71,13 @@ class Damage(NamedTuple):
     reason: str
 
 
-def read(file: Path, damaged: list[Damage] | None = None) -> list[dict[str, Any]]:
-    """Return the records of all sound lines of a runlog file, oldest first.
+def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of all sound lines of a runlog file, oldest first, one at a time, with little memory.
 
     Args:
         damaged: list that gets the damaged lines. A last line without a newline, which is still being written or was torn, is
             ignored.
     """
-    return list(stream(file, damaged))
-
-
-def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records that `read` returns, one at a time, with little memory."""
     if not file.exists():
         return
     with open_regular(file) as handle:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.errors import LockedError
-from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, read, repair
+from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, repair
 from zerobook.utils import locks
 from zerobook.utils.terminal import say
 from zerobook.utils.writing import refuse_link
@@ -25,7 +25,7 @@ STEPS = "steps.jsonl"
 GRACE_S = 15.0
 """Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
 
-__all__ = ["EVENTS", "STEPS", "NullRunLog", "RunLog", "read"]
+__all__ = ["EVENTS", "STEPS", "NullRunLog", "RunLog"]
 
 
 class RunLog:
