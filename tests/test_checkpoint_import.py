@@ -22,7 +22,7 @@ from tests.test_checkpoint_faults import Calls
 from zerobook.checkpoint import save, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.cli.main import main
-from zerobook.errors import CheckpointError
+from zerobook.errors import CheckpointError, ConfigError
 from zerobook.interop.checkpoints import importer
 from zerobook.interop.checkpoints.importer import flags_of, import_checkpoint
 from zerobook.runlog.jsonl import stream
@@ -350,7 +350,7 @@ def test_a_folder_with_content_is_not_written_to(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
     write_zero(tmp_path / "global_step3", make_state(), 3, 2)
-    with pytest.raises(CheckpointError, match="folder of its own"):
+    with pytest.raises(ConfigError, match="--output"):
         import_checkpoint(tmp_path / "global_step3", tmp_path / "run")
     assert os.listdir(tmp_path / "run") == ["mine"]
 

@@ -11,6 +11,7 @@ import yaml
 
 from zerobook.cli.arguments import Parser
 from zerobook.errors import ConfigError
+from zerobook.utils.files import require_new
 from zerobook.utils.terminal import say
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
@@ -56,9 +57,7 @@ def import_foreign(argv: list[str]) -> int:
         trainer = flags.trainer or recognise(config, flags.file)
         command = Command(config=config, file=Path(flags.file).expanduser(), trainer=trainer, recipe="")
     folder = Path(flags.output or f"{command.file.stem}_imported").expanduser()
-    # No file is overwritten.
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--output: {folder} exists and is not empty. Nothing was written. Name another folder.")
+    require_new(folder, "--output")
     imported = import_config(command.config, command.file, command.trainer, recipe=command.recipe)
     write(imported, folder)
     words = shlex.join(launch_words(imported, folder))

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from zerobook.cli.arguments import Parser
-from zerobook.errors import ConfigError
+from zerobook.utils.files import require_new
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
 
@@ -70,7 +70,7 @@ def init(arguments: list[str]) -> int:
     parser = Parser("zerobook init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="the folder to write; it must not exist, or be empty")
     folder = Path(parser.parse_args(arguments).folder).expanduser()
-    _check(folder)
+    require_new(folder, "folder")
     for name, pattern in _COPIED.items():
         (folder / name).mkdir(parents=True)
         for file in sorted(shipped(name).glob(pattern)):
@@ -82,15 +82,3 @@ def init(arguments: list[str]) -> int:
     say(f"wrote {folder}: recipes, strategy files, config.yaml and README.md. Name your data in config.yaml, and go on there:")
     say(f"  cd {shlex.quote(str(folder))}\n  {_CHECK}\n  {_TRAIN}")
     return 0
-
-
-def _check(folder: Path) -> None:
-    """Raise `ConfigError` if something would be overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: this is a file. Give a folder that does not exist, or is empty.")
-    first = next(folder.iterdir(), None) if folder.is_dir() else None
-    if first is not None:
-        raise ConfigError(
-            f"{folder}: the folder is not empty; it holds {first.name}. Nothing was written. Give a folder that does not "
-            "exist, or is empty."
-        )

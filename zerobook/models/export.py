@@ -12,7 +12,7 @@ from torch import nn
 from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
-from zerobook.errors import CheckpointError, ConfigError
+from zerobook.errors import CheckpointError
 from zerobook.models.adapters import adapt_model, grow_for_adapter, save_adapter
 from zerobook.models.card import Training, format_card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
@@ -22,7 +22,7 @@ from zerobook.models.vocabulary import grow_embeddings
 from zerobook.runlog.facts import trains_adapters
 from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import hub
-from zerobook.utils.files import disk_errors_named, modes_by_umask, staged
+from zerobook.utils.files import disk_errors_named, modes_by_umask, require_new, staged
 from zerobook.utils.library_messages import hush_loading
 from zerobook.utils.model_config import auto_class, text_config
 
@@ -56,7 +56,7 @@ def export_checkpoint(
         ConfigError: the model or the tokenizer that the checkpoint names cannot be loaded.
     """
     hush_loading()
-    _require_free(folder)
+    require_new(folder, "--output")
     recorded = store.read_json(checkpoint / "config.json")
     config = recorded["config"]
     adapts = trains_adapters(config)
@@ -125,7 +125,7 @@ def export_checkpoint(
                 f"largest, allowed is {_ALLOWED:.0e}. Nothing was kept."
             )
         # Another export may have ended since the first look.
-        _require_free(folder)
+        require_new(folder, "--output")
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
@@ -144,14 +144,6 @@ def _describe_limits(recorded: dict[str, Any], adapts: bool) -> list[str]:
             )
             break
     return notes
-
-
-def _require_free(folder: Path) -> None:
-    """Raise `ConfigError` if ``folder`` is a file, or a folder with something in it."""
-    if folder.is_file():
-        raise ConfigError(f"--output: {folder} is a file. Give a folder that is new.")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--output: {folder} is not empty. Give a folder that is new.")
 
 
 def _cast_as_loaded(model: Model, reloadable: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -53,6 +53,19 @@ def modes_by_umask(folder: Path) -> None:
             file.chmod(mode)
 
 
+def require_new(folder: Path, key: str) -> None:
+    """Raise `ConfigError` if ``folder`` is a file or holds something, which would be overwritten.
+
+    Args:
+        key: the flag or argument that names the folder.
+    """
+    advice = "Nothing was written. Give a folder that does not exist, or is empty."
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{key}: {folder} is a file. {advice}")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{key}: {folder} is not empty. {advice}")
+
+
 def staging_of(folder: Path) -> Path:
     """Return the path beside ``folder`` where it is written until it is complete. Deletes the remains of a killed process."""
     staging = folder.with_name(f".{folder.name}.partial")

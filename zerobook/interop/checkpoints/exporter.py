@@ -37,13 +37,13 @@ def export_state(checkpoint: Path, output: Path, form: str) -> None:
         form: a key of `FORMS`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or not of AdamW, or ``output`` holds something.
+        CheckpointError: the checkpoint is damaged or not of AdamW.
+        ConfigError: ``output`` holds something.
     """
     damage = store.find_damage(checkpoint, thorough=True)
     if damage is not None:
         raise CheckpointError(damage)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: it holds something already. Give the exported checkpoint a folder of its own.")
+    files.require_new(output, "--output")
     reader = Reader(checkpoint)
     if ADAM_STEPS not in reader.index:
         raise CheckpointError(f"{checkpoint}: it is not of AdamW, whose state alone can be exported. See zerobook export.")

@@ -58,10 +58,10 @@ def import_checkpoint(folder: Path, output: Path) -> Imported:
     Of each part that is read at the same time, the process holds one weight at most: files are mapped.
 
     Raises:
-        CheckpointError: ``folder`` holds no complete checkpoint that can be read, or ``output`` holds something.
+        CheckpointError: ``folder`` holds no complete checkpoint that can be read.
+        ConfigError: ``output`` holds something.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: it holds something already. Give the imported run a folder of its own.")
+    files.require_new(output, "--output")
     try:
         source = _open(folder)
         # Trainer's own files are beside DeepSpeed's folder.
