@@ -19,13 +19,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from zerobook.checkpoint import store
 from zerobook.cli.arguments import Parser
 from zerobook.errors import CheckpointError, RunLogError
 from zerobook.runlog.history import folder_of, is_written_elsewhere
-from zerobook.utils.terminal import console, plain, say
+from zerobook.utils.terminal import console, make_table, plain, say
 from zerobook.utils.units import counted, size
 
 
@@ -153,15 +151,6 @@ def _one_or_all(path: Path) -> list[Path]:
     return [*store.list_candidates(folder), *store.list_aside(folder, "unreadable")]
 
 
-def _table(title: str, *columns: str) -> Table:
-    numbers = ("step", "samples", "held-out loss", "size")
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        # Long paths and reasons are wrapped, not cut.
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return table
-
-
 def _list(folder: Path, *, as_json: bool) -> None:
     from rich.text import Text
 
@@ -169,7 +158,8 @@ def _list(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_facts(checkpoint, best) for checkpoint in store.list_candidates(folder)], indent=2))
         return
-    table = _table(str(folder), "step", "samples", "held-out loss", "size", "written", "by", "")
+    figures = ("step", "samples", "held-out loss", "size")
+    table = make_table(str(folder), (*figures, "written", "by", ""), numbers=figures)
     unreadable = store.list_unreadable(folder)
     for checkpoint in sorted({*store.list_candidates(folder), *store.list_aside(folder, "abandoned"), *unreadable}):
         reason = unreadable.get(checkpoint) or store.find_damage(checkpoint)
@@ -250,7 +240,7 @@ def _inspect(checkpoint: Path) -> None:
     facts = _facts(checkpoint, store.find_best(checkpoint.parent))
     if facts["damage"] is not None:
         raise CheckpointError(facts["damage"])
-    table = _table(str(checkpoint), "what", "value")
+    table = make_table(str(checkpoint), ("what", "value"))
     progress = facts.pop("progress")
     for key, value in (facts | progress).items():
         table.add_row(key, str(value))

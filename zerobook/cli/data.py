@@ -25,7 +25,7 @@ from zerobook.errors import ConfigError
 from zerobook.launch.build import usable_cores
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import names
-from zerobook.utils.terminal import console, say
+from zerobook.utils.terminal import console, make_table, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,14 +86,8 @@ def _datasets(data: PreparedData) -> list[tuple[str, Any]]:
 
 
 def _print_table(data: PreparedData) -> None:
-    from rich.table import Table
-
-    table = Table(title="prepared data", title_justify="left")
-    for column in ("dataset", "format"):
-        table.add_column(column, overflow="fold")
-    for column in ("rows", "tokens", "counted by the loss", "shortest", "median", "longest"):
-        table.add_column(column, justify="right", overflow="fold")
-    table.add_column("what was done", overflow="fold")
+    figures = ("rows", "tokens", "counted by the loss", "shortest", "median", "longest")
+    table = make_table("prepared data", ("dataset", "format", *figures, "what was done"), numbers=figures)
     for name, view in _datasets(data):
         lengths = view.lengths
         numbers = (

@@ -28,7 +28,7 @@ from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils import hub
 from zerobook.utils.host_memory import too_many_copies
-from zerobook.utils.terminal import console
+from zerobook.utils.terminal import console, make_table
 from zerobook.utils.units import counted
 
 if TYPE_CHECKING:
@@ -165,7 +165,6 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
 def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
     """Print what the machine has, and return the problems found."""
     import psutil
-    from rich.table import Table
 
     from zerobook.utils.versions import versions
 
@@ -185,7 +184,7 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
     ram = f"{memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"
     compiled_ops = sorted({library.parent.name for library in ops.cache_root().glob("**/*.so")})
 
-    table = Table(title="this machine", title_justify="left", show_header=False)
+    table = make_table("this machine", (), show_header=False)
     table.add_row("GPUs", gpus)
     table.add_row("flash attention 2", flash_attention)
     table.add_row("CPU cores, RAM", f"{psutil.cpu_count()}, {ram}")
@@ -209,8 +208,6 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
 
 def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
     """Connect to the other machines of the launch, print what they are, and return the problems found."""
-    from rich.table import Table
-
     launch_flags, recipe, _ = split_at_recipe(argv)
     try:
         here = host_check.place(launch_flags)
@@ -221,7 +218,7 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
         return error.problems
     if findings.hosts:
         columns = ("rank", "host", "GPUs", "driver", "memory, GiB", "clock")
-        table = Table(*columns, title="machines", title_justify="left")
+        table = make_table("machines", columns)
         for number, host in enumerate(findings.hosts):
             table.add_row(
                 str(number),
@@ -243,11 +240,9 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
 
 
 def _print_strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
-    from rich.table import Table
-
     from zerobook.data.batch_loader import BatchLayout
 
-    table = Table(title="the run", title_justify="left", show_header=False)
+    table = make_table("the run", (), show_header=False)
     layout = BatchLayout.from_plan(config, plan)
     processes = f"{plan.world_size} on {plan.device}"
     if plan.backend:

@@ -8,8 +8,6 @@ import sys
 from contextlib import redirect_stdout
 from typing import Any
 
-from rich.table import Table
-
 from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.export import add_checkpoint, find_checkpoint
 from zerobook.evaluation.harness import HarnessScorer
@@ -17,7 +15,7 @@ from zerobook.evaluation.held_out import describe
 from zerobook.evaluation.scorers import check_causal, split_tasks
 from zerobook.evaluation.tasks import Task, TaskScorer, read_task
 from zerobook.models.result import Loaded, load_result
-from zerobook.utils.terminal import console, say
+from zerobook.utils.terminal import console, make_table, say
 
 
 def evaluate(argv: list[str]) -> int:
@@ -137,9 +135,8 @@ def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
     """Print the metrics of lm-evaluation-harness, a row per task and metric."""
-    shown = Table(title=path, title_justify="left", caption="measured with lm-evaluation-harness", caption_justify="left")
-    shown.add_column("task", overflow="fold")
-    shown.add_column("metric", overflow="fold")
+    caption = "measured with lm-evaluation-harness"
+    shown = make_table(path, ("task", "metric"), caption=caption, caption_justify="left")
     for name in ("value", "samples"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -150,9 +147,8 @@ def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
 
 def print_table(path: str, table: list[dict[str, Any]]) -> None:
     """Print the accuracies of a model, a row per task and subject."""
-    shown = Table(title=path, title_justify="left", caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
-    shown.add_column("task", overflow="fold")
-    shown.add_column("subject", overflow="fold")
+    caption = "± standard error, sqrt(p (1 - p) / n)"
+    shown = make_table(path, ("task", "subject"), caption=caption, caption_justify="left")
     for name in ("questions", "acc", "acc_norm", "chance"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in table:

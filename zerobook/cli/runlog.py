@@ -29,7 +29,7 @@ from zerobook.runlog.report import write
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import VIEWS, Table
 from zerobook.runlog.writer import EVENTS
-from zerobook.utils.terminal import console, plain, say
+from zerobook.utils.terminal import console, make_table, plain, say
 from zerobook.utils.units import counted
 
 STEPS_VIEW = "steps"
@@ -99,16 +99,12 @@ def show(flags: argparse.Namespace) -> None:
 
 
 def _print_table(table: Table) -> None:
-    from rich.table import Table as TerminalTable
-
     if not table.rows:
         say("None.")
         return
-    printed = TerminalTable()
-    for index, column in enumerate(table.columns):
-        # Columns of numbers are aligned at the right.
-        is_number = all(row[index].isdigit() for row in table.rows)
-        printed.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    columns = zip(table.columns, *table.rows, strict=True)
+    numbers = [name for name, *cells in columns if all(map(str.isdigit, cells))]
+    printed = make_table(None, table.columns, numbers=numbers)
     for row in table.rows:
         printed.add_row(*(plain(cell, lines=False) for cell in row))
     console().print(printed)

@@ -20,6 +20,7 @@ from zerobook.launch.accelerate_cli import typed_flags
 from zerobook.launch.fsdp_settings import VERSION_1
 from zerobook.launch.model_facts import model_modules
 from zerobook.strategy.launch_plan import LaunchPlan
+from zerobook.utils.terminal import make_table
 
 USED = "used"
 WRITTEN_HERE = "checkpoints and the final model are written by Zerobook"
@@ -117,9 +118,7 @@ def entries(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, *, f
 
 def table(entries: list[Entry]) -> Table:
     """Return the account as a table, a section for each file."""
-    rows = Table(title="settings of the strategy", title_justify="left")
-    for column in ("key", "value", "effect"):
-        rows.add_column(column, overflow="fold")
+    rows = make_table("settings of the strategy", ("key", "value", "effect"))
     styles = {"no": "dim", "overridden:": "yellow"}
     for source in dict.fromkeys(entry.source for entry in entries):
         rows.add_section()

@@ -6,11 +6,13 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-~])")
 """Escape sequences: CSI, strings such as a window's title, and short ones."""
@@ -100,3 +102,18 @@ def console(width: int = 140, *, markup: bool = False) -> Console:
     # Without a width, rich asks the terminal.
     columns = None if sys.stdout.isatty() else width
     return Plain(width=columns, markup=markup, emoji=False, highlight=False)
+
+
+def make_table(title: str | None, columns: Sequence[str], *, numbers: Collection[str] = (), **options: Any) -> Table:
+    """Return a rich table without rows. Long cells are wrapped, not cut.
+
+    Args:
+        numbers: names of the columns that are aligned at the right.
+        options: of `rich.table.Table`.
+    """
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", **options)
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return table
