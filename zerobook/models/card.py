@@ -13,9 +13,8 @@ import yaml
 from zerobook.checkpoint import store
 from zerobook.errors import RunLogError
 from zerobook.runlog.facts import code_version, data_names, model_name, training_method
-from zerobook.runlog.formatting import duration
 from zerobook.runlog.history import History, time_spent
-from zerobook.utils.units import counted
+from zerobook.utils.units import counted, duration
 
 LOAD = {
     "peft": """from peft import AutoPeftModelFor{task}

@@ -1,26 +1,8 @@
-"""Times, losses and warnings as the page, the terminal and the sentences of events write them."""
+"""Losses and warnings as the page, the terminal and the sentences of events write them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as ``3 d 4 h``, ``2 h 5 min``, ``41 s`` or ``0.3 s``.
-
-    >>> duration(7512), duration(0.31)
-    ('2 h 5 min', '0.3 s')
-    """
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    amounts: list[str] = []
-    rest = round(seconds)
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        # The two largest units say enough.
-        if rest >= size and len(amounts) < 2:
-            amounts.append(f"{rest // size} {unit}")
-        rest %= size
-    return " ".join(amounts)
 
 
 def figure(value: float | None, form: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from zerobook.runlog import figures
 from zerobook.runlog.events import Event, sentence, style
 from zerobook.runlog.facts import run_facts
-from zerobook.runlog.formatting import duration, figure
+from zerobook.runlog.formatting import figure
 from zerobook.runlog.history import History, TimeSpent, add_log_name_to_errors, folder_of, time_spent, when
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import (
@@ -24,6 +24,7 @@ from zerobook.runlog.tables import (
     time_table,
 )
 from zerobook.utils.terminal import plain
+from zerobook.utils.units import duration
 from zerobook.utils.writing import write_whole
 
 PAGE = "report.html"

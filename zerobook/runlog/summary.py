@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from zerobook.runlog.events import Event, ending_in_words, ending_types, sentence
-from zerobook.runlog.formatting import duration, far_above_best, figure
+from zerobook.runlog.formatting import far_above_best, figure
 from zerobook.runlog.history import is_being_written, last_of, when
 from zerobook.runlog.writer import EVENTS
 from zerobook.utils.terminal import plain
+from zerobook.utils.units import duration
 
 
 def summary(folder: Path) -> str:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from zerobook.runlog.events import Event, ending_types, is_quiet, sentence
-from zerobook.runlog.formatting import duration, figure
+from zerobook.runlog.formatting import figure
 from zerobook.runlog.history import Branch, History, time_spent, when
+from zerobook.utils.units import duration
 
 MOST_RANGES = 60
 """Ranges of sample numbers that a table lists."""

@@ -69,7 +69,7 @@ def with_range(value: float, bounds: tuple[float, float], show: Callable[[float]
     """Return a value with its range; alone if its bounds are equal, since its range is not known.
 
     >>> with_range(5.0, (4.0, 7.0), count), with_range(90.0, (90.0, 90.0), duration)
-    ('5 (4 to 7)', '2 min')
+    ('5 (4 to 7)', '1 min 30 s')
     """
     low, high = bounds
     return show(value) if low == high else f"{show(value)} ({show(low)} to {show(high)})"
@@ -110,16 +110,23 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text: ``3 h 20 min``, ``40 s``."""
+    """Return a duration as text: ``3 d 4 h``, ``2 h 5 min``, ``41 s``, ``5.3 s`` or ``20 ms``.
+
+    >>> duration(7512), duration(5.31), duration(0.02)
+    ('2 h 5 min', '5.3 s', '20 ms')
+    """
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
-    if seconds < 90:
-        return f"{_three(seconds)} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-    return f"{seconds / 86400:,.1f} days"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    amounts: list[str] = []
+    rest = round(seconds)
+    for name, unit in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        # The two largest units say enough.
+        if rest >= unit and len(amounts) < 2:
+            amounts.append(f"{rest // unit} {name}")
+        rest %= unit
+    return " ".join(amounts)
 
 
 def _three(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerobook.runlog.events.event_type import Event, Mark, declare
-from zerobook.runlog.formatting import duration
+from zerobook.utils.units import duration
 
 
 @declare(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zerobook.runlog.events.event_type import Event, Mark, declare
-from zerobook.runlog.formatting import duration, figure
-from zerobook.utils.units import counted
+from zerobook.runlog.formatting import figure
+from zerobook.utils.units import counted, duration
 
 _FINDING_FIELDS = {
     "kind": "kind of the finding, see `zerobook.monitor.detector.Finding`",
