@@ -5,6 +5,7 @@ usage: failures.py
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
 
-from zerobook.plan.failures import RATES, RESTART_SECONDS, best_interval, goodput, young_interval  # noqa: E402
+from zerobook.plan.failures import RATES, RESTART_SECONDS, best_interval, goodput  # noqa: E402
 from zerobook.training.intervals import LONGEST_S  # noqa: E402
 from zerobook.utils.units import duration  # noqa: E402
 
@@ -44,6 +45,11 @@ def tables() -> str:
                 cells.append(f"{goodput(interval, save, RESTART_SECONDS, mean_time):.1%}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def young_interval(save: float, mean_time: float) -> float:
+    """Return the best work between two saves, by Young: where a save is short against the mean time between failures."""
+    return math.sqrt(2 * save * mean_time)
 
 
 def replaced(page: str) -> str:

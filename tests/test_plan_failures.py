@@ -11,7 +11,7 @@ import pytest
 from scripts import failures as page
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
-from zerobook.plan.failures import RATES, RESTART_SECONDS, WRITE_RATE, best_interval, goodput, plan_failures, young_interval
+from zerobook.plan.failures import RATES, RESTART_SECONDS, WRITE_RATE, best_interval, goodput, plan_failures
 from zerobook.training.intervals import WRITE_SPEED
 
 RUNS = 10_000
@@ -82,7 +82,7 @@ def test_limits():
     assert goodput(100, 60, 300, 0.1) == 0
     assert best_interval(100, 40) == 40, "a save takes longer than two times between failures"
     # Young's is the limit of short saves.
-    assert best_interval(1e-3, HOUR) == pytest.approx(young_interval(1e-3, HOUR), rel=1e-3)
+    assert best_interval(1e-3, HOUR) == pytest.approx(page.young_interval(1e-3, HOUR), rel=1e-3)
     shares = [goodput(best_interval(60, mean_time), 60, 300, mean_time) for mean_time in np.geomspace(100, 1e9, 50)]
     assert shares == sorted(shares)
 

@@ -18,7 +18,7 @@ from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat
 from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan
 from zerobook.data.template_limits import checked_length, template_memory, template_time
-from zerobook.data.tool_calls import has_calls, has_python_arguments, with_text_arguments, with_text_contents
+from zerobook.data.tool_calls import has_python_arguments, with_text_arguments, with_text_contents
 from zerobook.data.turns import ControlTokens, Rendered, any_of
 from zerobook.data.values import shared_length
 from zerobook.errors import ConfigError, DataError
@@ -199,7 +199,7 @@ class ChatTemplate:
 
     def _convert_calls(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Return the turns with calls in the form that the template reads."""
-        if not has_calls(messages):
+        if not any("tool_calls" in message for message in messages):
             return messages
         # Some templates refuse null in place of a content, or write it out. They get an empty text.
         with suppress(BadSample):

@@ -8,11 +8,6 @@ from typing import Any
 Message = dict[str, Any]
 
 
-def has_calls(messages: list[Message]) -> bool:
-    """Return whether any turn calls a tool."""
-    return any("tool_calls" in message for message in messages)
-
-
 def with_text_contents(messages: list[Message]) -> list[Message]:
     """Return the chat with an empty text in place of every content that is null."""
     return [message | {"content": message["content"] or ""} for message in messages]

@@ -35,15 +35,6 @@ def write_meta(folder: Path, facts: dict[str, Any]) -> None:
     (folder / META).write_text(json.dumps(content, indent=1))
 
 
-def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the content of a prepared folder's ``meta.json``; None if the folder is incomplete.
-
-    The sizes of its files are compared, and their content is not read.
-    """
-    meta, damage = _read_checked(folder)
-    return meta if damage is None else None
-
-
 def find_damage(folder: Path, *, silent: bool = False) -> str | None:
     """Return which file of a prepared folder is damaged, and how; None for a whole folder.
 
@@ -74,8 +65,8 @@ def find_damage(folder: Path, *, silent: bool = False) -> str | None:
 
 def stamp(folder: Path) -> None:
     """Note that this host has just written the folder's files."""
-    meta = read_meta(folder)
-    if meta is not None:
+    meta, damage = _read_checked(folder)
+    if damage is None:
         with suppress(OSError):
             _write_stamp(folder, _stats(folder, sorted(meta["bytes"])))
 
@@ -83,7 +74,8 @@ def stamp(folder: Path) -> None:
 def _read_checked(folder: Path) -> tuple[dict[str, Any], str | None]:
     """Return (content of meta.json, None), or (an empty dict, why the folder is incomplete).
 
-    A truncated file (loss of power, full disk) would give shorter or empty rows without an error.
+    The sizes of the files are compared, and their content is not read. A truncated file (loss of power, full disk) would give
+    shorter or empty rows without an error.
     """
     file = folder / META
     try:

@@ -109,6 +109,9 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
     compared_config = config.model_dump(mode="json")
     for key in HOST_KEYS:
         compared_config.pop(key, None)
+    environment = {
+        key: value for key, value in sorted(os.environ.items()) if key.startswith(COMPARED) and key not in HOST_VARIABLES
+    }
     # The folder of prepared data may not be there yet.
     disk = cache if cache.exists() else Path.home()
     return {
@@ -117,7 +120,7 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
         "versions": versions(),
         "code": code(Path(recipe or sys.argv[0])),
         "config": compared_config,
-        "environment": _compared_variables(os.environ),
+        "environment": environment,
         "gpus": _gpu_names(),
         "driver": gpus.driver_version(),
         "cores": psutil.cpu_count(),
@@ -222,10 +225,6 @@ def _shorten(names: Sequence[str]) -> str:
     """Return the first names, and the number of the others."""
     listed = ", ".join(names[:4])
     return f"{listed} and {len(names) - 4} more" if len(names) > 4 else listed
-
-
-def _compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    return {key: value for key, value in sorted(environ.items()) if key.startswith(COMPARED) and key not in HOST_VARIABLES}
 
 
 def _gpu_names() -> str:

@@ -47,17 +47,13 @@ _LARGEST_EXPONENT = 700.0
 """`math.exp` overflows a little above it."""
 
 
-def young_interval(save: float, mean_time: float) -> float:
-    """Return the best work between two saves, by Young: where a save is short against the mean time between failures."""
-    return math.sqrt(2 * save * mean_time)
-
-
 def best_interval(save: float, mean_time: float) -> float:
     """Return the best work between two saves, by Daly, equation 37."""
     if save >= 2 * mean_time:
         return mean_time
     ratio = save / (2 * mean_time)
-    return young_interval(save, mean_time) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+    # The root is Young's interval, which is the best one where a save is short against the mean time.
+    return math.sqrt(2 * save * mean_time) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
 def goodput(interval: float, save: float, restart: float, mean_time: float) -> float:

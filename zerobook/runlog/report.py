@@ -13,7 +13,6 @@ from zerobook.runlog.formatting import figure
 from zerobook.runlog.history import History, TimeSpent, add_log_name_to_errors, folder_of, time_spent, when
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import (
-    Table,
     attempt_table,
     change_table,
     checkpoint_table,
@@ -50,7 +49,15 @@ def render(history: History) -> str:
         cards=_cards(history, time_spent(history)),
         charts=figures.charts(history),
         hint=figures.data_bound(history),
-        tables=_tables(history),
+        tables=[
+            time_table(history),
+            rollback_table(history),
+            skipped_table(history),
+            checkpoint_table(history),
+            *sample_tables(history),
+            attempt_table(history),
+            change_table(history),
+        ],
         days=_days(history),
         note=f"Times are UTC. The page has {len(history.events)} events; [n] is an event's number in events.jsonl.",
     )
@@ -107,18 +114,6 @@ def _speed_cards(log_point: Event) -> list[tuple[str, str]]:
     if mfu is not None or tflops is not None:
         cards.append(("n/a" if mfu is None else f"{mfu:.1%}", "MFU"))
     return cards
-
-
-def _tables(history: History) -> list[Table]:
-    return [
-        time_table(history),
-        rollback_table(history),
-        skipped_table(history),
-        checkpoint_table(history),
-        *sample_tables(history),
-        attempt_table(history),
-        change_table(history),
-    ]
 
 
 # --- the list of events
