@@ -37,6 +37,10 @@ from zerobook.monitor.settings import Settings
 
 CHRONIC_POINTS = 1000
 """Points within which spikes are counted for a ``chronic`` finding."""
+EARLY_FACTOR = 4.0
+"""Among the first six points, only a loss of this many times the level is high."""
+EARLY_LEVEL = 0.25
+"""Smallest level that counts in this comparison. Losses around 0 have any ratio to each other."""
 DEAD_LEVEL = 0.02
 """A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
 by step."""
@@ -287,6 +291,11 @@ class Detector:
     def _see_loss(self, point: Point, stride: int) -> list[Finding]:
         excursion = self.excursion
         if not self.has_level:
+            self.loss.accept(point.loss)
+            return []
+        # The first points have no noise to be compared with. If one is low by chance, usual ones are several times as high.
+        is_first = excursion is None and self.loss.has_no_noise
+        if is_first and point.loss < EARLY_FACTOR * max(abs(self.loss.level()), EARLY_LEVEL):
             self.loss.accept(point.loss)
             return []
         # A spike that was judged already is not reported again, however high it rises.

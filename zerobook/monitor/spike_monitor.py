@@ -153,8 +153,8 @@ class SpikeMonitor:
     def _is_harmless_step(self, finding: Finding) -> bool:
         """Return whether the loss has risen to a new level by a moderate amount, so that an announced event can explain it."""
         excursion = self.detector.excursion
-        # After a shock, the weights may be damaged whatever was announced.
-        if excursion is None or self.detector.shock is not None:
+        # After a shock, the weights may be damaged whatever was announced. Few points show no new level.
+        if excursion is None or len(excursion.losses) < NEW_LEVEL_POINTS or self.detector.shock is not None:
             return False
         norms = [past.grad_norm for past in self._history if past.step >= finding.onset and past.grad_norm is not None]
         # The detector has logarithms of norms.
@@ -164,7 +164,7 @@ class SpikeMonitor:
         rise = newest_level - excursion.base
         # A loss that still rises has no new level. The last three points are then above the three before them by more than the
         # noise, and by more than a quarter of the rise.
-        still_rises = newest_level - median(excursion.losses[-6:-3]) > max(2.5 * excursion.unit, rise / 4)
+        still_rises = newest_level - median(excursion.losses[-NEW_LEVEL_POINTS:-3]) > max(2.5 * excursion.unit, rise / 4)
         # A moderate rise at most doubles the loss. A loss near 0 is measured in units of its noise.
         return rise < max(abs(excursion.base), 10 * excursion.unit) and not still_rises
 
