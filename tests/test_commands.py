@@ -203,6 +203,22 @@ def test_a_rollback_a_lower_rate_and_samples_to_leave_out_are_carried_out(comman
     assert run.event("command")["by"].endswith("@here") and run.event("command")["why"] == "to see it again"
 
 
+def test_a_command_at_a_step_that_is_evaluated_and_saved_takes_neither_away(commanded):
+    run = commanded(
+        {
+            12: [{"action": "skip", "steps": (11, 12)}],
+            22: [{"action": "lower_rate", "factor": 0.5}],
+        },
+        logging_steps=10,
+        eval_steps=10,
+    )
+
+    assert answers(run) == [(20, "skip", True), (30, "lower_rate", True)]
+    assert [event["step"] for event in run.events if event["type"] == "eval"] == [10, 20, 30, 40]
+    saved = [event["step"] for event in run.events if event["type"] == "checkpoint" and event["state"] == "complete"]
+    assert saved == [10, 20, 30, 40]
+
+
 def test_what_cannot_be_done_is_refused_with_a_reason(commanded):
     run = commanded(
         {

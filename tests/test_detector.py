@@ -481,3 +481,33 @@ def test_sets_of_curves_are_judged_with_each_point_as_a_step(tmp_path, capsys):
     (tmp_path / "labels.json").write_text(json.dumps(labels))
     assert main(["sets", str(tmp_path)]) == 0
     assert "| 2 | 800 | 1/1 | 0/0 | 0/0 | 0/0 | 0/1 | 0/1 |" in capsys.readouterr().out
+
+
+def first_is_low(rng):
+    """A noisy loss whose first point is a third of its level."""
+    return [0.4, *(1.2 + 0.3 * rng.gauss(0, 1) for _ in range(60))]
+
+
+def around_zero(rng):
+    return [0.01 * rng.gauss(0, 1) for _ in range(60)]
+
+
+def grown_from_zero(rng):
+    """The loss of a KL term: zero before the first update, and tiny later."""
+    return [0.0, *(1e-5 * step * math.exp(0.3 * rng.gauss(0, 1)) for step in range(1, 61))]
+
+
+@pytest.mark.parametrize("curve", [first_is_low, around_zero, grown_from_zero])
+def test_noise_is_no_damage_in_the_first_steps(curve):
+    def is_acted_on(seed):
+        points = (Point(step=step, loss=loss) for step, loss in enumerate(curve(random.Random(seed)), start=1))
+        return any(finding.needs_action for finding in replay(points))
+
+    assert sum(map(is_acted_on, range(20))) <= 1
+
+
+def test_a_loss_that_is_often_exactly_zero_is_not_dead():
+    rng = random.Random(0)
+    losses = [max(0.0, 1 - step / 100 + rng.gauss(0, 0.7)) for step in range(200)]
+    assert losses.count(0.0) > 60
+    assert not [f for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)) if "exactly 0" in f.reason]

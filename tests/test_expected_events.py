@@ -58,6 +58,12 @@ def test_an_announced_step_of_the_level_is_the_new_level(rise):
         assert actions(monitor_of, shift=lambda after: rise) == 20, "nobody has announced it"
 
 
+def test_a_huge_loss_is_damage_whatever_was_announced():
+    monitor = monitor_of((CHANGE, "an epoch begins"))
+    found = findings_on(monitor, 0, shift=lambda after: 300.0 if after < 2 else 0.0)
+    assert [finding.kind for finding in found if finding.needs_action] == ["divergence"]
+
+
 def test_a_restart_of_the_rate_announces_itself():
     def rate(step):
         return 1e-3 if step >= CHANGE else 1e-5

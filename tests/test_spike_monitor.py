@@ -195,6 +195,21 @@ def test_gradients_that_are_not_finite_four_times_and_again(tmp_path):
     assert fresh.go(1, 80, **bad) is None, "fp16's scaler overflows by design"
 
 
+def test_a_loss_that_is_not_finite_is_not_applied_under_fp16_either(tmp_path):
+    run = Run(tmp_path, precision="fp16")
+    assert run.go(1, 60, s45=(math.nan, math.nan)) is None
+    measure = run.go(61, 70, **{f"s{step}": (math.nan, math.nan) for step in range(62, 68)})
+    assert (measure.kind, measure.onset) == ("replay", 62)
+
+
+def test_steps_after_one_whose_samples_are_left_out_are_seen(tmp_path):
+    run = Run(tmp_path, on_spike="skip")
+    measure = run.go(1, 80, **HIGH)
+    assert (measure.kind, measure.goes_back) == ("leave_out", False)
+    assert len(run.spikes.cursors(1, 80)) == run.monitor.detector.last_step == 70
+    assert len(run.events("decision")) == 1
+
+
 def test_odd_data_and_a_nan_or_two_do_nothing(tmp_path):
     run = Run(tmp_path)
     assert run.go(1, 100, s40=(9.0, 1.0), s60=(2.0, math.inf), s61=(math.nan, math.nan)) is None
@@ -238,6 +253,9 @@ def test_a_run_that_ends_far_above_its_best_says_so_whatever_was_found(tmp_path)
     assert name == "loss" and value > 3.9 and 1.9 < best < 2.1
     run.go(201, 208, **{f"s{step}": (math.nan, math.nan) for step in range(201, 209)})
     assert run.monitor.far_above_best(None, None)["loss"][0] == math.inf
+    falling = Run(tmp_path / "falling")
+    falling.go(1, 20, **{f"s{step}": (2.5 - 0.06 * step, 1.0) for step in range(1, 21)})
+    assert falling.monitor.far_above_best(None, None) == {}
     young = Run(tmp_path / "young")
     young.go(1, 3, s2=(9.0, 1.0), s3=(9.0, 1.0))
     assert young.monitor.far_above_best(9.0, 9.0) == {}, "three points have no level"

@@ -15,8 +15,8 @@ MEDIAN_OF_NORMAL = 1.4826
 """Ratio of the standard deviation to the median of the absolute values, for normal noise."""
 NEWEST_POINTS = 7
 """Number of newest points whose median is the level of a loss that falls fast."""
-SMALL_LOSS = 0.1
-"""Smallest first loss that shares of the loss near zero refer to."""
+ZERO = 1e-6
+"""A first loss that is smaller is zero, as that of a KL term before the first update."""
 DIP_POINTS = 128
 """Largest number of points of a dip. A loss that stays lower for longer is a new level."""
 DIP_MEMORY = 512
@@ -178,9 +178,13 @@ class LossBaseline(Baseline):
 
     def size(self, level: float) -> float:
         """Return the loss that shares refer to at ``level``. It is the level itself, unless that is near zero."""
-        # Near zero, a fiftieth of the fall since the start replaces the level. A loss may also begin at zero.
+        # Near zero, a fiftieth of the fall since the start replaces the level.
         first = level if self.first is None else self.first
-        return max(abs(level), 0.02 * max(abs(first - level), SMALL_LOSS))
+        fall = abs(first - level)
+        if abs(first) < ZERO:
+            # Nothing says how large such a loss is, so it is taken for nats.
+            fall = 1.0
+        return max(abs(level), 0.02 * fall, 1e-12)
 
     def scale(self, level: float) -> float:
         """Return what a residual around ``level`` is divided by."""

@@ -69,6 +69,7 @@ class Detector:
         lowest_at: step of that level.
         risen: number of points in a row at which the level was far above ``lowest``.
         zeros: steps of the newest points, if their loss was exactly 0; at most those that are needed for a verdict.
+        zeros_are_usual: whether a usual loss has followed one of exactly 0, as in hinge losses.
         not_finite: steps of the newest points, if their loss or gradient was not finite.
         spikes: values of ``seen`` at the newest alarms.
         chronic: whether the ``chronic`` finding was reported.
@@ -98,6 +99,7 @@ class Detector:
         self.lowest_at: int = state.get("lowest_at", 0)
         self.risen: int = state.get("risen", 0)
         self.zeros: list[int] = state.get("zeros", [])
+        self.zeros_are_usual: bool = state.get("zeros_are_usual", False)
         self.not_finite: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
@@ -127,6 +129,7 @@ class Detector:
             "lowest_at": self.lowest_at,
             "risen": self.risen,
             "zeros": list(self.zeros),
+            "zeros_are_usual": self.zeros_are_usual,
             "masked": list(self.not_finite),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
@@ -185,6 +188,8 @@ class Detector:
         self.not_finite.clear()
         if self.is_dead(point):
             return self._see_zero(point)
+        # A model whose loss is lost stays at 0.
+        self.zeros_are_usual |= 0 < len(self.zeros) <= self.settings.outlier_steps
         self.zeros.clear()
         if point.learning_rate is not None:
             self.last_rate = point.learning_rate
@@ -229,7 +234,9 @@ class Detector:
 
     def is_dead(self, point: Point) -> bool:
         """Return whether the loss is exactly 0 where it was far above 0."""
-        return point.loss == 0.0 and self.has_level and self.loss.level() > DEAD_LEVEL
+        if self.zeros_are_usual or point.loss != 0.0:
+            return False
+        return self.has_level and self.loss.level() > DEAD_LEVEL
 
     def _see_zero(self, point: Point) -> list[Finding]:
         """Process a loss of exactly 0: a batch without supervised tokens, or NaN that a trainer logs as 0."""

@@ -18,6 +18,8 @@ from zerobook.monitor.settings import Settings
 
 RAISED_RATE = 1.1
 """A learning rate counts as raised if it is more than this times the rate of the step before."""
+NEW_LEVEL_POINTS = 6
+"""Points of an excursion that show whether the loss has a new level or still rises."""
 MOST_NORM = 20.0
 """A gradient norm of more than this times its usual level means damage, whatever was announced. In public logs, the median
 factor was 21 at divergences, and 1.2 at restarts of the learning rate."""
@@ -215,13 +217,13 @@ class SpikeMonitor:
         """Return the losses that are far above their best at the end, with or without a finding: name -> [value, best].
 
         For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
-        evaluation with the best one.
+        evaluation with the best one. The last three points count too: a loss that falls until the end lies below its median.
         """
         losses = []
         for point in list(self._history)[-self.settings.patience :]:
             # The median needs an order, and NaN has none.
             losses.append(point.loss if math.isfinite(point.loss) else math.inf)
-        loss = median(losses) if losses else None
+        loss = min(median(losses), median(losses[-3:])) if losses else None
         pairs = {"loss": (loss, self.detector.best), "held-out loss": (held_out, best_held_out)}
         far: dict[str, list[float | None]] = {}
         for name, (value, best) in pairs.items():

@@ -87,12 +87,15 @@ class SpikeHandler:
 
         Steps after one that leads to a rollback are not processed: they will be done again.
         """
+        first_action = None
         for record in records:
-            action = self._see_step(record)
+            action = self._see_step(record, decides=first_action is None)
             if action is not None:
-                return action
+                first_action = action
+                if action.goes_back or action.kind == "stop":
+                    return action
         self._prove_checkpoints(records[-1].step)
-        return None
+        return first_action
 
     def take_messages(self) -> list[str]:
         """Return the sentences for experiment trackers since the last call; on rank 0 only."""
@@ -175,32 +178,37 @@ class SpikeHandler:
         return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
 
     # --- one step
-    def _see_step(self, record: StepRecord) -> RecoveryAction | None:
+    def _see_step(self, record: StepRecord, *, decides: bool) -> RecoveryAction | None:
+        """Process a step. Return an action if one is needed and ``decides`` is true: a log point takes one action."""
         self._cursors[record.step] = record.cursor
         if len(self._cursors) > HISTORY_STEPS:
             del self._cursors[next(iter(self._cursors))]
         observation = self.monitor.update(self._point_of(record))
         if observation.replay is not None:
             self._report_replay(observation.replay)
-            if observation.replay.finding is not None:
+            if observation.replay.finding is not None and decides:
                 action = self.decide(observation.replay.finding)
                 # One decision a step: the step's findings are of the same spike.
                 if action.kind != "none":
                     return action
         for finding in observation.findings:
             self._report_finding(finding)
-            if finding.needs_action:
+            if finding.needs_action and decides:
                 action = self.decide(finding)
                 if action.kind != "none":
                     return action
         return None
 
     def _point_of(self, record: StepRecord) -> Point:
-        """Return the detector's point. Under fp16 no step counts as skipped, since the loss scaler skips steps regularly."""
+        """Return the detector's point.
+
+        A step whose loss or gradient is not finite is not applied. Under fp16, a gradient that is not finite is no sign of
+        trouble: the loss scaler tries larger scales regularly.
+        """
         norm = float(record.grad_norm)
         loss = float(record.loss)
-        is_finite = math.isfinite(norm) and math.isfinite(loss)
-        is_skipped = not is_finite and self.strategy.plan.precision != "fp16"
+        scales_loss = self.strategy.plan.precision == "fp16"
+        is_skipped = not math.isfinite(loss) or (not math.isfinite(norm) and not scales_loss)
         return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, is_skipped=is_skipped)
 
     # --- reports

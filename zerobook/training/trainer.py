@@ -359,8 +359,13 @@ class Trainer(TrainerView):
             action = None
             if is_last or evaluates or saves or step % config.logging_steps == 0:
                 action = self._log_point(takes_command=True)
-                if action is not None and action.kind != "save":
+                if action is not None and (action.goes_back or action.kind == "stop"):
                     return action
+                if action is not None and action.kind != "save":
+                    # The run goes on with the next step, after the evaluation and the save of this one.
+                    self._recover(action)
+                    steps = iter(state.loader)
+                    action = None
 
             # Evaluate and save. Again: the log point has measured how long steps and saves take.
             saves = saves and self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
