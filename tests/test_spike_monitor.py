@@ -155,6 +155,14 @@ def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):
     assert run.go(51, 100) is None
 
 
+def test_a_dead_run_that_is_dead_again_is_not_called_cured(tmp_path):
+    run = Run(tmp_path)
+    dead = {f"s{step}": (0.0, 1.0) for step in range(62, 81)}
+    run.back(run.go(1, 80, **dead))
+    assert run.go(51, 80, **dead).kind == "skip"
+    assert run.events("verify") == []
+
+
 def test_a_spike_that_does_not_come_again_costs_no_data(tmp_path):
     run = Run(tmp_path)
     run.back(run.go(1, 80, **HIGH))

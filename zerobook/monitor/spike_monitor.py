@@ -119,7 +119,11 @@ class SpikeMonitor:
         findings = self.detector.update(point)
         self._history.append(point)
         findings = [self._explain(finding, point) for finding in findings]
-        return Observation(findings, self._compare_with_replay(point))
+        replay = self._compare_with_replay(point)
+        # A fault without an excursion, such as losses of exactly 0, is found again by the detector alone.
+        if replay is not None and replay.finding is None and any(finding.needs_action for finding in findings):
+            replay = None
+        return Observation(findings, replay)
 
     def _expect_raised_rate(self, point: Point) -> None:
         """Announce an event if the schedule raises the learning rate, such as at a warm restart."""
