@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Tests run in two processes, a file in one of them. Launches too: while one starts or is compared, another trains.
-BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# Tests run in three processes, each file in one of them: many tests wait for timers and launches, so two would leave a core idle.
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
