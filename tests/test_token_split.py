@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from tests.planning import rows_of, shortened
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
 from zerobook.constants import IGNORE
 from zerobook.errors import ConfigError
+from zerobook.launch.groups import unfit_config
 from zerobook.models.whole_rows import check_split
 from zerobook.objective import TARGETS, NextToken, TargetTokens, causal_lm_loss
 from zerobook.plan.hardware import cluster
@@ -181,6 +183,31 @@ def test_models_that_can_be_split_are_none(tmp_path):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"attention_dropout": 0.1}))
     assert "attention dropout of 0.1" in plan_for(CONTEXT, model_name_or_path=str(folder))[0].problems[0]
     assert not plan_for(sequence(tmp_path), model_name_or_path=str(folder))[0].problems
+
+
+@pytest.mark.parametrize(
+    "model_type, kind",
+    [
+        ("falcon_h1", "hybrid"),
+        ("jamba", "linear_attention"),
+        ("bamba", "linear_attention"),
+        ("zamba", "hybrid"),
+        ("zamba2", "hybrid"),
+        ("nemotron_h", "linear_attention"),
+        ("recurrent_gemma", "linear_attention"),
+        ("mamba2", "linear_attention"),
+        ("qwen3_next", "linear_attention"),
+        ("rwkv", "no sdpa"),
+        ("xlstm", "no sdpa"),
+        ("gptj", "no sdpa"),
+    ],
+)
+def test_models_whose_layers_need_whole_rows_are_refused(tmp_path, model_type, kind):
+    config = CONFIG_MAPPING[model_type]()
+    for environ in (sequence(tmp_path), CONTEXT):
+        problems = unfit_config(plan_for(environ)[0], config)
+        assert any(kind in problem for problem in problems)
+        assert not any("fsdp_context" in problem for problem in problems), "the advice would be refused too"
 
 
 def test_the_planner_halves_the_activations_of_rows_that_two_processes_share(tmp_path):

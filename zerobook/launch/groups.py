@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zerobook.config_sources import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.environment import is_true
+from zerobook.utils.model_config import auto_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -172,7 +173,7 @@ def unfit_for_groups(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     if not is_split:
         return problems
     # Windows and chunks are masks, which split rows do not have.
-    kinds = set(facts.get("layer_types") or []) - {"full_attention"}
+    kinds = set(facts.get("layer_types") or []) - {"full_attention", "mlp", "moe"}
     if not facts.get("layer_types") and facts.get("sliding_window") and facts.get("use_sliding_window", True):
         kinds.add(f"sliding window of {facts['sliding_window']} tokens")
     if kinds:
@@ -195,9 +196,19 @@ def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
     Args:
         config: transformers' config of the model, which says how its weights are divided.
     """
-    problems = unfit_for_groups(plan, config.to_dict())
     text = config.get_text_config(decoder=True)
-    if plan.sequence > 1 and not all(getattr(text, key, None) for key in _HEADS):
+    facts = config.to_dict()
+    # Recurrent models compute the kinds of their layers, which to_dict leaves out.
+    facts["text_config"] = (facts.get("text_config") or {}) | {"layer_types": getattr(text, "layer_types", None)}
+    problems = unfit_for_groups(plan, facts)
+    model_class = auto_class(type(config), encoder_decoder=False)._model_mapping.get(type(config), None)
+    has_sdpa = getattr(model_class, "_supports_sdpa", True) and hasattr(text, "num_attention_heads")
+    if plan.sequence * plan.context > 1 and not has_sdpa:
+        problems.append(
+            f"model: transformers has no sdpa attention with num_attention_heads for {config.model_type} models, and "
+            f"{plan.name} splits rows under it only. Use a strategy file that does not split rows."
+        )
+    elif plan.sequence > 1 and not all(getattr(text, key, None) for key in _HEADS):
         problems.append(
             f"model: DeepSpeed 0.19.8 splits heads by {' and '.join(_HEADS)}, which the config of a {config.model_type} model "
             "does not have. Use accelerate_configs/fsdp_context.yaml, which does not split heads."
