@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, Qwen3Config
 
 from tests.planning import FILES, ROOT, made
 from zerobook.cli.main import main
@@ -26,7 +27,7 @@ from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.state_bytes import ModelWeights, Weight, count_states
 from zerobook.plan.trace import TimelinePoint, Trace
 from zerobook.plan.traced_job import TracedJob
-from zerobook.plan.traffic import Transfer, list_transfers
+from zerobook.plan.traffic import Transfer, list_token_transfers, list_transfers
 from zerobook.plan.work import Work
 from zerobook.utils.devices import DEVICES, find_device
 from zerobook.utils.model_config import nvme_buffer_elements
@@ -343,3 +344,21 @@ def test_each_gpu_holds_a_quantised_base_whole_while_it_is_loaded(kind):
     assert "load" not in on_cpu.moments and on_cpu.host_at_load == 8 * (800 + 4) * M
     # On a GPU, the host holds a weight at a time.
     assert on_gpu.host_at_load == 8 * 800 * M
+
+
+@pytest.mark.parametrize(
+    "kind, config, token_elements",
+    [
+        ("deepspeed", Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128), 2 * (16 + 8) * 128),
+        ("fsdp", Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128), 6 * 8 * 128),
+        ("deepspeed", DeepseekV3Config(), 2 * 128 * (192 + 128)),
+        ("fsdp", DeepseekV3Config(), 3 * 128 * (192 + 128)),
+    ],
+)
+def test_attention_sends_tokens_as_wide_as_its_heads(kind, config, token_elements):
+    config.num_hidden_layers = 3
+    spec = ShardingSpec(kind=kind, name="", ranks=2, ranks_per_node=2, token_ranks=2, precision="bf16")
+
+    (transfer,) = list_token_transfers(config, 10, spec, accumulation=1)
+
+    assert transfer.size_bytes == 3 * 10 * token_elements * 2

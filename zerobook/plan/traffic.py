@@ -87,12 +87,16 @@ def list_token_transfers(
         return []
     text = text_config(model_config)
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    query_bytes = sharding.compute_bytes * text.hidden_size
-    key_bytes = query_bytes * key_heads / text.num_attention_heads
+    # The heads together can be wider or narrower than the hidden size, and values narrower than keys.
+    key_size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
+    key_size = key_size or text.hidden_size / text.num_attention_heads
+    value_size = getattr(text, "v_head_dim", None) or key_size
+    # a query and a result, or a key and a value
+    head_bytes = sharding.compute_bytes * (key_size + value_size)
     if sharding.kind == "deepspeed":
-        token_bytes = 2 * (2 * query_bytes + 2 * key_bytes) / ranks
+        token_bytes = 2 * head_bytes * (text.num_attention_heads + key_heads) / ranks
     else:
-        token_bytes = 3 * 2 * key_bytes
+        token_bytes = 3 * head_bytes * key_heads
     size_bytes = accumulation * text.num_hidden_layers * tokens * token_bytes
     return [Transfer("attention", "all-to-all", size_bytes, ranks, within_node=ranks <= sharding.ranks_per_node)]
 
