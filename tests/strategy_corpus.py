@@ -183,6 +183,11 @@ CORPUS: dict[str, Case] = {
     "groups that do not divide": Case(DEEPSPEED, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "do not divide"),
     "fp16 on a CPU": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}, said="fp16 does not train on a CPU"),
     "fp8": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp8"}, said="fp8 is not supported", refused_by_launcher=True),
+    "no precision without quotes": Case(
+        {"distributed_type": "MULTI_GPU", "mixed_precision": False}, said="mixed_precision is no without quotes",
+        refused_by_launcher=True),
+    "no distribution without quotes": Case(
+        {"distributed_type": False}, said="distributed_type is NO without quotes", processes=1),
     "Megatron-LM": Case({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
                         said="distributed_type is MEGATRON_LM"),
     "a TPU": Case({"distributed_type": "XLA"}, said="distributed_type is XLA", refused_by_launcher=True),

@@ -106,7 +106,7 @@ def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:
     environment = loaded.get("compute_environment", "LOCAL_MACHINE")
     if str(environment).upper() != "LOCAL_MACHINE":
         yield f"compute_environment is {environment}; the recipes are launched on machines of your own. {_SHIPPED}"
-    elif str(kind).upper() not in _LAUNCHED:
+    elif kind is not False and str(kind).upper() not in _LAUNCHED:
         yield f"distributed_type is {kind}; the recipes run under {', '.join(_LAUNCHED)}. {_SHIPPED}"
     if loaded.get("mpirun_config"):
         yield "mpirun_config: accelerate starts the processes, not mpirun. Remove it, and set distributed_type to MULTI_GPU."
@@ -115,7 +115,10 @@ def _other_launchers(loaded: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong_types(loaded: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for each section that is not a mapping, and each number that is none."""
+    """Yield a problem for each section that is not a mapping, each number that is none, and each unquoted no."""
+    for key, value in (("distributed_type", "NO"), ("mixed_precision", "no")):
+        if loaded.get(key) is False:
+            yield f"{key} is {value} without quotes, which YAML reads as false. Write '{value}'."
     for key in ("num_processes", "num_machines"):
         count = loaded.get(key)
         # YAML's true is a bool, which Python takes for 1.
