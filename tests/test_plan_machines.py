@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Qwen3Config
 
-from tests.planning import FILES, ROOT, made
+from tests.planning import FILES, ROOT, made, shortened, traced_once
 from zerobook.cli.main import main
 from zerobook.cli.plan import here
 from zerobook.config_sources import ConfigSources
@@ -362,3 +362,18 @@ def test_attention_sends_tokens_as_wide_as_its_heads(kind, config, token_element
     (transfer,) = list_token_transfers(config, 10, spec, accumulation=1)
 
     assert transfer.size_bytes == 3 * 10 * token_elements * 2
+
+
+def test_layers_that_are_not_resharded_are_sent_once_and_stay_in_memory(tmp_path):
+    file = next(path for path in FILES if path.stem == "fsdp")
+    kept = tmp_path / "fsdp_kept.yaml"
+    kept.write_text(file.read_text().replace("reshard_after_forward: true", "reshard_after_forward: false"))
+    traced = traced_once(made("causal_lm", shortened(tmp_path, "llama2_70b", num_hidden_layers=4)), "cuda")
+    where = cluster(gpus="8", gpu="a100-80gb")
+
+    resharded, unsharded = (plan_row(path, traced, where, ConfigSources({})) for path in (file, kept))
+
+    assert not resharded.problems and not unsharded.problems
+    assert 0.6 < unsharded.sent / resharded.sent < 0.75, "the backward pass gathers nothing"
+    layer_bytes = (unsharded.memory.device.buffers - resharded.memory.device.buffers) / 3
+    assert layer_bytes > 3e9, "three more layers of 0.86 billion fp32 weights"

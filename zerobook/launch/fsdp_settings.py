@@ -46,6 +46,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     plan.offload_param = "cpu" if is_true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
     # FSDP2 keeps moments beside the parameters.
     plan.offload_optimizer = plan.offload_param
+    plan.reshards = is_true(environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
     plan.rank_0_loads = is_true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
     # Without a parallelism config, one copy is sharded over all processes.
     plan.shard = plan.world_size

@@ -249,7 +249,9 @@ def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backwa
     # A layer is copied out of the flat buffer that it was gathered in. A flat buffer is kept until the next layer is copied in
     # the forward pass, when this layer has been freed, and the next layer's is gathered early in the backward pass. So there
     # are a layer and a flat buffer, or two flat buffers (torch 2.13, fsdp/_fully_shard/_fsdp_param_group.py).
-    buffers = root_bytes + sum(layers[:2])
+    # Without resharding, all layers stay gathered, and the last one's flat buffer is there beside them.
+    gathered_layers = layers[:2] if sharding.reshards else layers + layers[:1]
+    buffers = root_bytes + sum(gathered_layers)
     if is_backward:
         trained_elements: dict[str, int] = defaultdict(int)
         for weight in model.trained:

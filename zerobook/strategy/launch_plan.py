@@ -22,6 +22,7 @@ class LaunchPlan:
     secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
+    reshards: bool = True  # FSDP: weights are freed after a layer's forward pass
     sequence: int = 1  # processes that share the tokens of a sample, by DeepSpeed-Ulysses
     context: int = 1  # processes that share the tokens of a sample, by FSDP2's context parallelism
     tensor: int = 1  # processes that share every weight matrix, and compute the same samples
