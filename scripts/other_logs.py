@@ -15,6 +15,7 @@ import csv
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +49,11 @@ COLUMNS = {
 _TENSORBOARD_EXPORT = {"wall time", "step", "value"}
 """Columns of the CSV that TensorBoard's page downloads. The file's name alone says what the value is."""
 _TRAINER_LOSS = re.compile(r"\{'(?:[^{}\n]*')?loss': [^{}\n]*\}")
-# A dictionary, or the number of steps in a progress bar.
-_TRAINER_TOKEN = re.compile(r"(\{'[^{}\n]*\})|\| *(\d+)/\d+ \[")
+# A dictionary, or the number of steps in a progress bar and their total.
+_TRAINER_TOKEN = re.compile(r"(\{'[^{}\n]*\})|\| *(\d+)/(\d+) \[")
+_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+_CURVE_NAMES = ("run", "run_id", "split")
+"""Columns whose values tell the curves of a file apart."""
 _TRAINER_PAIR = re.compile(r"'([^']+)': '?([^',}]+)")
 
 
@@ -92,7 +96,7 @@ def read_log(path: str | Path) -> OtherLog:
     log = OtherLog(path=path, file_format=file_format, columns=_choose_columns(path, file_format, rows))
     for point in _merge_rows(rows, log.columns):
         step = point["step"]
-        if "held_out" in point:
+        if math.isfinite(point.get("held_out", math.nan)):
             log.held_out[step] = point["held_out"]
         if "loss" in point:
             values = {name: point.get(name) for name in ("grad_norm", "learning_rate")}
@@ -168,6 +172,12 @@ def _read_rows(path: Path) -> tuple[str, list[Row]]:
     for row in rows:
         # A line of CSV with more cells than the first has a list under None.
         named_rows.append({_column_name(name): value for name, value in row.items() if name is not None})
+    for name in _CURVE_NAMES:
+        curves = sorted({str(row[name]) for row in named_rows if row.keys() & {name} and row.keys() & set(COLUMNS["loss"])})
+        if len(curves) > 1:
+            raise DataError(
+                f"{path}: its column {name} tells several curves apart: {', '.join(curves[:6])}. Give a file of one."
+            )
     return file_format, named_rows
 
 
@@ -206,13 +216,22 @@ def _read_file(path: Path) -> tuple[str, list[Row]]:
 
 
 def _output_rows(text: str) -> tuple[str, list[Row]]:
-    """Return the dictionaries that Trainer printed. It prints no steps, but draws its progress bar after each of them."""
+    """Return the dictionaries that Trainer printed. It prints no steps, but draws its progress bars after each of them."""
     rows: list[Row] = []
-    for dictionary, bar_step in _TRAINER_TOKEN.findall(text):
+    bars_after: list[list[tuple[str, str]]] = []
+    for dictionary, bar_step, bar_total in _TRAINER_TOKEN.findall(text):
         if dictionary:
             rows.append(dict(_TRAINER_PAIR.findall(dictionary)))
+            bars_after.append([])
         elif rows:
-            rows[-1].setdefault("step", bar_step)
+            bars_after[-1].append((bar_step, bar_total))
+    # After an evaluation, its own bar may come first. The training's bar is the one that follows most losses.
+    totals = Counter(bars[0][1] for row, bars in zip(rows, bars_after, strict=True) if bars and "loss" in row)
+    training_total = max(totals, key=totals.__getitem__, default=None)
+    for row, bars in zip(rows, bars_after, strict=True):
+        steps = [step for step, total in bars if total == training_total]
+        if steps:
+            row["step"] = steps[0]
     # Bars that follow few of the lines are of something else, such as of saving.
     if sum("step" in row for row in rows) >= len(rows) / 2:
         return "output of Trainer", rows
@@ -261,4 +280,10 @@ def _csv_rows(path: Path, text: str) -> list[Row]:
     # A chart of Weights & Biases may show several runs, of which each has a column.
     if len(losses) > len({_column_name(name) for name in losses}):
         raise DataError(f"{path}: it holds several runs: {', '.join(losses[:6])}. Export the chart of one run.")
+    for number, row in enumerate(rows, start=2):
+        if any(row.get(None) or ()):
+            raise DataError(f"{path}, line {number}: it has more cells than the first line. Are decimal commas not in quotes?")
+        for name, cell in row.items():
+            if delimiter != "," and _DECIMAL_COMMA.fullmatch(str(cell)):
+                row[name] = cell.replace(",", ".")
     return rows

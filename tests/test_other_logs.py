@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import random
 import re
 import shutil
 import struct
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -369,3 +371,57 @@ def test_any_bytes_are_a_curve_or_a_named_error(tmp_path_factory, content):
 def test_a_file_that_is_no_curve_is_an_error_that_says_what_was_found(tmp_path, text, found):
     with pytest.raises(DataError, match=found):
         read_log(written(tmp_path, "x.csv", text))
+
+
+class EvaluationLoader:
+    def __len__(self):
+        return 7
+
+
+def test_held_out_losses_of_trainers_output_have_the_steps_of_the_training(tmp_path):
+    """Two bars are drawn after an evaluation, in an order that changes from one evaluation to the next."""
+    from transformers.trainer_callback import ProgressCallback, TrainerControl, TrainerState
+
+    def train():
+        callback = ProgressCallback()
+        state = TrainerState(is_world_process_zero=True, is_local_process_zero=True, max_steps=40)
+        callback.on_train_begin(None, state, TrainerControl())
+        for step in range(1, 41):
+            state.global_step = step
+            callback.on_step_end(None, state, TrainerControl())
+            if step % 5 == 0:
+                callback.on_log(None, state, TrainerControl(), logs={"loss": 3 - step / 40})
+            if step % 10 == 0:
+                for _ in range(7):
+                    callback.on_prediction_step(None, state, TrainerControl(), eval_dataloader=EvaluationLoader())
+                callback.on_log(None, state, TrainerControl(), logs={"eval_loss": 3.1 - step / 40})
+                callback.on_evaluate(None, state, TrainerControl())
+        callback.on_train_end(None, state, TrainerControl())
+
+    for number in range(10):
+        output = io.StringIO()
+        with redirect_stdout(output), redirect_stderr(output):
+            train()
+        log = read_log(written(tmp_path, f"{number}.txt", output.getvalue()))
+        assert len(log.records) == 8 and sorted(log.held_out) == [10, 20, 30, 40]
+
+
+def test_decimal_commas_are_numbers_or_an_error(tmp_path):
+    assert curve(read_log(written(tmp_path, "a.csv", "step;loss\n10;2,31\n20;2\n30;1,9\n"))) == [
+        (10, 2.31),
+        (20, 2.0),
+        (30, 1.9),
+    ]
+    with pytest.raises(DataError, match=r"line 2.*more cells"):
+        read_log(written(tmp_path, "b.csv", "step,loss\n10,2,31\n20,2,11\n"))
+
+
+def test_several_curves_in_one_table_are_refused_by_their_names(tmp_path):
+    with pytest.raises(DataError, match=r"run .*: a, b"):
+        read_log(written(tmp_path, "runs.csv", "step,run,loss\n10,a,2\n20,a,1\n10,b,3\n20,b,2\n"))
+
+
+def test_held_out_losses_that_are_not_finite_are_left_out(tmp_path):
+    history = [{"step": step, "loss": 2 - step / 100} for step in range(10, 60, 10)]
+    history += [{"step": 20, "eval_loss": math.nan}, {"step": 40, "eval_loss": 1.9}]
+    assert read_log(written(tmp_path, "trainer_state.json", json.dumps({"log_history": history}))).held_out == {40: 1.9}

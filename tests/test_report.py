@@ -22,6 +22,7 @@ from zerobook.runlog import figures, report
 from zerobook.runlog.events import EVENT_TYPES, Mark, declare
 from zerobook.runlog.history import History
 from zerobook.runlog.lifecycle import begin, code_state
+from zerobook.runlog.summary import summary
 from zerobook.runlog.writer import RunLog
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -363,6 +364,23 @@ def test_what_was_found_on_an_abandoned_branch_is_marked_there(tmp_path):
     assert (curves["spike"]["x"], curves["spike"]["y"]) == ([3], [5.0])
     assert (curves["rollback"]["x"], curves["rollback"]["y"]) == ([4], [9.0])
     assert (curves["checkpoint"]["x"], curves["checkpoint"]["y"]) == ([4], [1.5])
+
+
+def test_the_held_out_loss_of_abandoned_steps_is_not_that_of_the_run(tmp_path):
+    log = attempt(tmp_path, {"seed": 1})
+    log.event("eval", step=2, seconds=1.0, samples=[], loss=1.5, held_out_fingerprint="a")
+    log.event("eval", step=4, seconds=1.0, samples=[], loss=9.9, held_out_fingerprint="a")
+    intent = log.event("rollback", phase="intent", action="skip", from_step=4, to_step=2, why="high")
+    log.branch += 1
+    log.event("rollback", phase="outcome", parent=intent, step=2, steps_given_up=2, seconds=0.1, bytes_read=0, set_aside=[],
+              verified=[], differing=[])  # fmt: skip
+    log.steps([{"step": 3, "loss": 1.5, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 5}])
+    log.close()
+
+    history = History.read(tmp_path)
+    cards = re.findall(r"([\d.]+)</[^>]+>\s*<[^>]+>held-out loss", report.render(history))
+    assert cards == ["1.5000"]
+    assert "9.9" not in summary(history.folder)
 
 
 @pytest.mark.parametrize(

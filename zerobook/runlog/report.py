@@ -85,7 +85,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     cards = [(f"{spent.ratio:.1%}", "effective training time"), (duration(spent.total), "since the first event")]
     if log_points:
         cards.append((f"{log_points[-1]['steps'][1]:,} / {starts[-1]['total_steps']:,}", "steps"))
-    losses = [event["loss"] for event in history.of("eval") if "loss" in event]
+    losses = [event["loss"] for event in history.current_evaluations() if "loss" in event]
     if losses:
         cards.append((figure(losses[-1], ".4f"), "held-out loss"))
     if log_points:

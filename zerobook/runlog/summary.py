@@ -36,9 +36,9 @@ def summary(folder: Path) -> str:
         words += f" {sentence(ending)}"
     elif ending is not None and ending.get("far_above_best"):
         words += f" {far_above_best(ending['far_above_best'])}"
-    # The evaluation and the decision may be of an earlier attempt.
+    # The evaluation and the decision may be of an earlier attempt. One of a later step was abandoned by a rollback.
     evaluation = newest.get("eval", {})
-    if "loss" in evaluation:
+    if "loss" in evaluation and evaluation["step"] <= step:
         words += f" Held-out loss {figure(evaluation['loss'], '.4f')} at step {evaluation['step']}."
     if "decision" in newest:
         words += f" Last decision: {newest['decision']['action']} ({newest['decision']['rule']})."
