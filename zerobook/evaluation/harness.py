@@ -135,24 +135,22 @@ def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
     """Return the harness's index of tasks, the tasks' names, and its objects for them. Their data may be downloaded.
 
     Raises:
-        ConfigError: the harness has no such task, its data cannot be loaded, or the task generates text.
+        ConfigError: the harness has no such task, its data cannot be loaded, the task generates text, or two have one name.
     """
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    files = [Path(task).expanduser() for task in tasks if is_yaml(task)]
     # The harness's own tasks are thousands of files, which take seconds to read. Only tasks that are given by name need them.
-    needs_defaults = len(files) < len(tasks)
-    folders = sorted({str(file.parent) for file in files})
-    manager = TaskManager(include_path=folders or None, include_defaults=needs_defaults)
+    manager = TaskManager(include_defaults=not all(map(is_yaml, tasks)))
     names: list[str] = []
     objects: list[Any] = []
     for task in tasks:
         name = _task_name(Path(task).expanduser()) if is_yaml(task) else task
-        if name not in manager.all_tasks:
+        if not is_yaml(task) and name not in manager.all_tasks:
             raise ConfigError(f"{task}: lm-evaluation-harness has no such task.{nearest(name, manager.all_tasks, most=3)}")
         try:
-            loaded = manager.load([name])
+            # A file is loaded by its path: another file of its folder may define a task of the same name.
+            loaded = manager.load([task])
         except Exception as error:  # whatever a dataset's download raises
             raise ConfigError(f"{task}: the task's data cannot be loaded: {str(error).splitlines()[0]}") from error
         for loaded_task in loaded["tasks"].values():
@@ -172,6 +170,10 @@ def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
             # A tag: its tasks have no common result.
             names += loaded["tasks"]
             objects += loaded["tasks"].values()
+    repeated_names = sorted({name for name in names if names.count(name) > 1})
+    # The harness would measure the last of them alone.
+    if repeated_names:
+        raise ConfigError(f"{', '.join(tasks)}: two tasks are called {repeated_names[0]}. Rename one, or leave it out.")
     return manager, names, objects
 
 
@@ -189,6 +191,8 @@ def _task_name(file: Path) -> str:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
         # A missing key and a file that is not a mapping mean the same to the user.
         raise ConfigError(f"{file}: this is not a task file of lm-evaluation-harness: {error!r}.") from None
+    if isinstance(name, list):
+        raise ConfigError(f"{file}: this is the file of a group. Give the files of its tasks, or their names.")
     return str(name)
 
 
