@@ -258,6 +258,10 @@ class _HarnessMethods:
         return self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        # Chat templates write the first token of a text themselves. The tokenizer must not add a second one.
+        first_token = self.tokenizer.bos_token or self.tokenizer.eos_token
+        if add_special_tokens is None and first_token and string.startswith(first_token):
+            add_special_tokens = False
         # None: as the tokenizer does by default.
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return self.tokenizer(string, verbose=False, **options)["input_ids"]
