@@ -307,7 +307,7 @@ def test_accuracies_by_hand(llama):
 def test_broken_weights_are_an_error_and_names_are_unique(llama, tasks):
     _, tokenizer = llama
     broken = Bigram(torch.full((len(tokenizer), len(tokenizer)), math.nan))
-    with pytest.raises(DivergenceError, match="48 of 48 choices have a likelihood of nan"):
+    with pytest.raises(DivergenceError, match="48 of 48 likelihoods are nan"):
         TaskScorer(tasks[:1], tokenizer, 4)(None, broken)
     with pytest.raises(ConfigError, match="two task files are called arithmetic"):
         TaskScorer([tasks[0], tasks[0]], tokenizer, 4)

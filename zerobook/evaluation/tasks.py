@@ -223,6 +223,9 @@ def likelihoods(
     Args:
         strategy: how ``model`` is spread; None for a plain model in one process.
         batch_size: sequences (choices, not questions) in a forward.
+
+    Raises:
+        DivergenceError: a likelihood is not a number. All ranks raise it.
     """
     rank = 0
     world_size = 1
@@ -250,6 +253,10 @@ def likelihoods(
     if strategy is not None:
         # Each score is on one rank, or on those that computed it together, and 0 on the others. So the sum is that score.
         scores = strategy.mesh.sum_over_samples(scores)
+    broken = int(scores[:, 0].isnan().sum())
+    # A comparison with nan is always false, so the first choice would win every question.
+    if broken:
+        raise DivergenceError(f"{broken} of {len(sequences)} likelihoods are nan: the model's weights are broken.")
     return [Likelihood(log_probability, bool(is_greedy)) for log_probability, is_greedy in scores.tolist()]
 
 
@@ -351,12 +358,6 @@ class TaskScorer:
         return self._summary([score.log_probability for score in scores], step)
 
     def _summary(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        broken = sum(map(math.isnan, scores))
-        # A comparison with nan is always false, so the first choice would win every question.
-        if broken:
-            raise DivergenceError(
-                f"{broken} of {len(scores)} choices have a likelihood of nan: the model's weights are broken."
-            )
         metrics: dict[str, float] = {}
         table: list[dict[str, Any]] = []
         # The scores are in the order in which the sequences were made: tasks, questions, choices.
