@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
@@ -76,7 +77,8 @@ class HarnessScorer:
             )
         self.tokenizer = tokenizer
         self.batch_size = batch_size
-        self.max_length = max_length
+        # Without a limit, the number is larger than any text is long.
+        self.max_length = max_length or sys.maxsize
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
         self.manager, self.names, self.tasks = load_tasks(tasks)
 
@@ -216,14 +218,12 @@ Window = tuple[None, list[int], list[int]]
 """(None, ids of the context, ids whose likelihood is measured): a request of the harness without its text."""
 
 
-def _windows(ids: list[int], prefix_id: int, max_length: int | None) -> list[Window]:
-    """Cut a text into windows of at most ``max_length`` tokens. Each token's likelihood is measured in one window."""
+def _windows(ids: list[int], prefix_id: int, max_length: int) -> list[Window]:
+    """Cut a text into windows of ``max_length`` tokens and the one after them. Each token is measured in one window."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    # Without a limit, one window holds the prefix token and the whole text.
-    length = max_length or len(ids) + 1
     windows = []
-    for overlapping in get_rolling_token_windows(ids, prefix_id, max_seq_len=length - 1, context_len=1):
+    for overlapping in get_rolling_token_windows(ids, prefix_id, max_seq_len=max_length, context_len=1):
         context, continuation = make_disjoint_window(overlapping)
         windows.append((None, context, continuation))
     return windows
@@ -271,8 +271,8 @@ class _HarnessMethods:
         """Return (log-likelihood of the continuation, whether greedy decoding gives it) of (text, context, continuation)."""
         sequences = []
         for _, context, continuation in requests:
-            # A request that is too long loses its beginning. Without a limit, the slice from -0 is the whole list.
-            ids = [*context, *continuation][-(self.scorer.max_length or 0) :]
+            # A request that is too long loses its beginning. The model does not take the last token, it only predicts it.
+            ids = [*context, *continuation][-(self.scorer.max_length + 1) :]
             # The first token has no likelihood, since no token precedes it.
             sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
         longest = max(len(sequence.ids) for sequence in sequences)

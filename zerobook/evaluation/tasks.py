@@ -268,7 +268,8 @@ def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.devic
     is_choice = mask.bool()
     for number, row in enumerate(rows):
         is_choice[number, : row.first] = False
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    # The last token is predicted, and nothing after it. So a row may have one token more than the model takes.
+    logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False).logits
     # The logits at a position predict the next token, so the ids are moved by one.
     ids = ids[:, 1:]
     is_choice = is_choice[:, 1:]
