@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import shutil
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.alone import train
 from tests.harness import ROOT, launch
 from zerobook.cli.eval import evaluate
-from zerobook.errors import ConfigError
-from zerobook.evaluation.harness import HarnessScorer
+from zerobook.errors import ConfigError, DivergenceError
+from zerobook.evaluation.harness import HarnessScorer, _harness_model, load_tasks
 from zerobook.evaluation.scorers import fetch_tasks
 from zerobook.evaluation.tasks import TaskScorer, read_task
 
@@ -86,6 +90,84 @@ def test_it_computes_what_the_harness_own_model_computes(llama, tasks):
               if key.endswith(",none") and "stderr" not in key}  # fmt: skip
     assert {name.rsplit("/")[-1] for name in wanted} == {"acc", "acc_norm", "word_perplexity", "bits_per_byte"}
     assert ours == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer():
+    """A tokenizer that puts BOS before a text, with a chat template that writes BOS, too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<s>", "</s>", *alphabet]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    template = (
+        "{{ bos_token }}{% for m in messages %}[user]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=template
+    )
+
+
+@pytest.mark.parametrize("max_length", [16, 512])
+@pytest.mark.parametrize("chat", [False, True])
+def test_likelihoods_are_those_of_the_harness_own_model(bos_tokenizer, tasks, chat, max_length):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    config = LlamaConfig(
+        vocab_size=len(bos_tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    scorer = HarnessScorer([str(tasks / "text.yaml")], bos_tokenizer, 4, max_length=max_length, apply_chat_template=chat)
+    ours = _harness_model(scorer, None, model, False)
+    theirs = HFLM(pretrained=model, tokenizer=bos_tokenizer, device="cpu", batch_size=4, max_length=max_length)
+    prompt = "The quick brown fox jumps over the lazy"
+    if chat:
+        prompt = ours.apply_chat_template([{"role": "user", "content": prompt}])
+    choices = [Instance("loglikelihood", {}, (prompt, choice), 0) for choice in (" dog", " cat.", " of")]
+    text = [Instance("loglikelihood_rolling", {}, (3 * prompt,), 0)]
+
+    likelihoods = [likelihood for likelihood, _ in ours.loglikelihood(choices)]
+    rolling = ours.loglikelihood_rolling(text)
+
+    assert likelihoods == pytest.approx([likelihood for likelihood, _ in theirs.loglikelihood(choices)], rel=1e-5)
+    assert rolling == pytest.approx(theirs.loglikelihood_rolling(text), rel=1e-5)
+
+
+def test_a_model_of_nan_has_no_accuracy(llama, tasks):
+    model = copy.deepcopy(llama[0])
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(DivergenceError, match="nan"):
+        HarnessScorer([str(tasks / "choices.yaml")], llama[1], 4, limit=2)(None, model)
+
+
+@pytest.mark.parametrize("ending", ["yaml", "yml"])
+def test_the_task_is_read_from_the_file_that_is_named(tasks, tmp_path, ending):
+    definition = (tasks / "choices.yaml").read_text()
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "mine.yaml").write_text(definition.replace("Answer:", "Old:"))
+    (tmp_path / f"mine.{ending}").write_text(definition)
+
+    _, names, objects = load_tasks([str(tmp_path / f"mine.{ending}")])
+
+    assert names == ["zerobook_choices"]
+    assert objects[0].config.doc_to_text.endswith("Answer:")
+
+
+def test_two_files_of_one_task_name_are_an_error(tasks, tmp_path):
+    copied = shutil.copy(tasks / "choices.yaml", tmp_path / "copy.yaml")
+    with pytest.raises(ConfigError, match="zerobook_choices"):
+        load_tasks([str(tasks / "choices.yaml"), str(copied)])
+
+
+def test_the_file_of_a_group_is_an_error_that_says_so(tmp_path):
+    file = tmp_path / "group.yaml"
+    file.write_text("group: both\ntask: [zerobook_choices, zerobook_text]\n")
+    with pytest.raises(ConfigError, match="the file of a group"):
+        load_tasks([str(file)])
 
 
 def test_a_task_file_and_the_harness_agree(llama, tasks):
