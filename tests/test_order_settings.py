@@ -33,7 +33,7 @@ class Rows:
     def __len__(self):
         return 10
 
-    def skipping(self, ranges):
+    def without_samples(self, ranges):
         return self
 
     def order(self, settings, *, seed, weights, passed):
