@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Tests run in three processes, each file in one of them: many tests wait for timers and launches, so two would leave a core idle.
+# Each file of tests runs in one process. Many tests without launches wait for timers, so three processes keep two cores busy.
+# Launches have two ranks that compute.
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
+LAUNCHES_BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -73,10 +75,10 @@ test-fast: setup ## a few minutes: all tests that start no run of several proces
 
 test: setup checks ## all tests without launches, and a sample of those with; what CI runs
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch and not full" --durations=10
-	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10
+	@$(BIN)/python -m pytest -q $(LAUNCHES_BESIDE) -m "launch and not full" --durations=10
 
 test-launches: setup ## the launched sample alone, or TESTS of it
-	@$(BIN)/python -m pytest -q $(BESIDE) -m "launch and not full" --durations=10 $(TESTS)
+	@$(BIN)/python -m pytest -q $(LAUNCHES_BESIDE) -m "launch and not full" --durations=10 $(TESTS)
 
 # uv chooses the versions that pyproject.toml allows: RESOLUTION is lowest-direct or highest. PYTHONPATH puts benchmarks/
 # before the package of that name that PyArrow 17 installs.
@@ -102,7 +104,7 @@ test-cuda-build: ## imports and trials of the GPU benchmark on the CPU, with tor
 # ZEROBOOK_REAL_LAUNCH=1 make test-full: every launch is accelerate launch itself, and none is forked (tests/rank_server.py).
 test-full: setup checks test-cuda-build ## the whole matrices and long runs but those of test-nodes, and the pages of docs/measured/ that tests measure
 	@rm -f .cache/parity.jsonl
-	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q $(BESIDE) -m "launch and not nodes" --durations=20
+	@ZEROBOOK_PARITY_RECORD=$(CURDIR)/.cache/parity.jsonl $(BIN)/python -m pytest -q $(LAUNCHES_BESIDE) -m "launch and not nodes" --durations=20
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "not launch" --durations=20
 	@$(BIN)/python scripts/parity_table.py .cache/parity.jsonl docs/measured
 
