@@ -15,7 +15,6 @@ import csv
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +172,8 @@ def _read_rows(path: Path) -> tuple[str, list[Row]]:
         # A line of CSV with more cells than the first has a list under None.
         named_rows.append({_column_name(name): value for name, value in row.items() if name is not None})
     for name in _CURVE_NAMES:
-        curves = sorted({str(row[name]) for row in named_rows if row.keys() & {name} and row.keys() & set(COLUMNS["loss"])})
+        with_loss = [row for row in named_rows if any(_number(row.get(column)) is not None for column in COLUMNS["loss"])]
+        curves = sorted({str(row[name]) for row in with_loss if name in row})
         if len(curves) > 1:
             raise DataError(
                 f"{path}: its column {name} tells several curves apart: {', '.join(curves[:6])}. Give a file of one."
@@ -225,11 +225,10 @@ def _output_rows(text: str) -> tuple[str, list[Row]]:
             bars_after.append([])
         elif rows:
             bars_after[-1].append((bar_step, bar_total))
-    # After an evaluation, its own bar may come first. The training's bar is the one that follows most losses.
-    totals = Counter(bars[0][1] for row, bars in zip(rows, bars_after, strict=True) if bars and "loss" in row)
-    training_total = max(totals, key=totals.__getitem__, default=None)
+    # After an evaluation, its own bar may come first. After a training loss, the training's bar does.
+    training_totals = {bars[0][1] for row, bars in zip(rows, bars_after, strict=True) if bars and "loss" in row}
     for row, bars in zip(rows, bars_after, strict=True):
-        steps = [step for step, total in bars if total == training_total]
+        steps = [step for step, total in bars if total in training_totals]
         if steps:
             row["step"] = steps[0]
     # Bars that follow few of the lines are of something else, such as of saving.

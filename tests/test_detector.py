@@ -506,6 +506,20 @@ def test_noise_is_no_damage_in_the_first_steps(curve):
     assert sum(map(is_acted_on, range(20))) <= 1
 
 
+@pytest.mark.parametrize("start", [[2.0, 2.1, 3.5, 7.5, 7.4, 7.3], [1.2, 1.25, 2.0, 4.6, 4.5, 4.6]])
+def test_a_run_that_is_destroyed_in_its_first_steps_is_found_soon(start):
+    rng = random.Random(0)
+    losses = start + [start[-1] + 0.01 * rng.gauss(0, 1) for _ in range(30)]
+    found = [f.step for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses, 1)) if f.needs_action]
+    assert found and found[0] <= 12
+
+
+def test_a_run_that_dies_after_one_batch_without_labels_is_dead():
+    losses = [*noise(0.03)[:100], 0.0, *noise(0.03)[:100], *[0.0] * 10]
+    found = [f for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)) if "exactly 0" in f.reason]
+    assert [f.step for f in found] == [204]
+
+
 def test_a_loss_that_is_often_exactly_zero_is_not_dead():
     rng = random.Random(0)
     losses = [max(0.0, 1 - step / 100 + rng.gauss(0, 0.7)) for step in range(200)]

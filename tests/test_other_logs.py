@@ -421,6 +421,17 @@ def test_several_curves_in_one_table_are_refused_by_their_names(tmp_path):
         read_log(written(tmp_path, "runs.csv", "step,run,loss\n10,a,2\n20,a,1\n10,b,3\n20,b,2\n"))
 
 
+def test_a_table_with_held_out_losses_in_rows_of_their_own_is_one_curve(tmp_path):
+    log = read_log(written(tmp_path, "wide.csv", "step,split,loss,eval_loss\n10,train,2.9,\n20,train,2.8,\n20,eval,,3.0\n"))
+    assert curve(log) == [(10, 2.9), (20, 2.8)] and log.held_out == {20: 3.0}
+
+
+def test_output_of_a_run_that_was_resumed_with_more_steps_keeps_all_points(tmp_path):
+    lines = [f"{{'loss': {3 - step / 100}}}\n| {step}/{total} [00:01<00:01]" for total, step in
+             [(100, 10), (100, 20), (200, 30), (200, 40), (200, 50)]]  # fmt: skip
+    assert [step for step, _ in curve(read_log(written(tmp_path, "out.txt", "\n".join(lines))))] == [10, 20, 30, 40, 50]
+
+
 def test_held_out_losses_that_are_not_finite_are_left_out(tmp_path):
     history = [{"step": step, "loss": 2 - step / 100} for step in range(10, 60, 10)]
     history += [{"step": 20, "eval_loss": math.nan}, {"step": 40, "eval_loss": 1.9}]

@@ -215,7 +215,8 @@ def test_steps_after_one_whose_samples_are_left_out_are_seen(tmp_path):
     measure = run.go(1, 80, **HIGH)
     assert (measure.kind, measure.goes_back) == ("leave_out", False)
     assert len(run.spikes.cursors(1, 80)) == run.monitor.detector.last_step == 70
-    assert len(run.events("decision")) == 1
+    decisions = [event["leaves_out_steps"] for event in run.events("decision")]
+    assert list(measure.steps) == [decisions[0][0], decisions[-1][1]], "the samples of all decisions are left out"
 
 
 def test_odd_data_and_a_nan_or_two_do_nothing(tmp_path):

@@ -400,20 +400,22 @@ def list_set_aside_unreadable(checkpoints: Path) -> dict[Path, str]:
 
 def eval_loss(checkpoint: Path) -> float | None:
     """Return the held-out loss at a checkpoint's step; None if it was not evaluated there, or is not finite."""
-    try:
-        loss = reading.read_json(checkpoint / PROGRESS)["eval_loss"]
-        # Earlier versions recorded a NaN.
-        return loss if math.isfinite(loss) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    loss = _recorded(checkpoint, "eval_loss")
+    # Earlier versions recorded a NaN.
+    return loss if isinstance(loss, float | int) and math.isfinite(loss) else None
 
 
 def held_out_fingerprint(checkpoint: Path) -> str:
     """Return the fingerprint of the data that a checkpoint's held-out loss was measured on; empty if it is not recorded."""
+    return str(_recorded(checkpoint, "held_out_fingerprint") or "")
+
+
+def _recorded(checkpoint: Path, key: str) -> Any:
+    """Return a value of a checkpoint's progress.json; None if it cannot be read."""
     try:
-        return str(reading.read_json(checkpoint / PROGRESS)["held_out_fingerprint"])
+        return reading.read_json(checkpoint / PROGRESS)[key]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return None
 
 
 def sort_by_loss(checkpoints: list[Path]) -> list[Path]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
+import xxhash
 
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, files, sources
@@ -752,14 +753,10 @@ def _lock(folder: Path) -> Path:
 
 
 def _fingerprint(value: object) -> str:
-    import xxhash
-
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
 
 
 def _digest_of_array(array: np.ndarray) -> str:
-    import xxhash
-
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array, np.int64).data)
 
 

@@ -37,10 +37,13 @@ from zerobook.monitor.settings import Settings
 
 CHRONIC_POINTS = 1000
 """Points within which spikes are counted for a ``chronic`` finding."""
-EARLY_FACTOR = 4.0
-"""Among the first six points, only a loss of this many times the level is high."""
-EARLY_LEVEL = 0.25
+EARLY_FACTORS = (4.0, 4.0, 3.0)
+"""Among the first six points, only a loss of this many times the level is high: by number of accepted points, the last for all
+after them. The median of three points is no longer a single low one."""
+EARLY_LEVEL = 1 / 3
 """Smallest level that counts in this comparison. Losses around 0 have any ratio to each other."""
+USUAL_SERIES = 3
+"""Series of at most three zeros after which zeros are usual in this data. A batch without supervised tokens is rarer."""
 DEAD_LEVEL = 0.02
 """A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
 by step."""
@@ -69,7 +72,7 @@ class Detector:
         lowest_at: step of that level.
         risen: number of points in a row at which the level was far above ``lowest``.
         zeros: steps of the newest points, if their loss was exactly 0; at most those that are needed for a verdict.
-        zeros_are_usual: whether a usual loss has followed one of exactly 0, as in hinge losses.
+        zero_series: number of series of zeros that a usual loss has followed, as in hinge losses.
         not_finite: steps of the newest points, if their loss or gradient was not finite.
         spikes: values of ``seen`` at the newest alarms.
         chronic: whether the ``chronic`` finding was reported.
@@ -99,7 +102,7 @@ class Detector:
         self.lowest_at: int = state.get("lowest_at", 0)
         self.risen: int = state.get("risen", 0)
         self.zeros: list[int] = state.get("zeros", [])
-        self.zeros_are_usual: bool = state.get("zeros_are_usual", False)
+        self.zero_series: int = state.get("zero_series", 0)
         self.not_finite: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
@@ -129,7 +132,7 @@ class Detector:
             "lowest_at": self.lowest_at,
             "risen": self.risen,
             "zeros": list(self.zeros),
-            "zeros_are_usual": self.zeros_are_usual,
+            "zero_series": self.zero_series,
             "masked": list(self.not_finite),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
@@ -189,7 +192,7 @@ class Detector:
         if self.is_dead(point):
             return self._see_zero(point)
         # A model whose loss is lost stays at 0.
-        self.zeros_are_usual |= 0 < len(self.zeros) <= self.settings.outlier_steps
+        self.zero_series += 0 < len(self.zeros) <= self.settings.outlier_steps
         self.zeros.clear()
         if point.learning_rate is not None:
             self.last_rate = point.learning_rate
@@ -234,7 +237,7 @@ class Detector:
 
     def is_dead(self, point: Point) -> bool:
         """Return whether the loss is exactly 0 where it was far above 0."""
-        if self.zeros_are_usual or point.loss != 0.0:
+        if self.zero_series >= USUAL_SERIES or point.loss != 0.0:
             return False
         return self.has_level and self.loss.level() > DEAD_LEVEL
 
@@ -301,10 +304,11 @@ class Detector:
             self.loss.accept(point.loss)
             return []
         # The first points have no noise to be compared with. If one is low by chance, usual ones are several times as high.
-        is_first = excursion is None and self.loss.has_no_noise
-        if is_first and point.loss < EARLY_FACTOR * max(abs(self.loss.level()), EARLY_LEVEL):
-            self.loss.accept(point.loss)
-            return []
+        if excursion is None and self.loss.has_no_noise:
+            factor = EARLY_FACTORS[min(len(self.loss.accepted), len(EARLY_FACTORS)) - 1]
+            if point.loss < factor * max(abs(self.loss.level()), EARLY_LEVEL):
+                self.loss.accept(point.loss)
+                return []
         # A spike that was judged already is not reported again, however high it rises.
         is_judged = excursion is not None and excursion.judged is not None
         if self._is_absurd(point.loss) and not is_judged:

@@ -62,6 +62,11 @@ class RecoveryAction:
     def goes_back(self) -> bool:
         return self.to_step is not None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it changes something, and the run goes on with the next step."""
+        return not self.goes_back and self.kind not in ("stop", "save")
+
 
 @dataclass
 class Trouble:

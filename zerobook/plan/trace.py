@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
+from transformers import masking_utils
 
 from zerobook import head
 from zerobook.models import recompute
@@ -459,7 +460,8 @@ def _simulate(
         if device not in (None, "cpu"):
             stack.enter_context(_simulate_cuda(precision != "no", counter))
         if "position_ids" not in batch:
-            stack.enter_context(_assume_unpacked())
+            # transformers looks at the values of position ids for packed rows. For fake tensors, it would assume a mask.
+            stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None))
         if counter.shortens:
             stack.enter_context(replaced(head, "chunk_starts", counter.run_few_chunks))
         stack.enter_context(_silence_fake_tensors())
@@ -691,20 +693,6 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-@contextmanager
-def _assume_unpacked() -> Iterator[None]:
-    """Treat rows as not packed. transformers looks at the values of position ids; for fake tensors it assumes the worst case,
-    a mask."""
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    if not hasattr(masking_utils, name):
-        yield
-        return
-    with replaced(masking_utils, name, lambda *_, **__: None):
-        yield
 
 
 @contextmanager

@@ -211,8 +211,12 @@ def next_commands(config: RecipeConfig) -> str:
     best = store.find_best(checkpoints)
     is_last_best = best is None or best == store.list_complete(checkpoints)[-1]
     option = "" if is_last_best else " --checkpoint best"
-    commands = ["next:", f"zerobook chat {output_dir}", f"zerobook export {output_dir}{option} --output MODEL"]
-    commands.append(f"zerobook runlog report {output_dir}")
+    commands = [
+        "next:",
+        f"zerobook chat {output_dir}",
+        f"zerobook export {output_dir}{option} --output MODEL",
+        f"zerobook runlog report {output_dir}",
+    ]
     return "\n  ".join(commands)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from zerobook.checkpoint.manager import CheckpointManager
@@ -87,15 +88,19 @@ class SpikeHandler:
 
         Steps after one that leads to a rollback are not processed: they will be done again.
         """
-        first_action = None
+        combined = None
         for record in records:
-            action = self._see_step(record, decides=first_action is None)
-            if action is not None:
-                first_action = action
-                if action.goes_back or action.kind == "stop":
-                    return action
+            action = self._see_step(record)
+            if action is None:
+                continue
+            if not action.goes_on:
+                return action
+            # The run goes on after each of them, so the samples of both are left out.
+            if combined is not None and combined.steps and action.steps:
+                action = replace(action, steps=(combined.steps[0], action.steps[1]))
+            combined = action
         self._prove_checkpoints(records[-1].step)
-        return first_action
+        return combined
 
     def take_messages(self) -> list[str]:
         """Return the sentences for experiment trackers since the last call; on rank 0 only."""
@@ -178,22 +183,21 @@ class SpikeHandler:
         return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
 
     # --- one step
-    def _see_step(self, record: StepRecord, *, decides: bool) -> RecoveryAction | None:
-        """Process a step. Return an action if one is needed and ``decides`` is true: a log point takes one action."""
+    def _see_step(self, record: StepRecord) -> RecoveryAction | None:
         self._cursors[record.step] = record.cursor
         if len(self._cursors) > HISTORY_STEPS:
             del self._cursors[next(iter(self._cursors))]
         observation = self.monitor.update(self._point_of(record))
         if observation.replay is not None:
             self._report_replay(observation.replay)
-            if observation.replay.finding is not None and decides:
+            if observation.replay.finding is not None:
                 action = self.decide(observation.replay.finding)
                 # One decision a step: the step's findings are of the same spike.
                 if action.kind != "none":
                     return action
         for finding in observation.findings:
             self._report_finding(finding)
-            if finding.needs_action and decides:
+            if finding.needs_action:
                 action = self.decide(finding)
                 if action.kind != "none":
                     return action

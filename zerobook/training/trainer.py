@@ -359,13 +359,13 @@ class Trainer(TrainerView):
             action = None
             if is_last or evaluates or saves or step % config.logging_steps == 0:
                 action = self._log_point(takes_command=True)
-                if action is not None and (action.goes_back or action.kind == "stop"):
-                    return action
-                if action is not None and action.kind != "save":
-                    # The run goes on with the next step, after the evaluation and the save of this one.
+                if action is not None and action.goes_on:
+                    # The next step comes after the evaluation and the save of this one.
                     self._recover(action)
                     steps = iter(state.loader)
                     action = None
+                if action is not None and action.kind != "save":
+                    return action
 
             # Evaluate and save. Again: the log point has measured how long steps and saves take.
             saves = saves and self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
@@ -592,6 +592,9 @@ class Trainer(TrainerView):
         reason = self.preemption.received
         # The log point sees a spike in the steps since the last one.
         action = self._log_point()
+        if action is not None and action.goes_on:
+            self._recover(action)
+            action = None
         if (action is None or action.kind == "save") and self._saved_step != step:
             self.save()
         self.manager.finish(self.log)
