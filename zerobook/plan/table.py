@@ -10,15 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.markup import escape
-from rich.table import Table
-
 from zerobook.plan.hardware import Cluster
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, duration, gb, size, with_range
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from zerobook.plan.failures import FailurePlan
     from zerobook.plan.rows import Row
@@ -49,6 +47,8 @@ _DISPENSABLE = (
 
 def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: FailurePlan | None = None) -> None:
     """Print a plan: what a GPU holds, what is sent, what does not fit and what would help."""
+    from rich.markup import escape
+
     out = console(WIDTH, markup=True)
     _print_head(out, traced, cluster)
     names = [{"strategy file": row.file, "fits": fits_text(row)} for row in rows]
@@ -88,6 +88,8 @@ def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: Fai
 
 def _print_head(out: Console, traced: TracedJob, cluster: Cluster) -> None:
     """Print the model, the settings that decide its memory and time, and the hardware."""
+    from rich.markup import escape
+
     shape = traced.job.shape
     lengths = f"{shape.source}"
     if shape.target:
@@ -129,6 +131,8 @@ def print_table(out: Console, title: str, rows: Sequence[Cells], fixed: Sequence
 def _build_table(
     title: str, rows: Sequence[Cells], fixed: Sequence[str], headers: Sequence[str], dimmed: Sequence[bool]
 ) -> Table:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", box=None)
     for header in fixed:
         table.add_column(header, no_wrap=True)
@@ -210,6 +214,8 @@ def _has_rule(rows: Sequence[Row]) -> bool:
 def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
     """Print why rows cannot run, and what would help rows that do not fit. Rows with the same reason and remedy share a
     line."""
+    from rich.markup import escape
+
     similar_rows: dict[tuple, list[Row]] = {}
     for row in rows:
         for problem in row.problems:
