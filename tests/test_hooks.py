@@ -177,6 +177,22 @@ def test_a_hook_that_asks_for_a_save_does_not_take_the_place_of_the_save_at_a_wa
     assert [folder.name for folder in store.list_complete(tmp_path / "run" / "checkpoints")] == ["step-000003"]
 
 
+class CutsTheRateAtTheWarning(SavesAtTheWarning):
+    def on_log(self, trainer, records):
+        return RecoveryAction(
+            kind="cut_rate", rule="a test", reason="a test", options=(), onset=3, noticed=3, rate_factor=0.5
+        )  # fmt: skip
+
+
+def test_an_action_after_which_a_run_goes_on_is_carried_out_before_the_save_at_a_warning(tiny, tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", **flags(tiny, "CutsTheRateAtTheWarning", logging_steps=100, max_train_steps=6))
+    assert ended.value.code == preemption.EXIT_CODE
+    (checkpoint,) = store.list_complete(tmp_path / "run" / "checkpoints")
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    assert (progress["step"], [cut[:2] for cut in progress["rate_cuts"]]) == (3, [[3, 0.5]])
+
+
 class Sends(Hook):
     """Notes where the watch sees the run while a hook sends a checkpoint or a result elsewhere."""
 

@@ -191,8 +191,9 @@ class Detector:
         self.not_finite.clear()
         if self.is_dead(point):
             return self._see_zero(point)
-        # A model whose loss is lost stays at 0.
-        self.zero_series += 0 < len(self.zeros) <= self.settings.outlier_steps
+        # Only a loss that is not lost comes back from 0.
+        if 0 < len(self.zeros) <= self.settings.outlier_steps:
+            self.zero_series += 1
         self.zeros.clear()
         if point.learning_rate is not None:
             self.last_rate = point.learning_rate

@@ -65,7 +65,7 @@ class RecoveryAction:
     @property
     def goes_on(self) -> bool:
         """Whether it changes something, and the run goes on with the next step."""
-        return not self.goes_back and self.kind not in ("stop", "save")
+        return not self.goes_back and self.kind not in ("none", "stop", "save")
 
 
 @dataclass

@@ -88,10 +88,11 @@ def list_token_transfers(
     text = text_config(model_config)
     key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     # The heads together can be wider or narrower than the hidden size, and values narrower than keys.
-    key_size = getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None)
-    key_size = key_size or text.hidden_size / text.num_attention_heads
+    key_size = (
+        getattr(text, "qk_head_dim", None) or getattr(text, "head_dim", None) or text.hidden_size / text.num_attention_heads
+    )
     value_size = getattr(text, "v_head_dim", None) or key_size
-    # a query and a result, or a key and a value
+    # A query and a result have as many bytes as a key and a value.
     head_bytes = sharding.compute_bytes * (key_size + value_size)
     if sharding.kind == "deepspeed":
         token_bytes = 2 * head_bytes * (text.num_attention_heads + key_heads) / ranks
