@@ -101,6 +101,12 @@ def test_losses_whose_ratio_is_rounded_to_0_are_compared():
     assert ("divergence", 62) in kinds([-5.0, 4.6e160, *[-5.0] * 60, *[1.1e-163] * 10], first=0)
 
 
+def test_a_spike_ends_at_the_second_point_at_the_base():
+    losses = lifted(noise(0.02), 200, [3.0] * 20)
+    (end,) = [f for f in replay(Point(step=i, loss=x) for i, x in enumerate(losses)) if f.kind == "spike_end"]
+    assert end.step == 221, "steps 200 to 219 are high"
+
+
 def test_weights_made_anew_are_a_reset():
     curves = [noise(0.02, seed=seed, fall=20, steps=2000)[::10] for seed in (0, 1)]
     assert kinds([*curves[0], *curves[1][:100]], stride=10)[-1] == ("reset", 2001)

@@ -29,7 +29,7 @@ from zerobook.data.formats import (
     read_preference,
 )
 from zerobook.data.templates import CausalEncoder
-from zerobook.data.tokens import LOSS_MASKS
+from zerobook.data.tokens import LOSS_MASKS, read_tokens
 from zerobook.errors import DataError
 
 FIXTURES = Path(__file__).parent / "fixtures" / "formats"
@@ -699,3 +699,8 @@ def test_masks_of_token_ids_decide_the_labels(columns, labels):
 def test_masks_that_mean_something_else_are_refused(columns):
     with pytest.raises(BadSample, match=next(iter(columns))):
         parse("tokenized", {"input_ids": IDS, **columns})
+
+
+def test_the_first_token_of_a_vocabulary_is_a_token():
+    tokens = read_tokens({"input_ids": [0, 1], "labels": [-100, 0]}, ("labels",))
+    assert (list(tokens.input_ids), list(tokens.labels)) == ([0, 1], [-100, 0])

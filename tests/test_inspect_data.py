@@ -155,3 +155,10 @@ def test_a_stream_has_nothing_to_show_before_its_run(tmp_path, tiny, capsys, act
     code = main(["data", action, "lora_finetune", *flags])
 
     assert code == 2 and "--streaming false" in " ".join(capsys.readouterr().err.split())
+
+
+def test_supervised_tokens_of_all_samples_are_counted(tokenizer, tmp_path):
+    file = tmp_path / "tokens.jsonl"
+    file.write_text('{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}\n{"input_ids": [1, 2, 4], "labels": [-100, -100, 4]}\n')
+    found = examine(open_source(str(file)).train, CausalEncoder(tokenizer, length=None), length=8)
+    assert found.supervised == 3

@@ -16,6 +16,7 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from zerobook.data import files
+from zerobook.data import parquet as parquet_rows
 from zerobook.data.formats import Chat, parse
 from zerobook.data.source import Malformed
 from zerobook.data.sources import open_source
@@ -577,3 +578,21 @@ def test_another_commit_than_the_one_asked_for_is_refused(tmp_path, monkeypatch)
     assert open_source("OWNER/NAME", revision="a" * 40).train.total == LINES.count("\n")
     with pytest.raises(SourceError, match=r"b{40}.*a{40}"):
         open_source("OWNER/NAME", revision="b" * 40)
+
+
+def test_rows_that_were_read_before_a_lack_of_memory_come_once(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": list("abcde")}), tmp_path / "a.parquet")
+
+    class WithLittleMemory(pyarrow.parquet.ParquetFile):
+        def iter_batches(self, batch_size, **options):
+            for number, batch in enumerate(super().iter_batches(batch_size=2 if batch_size > 1 else 1, **options)):
+                if batch_size > 1 and number == 1:
+                    raise pyarrow.ArrowMemoryError("no memory")
+                yield batch
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", WithLittleMemory)
+    file = str(tmp_path / "a.parquet")
+    batches = parquet_rows._batches(file, None, pyarrow.parquet.read_metadata(file))
+    assert [row["text"] for batch in batches for row in batch.to_pylist()] == list("abcde")

@@ -364,7 +364,7 @@ def test_copies_that_differ_are_told_in_every_precision(tmp_path):
     assert set(differences) == {0, 1}
     for replicas in (*differences[0], *differences[1]):
         assert replicas.name == "odd" and replicas.tensors == 1
-        assert replicas.positions == [3] and replicas.values == [[1.0], [2.0]]
+        assert replicas.positions == [3] and replicas.values == [[1.0], [2.0]] and not replicas.is_shard
 
 
 def _compare_shards(mesh):
