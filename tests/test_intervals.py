@@ -212,7 +212,13 @@ def checkpoints_of(run):
     return [store.step_of(c) for c in store.list_complete(store.folder_of(run.output))]
 
 
-def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_end(tiny, tmp_path, capfd):
+@pytest.fixture
+def quick_saves(monkeypatch):
+    """Times of which saves are a small share. On a busy machine, saves of a tiny model may be a large one."""
+    monkeypatch.setattr(SaveClock, "read", lambda clock, step: Measured(step_seconds=1.0, save_seconds=0.01))
+
+
+def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_end(tiny, tmp_path, quick_saves, capfd):
     run = train(tmp_path / "run", **flags(tiny))
 
     said = capfd.readouterr().out
@@ -230,7 +236,7 @@ def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_
     ],
 )
 def test_on_a_tight_disk_automatic_saves_keep_fewer_and_say_what_is_lost(
-    tiny, tmp_path, monkeypatch, capfd, checkpoint_bytes, room, kept, words
+    tiny, tmp_path, quick_saves, monkeypatch, capfd, checkpoint_bytes, room, kept, words
 ):
     leave_room(monkeypatch, room, checkpoint_bytes)
 
@@ -298,7 +304,7 @@ def test_epochs_and_shares_are_saved_and_evaluated(tiny, tmp_path):
     assert [event["step"] for event in run.events if event["type"] == "eval"] == [7, 14]
 
 
-def test_a_run_without_flags_evaluates_its_checkpoints_so_that_one_is_the_best(tiny, tmp_path, capfd):
+def test_a_run_without_flags_evaluates_its_checkpoints_so_that_one_is_the_best(tiny, tmp_path, quick_saves, capfd):
     run = train(tmp_path / "run", **flags(tiny, validation_file=tiny / "few.jsonl"))
 
     evaluated = {event["step"]: event["loss"] for event in run.events if event["type"] == "eval"}
@@ -307,9 +313,7 @@ def test_a_run_without_flags_evaluates_its_checkpoints_so_that_one_is_the_best(t
     assert "evaluations: at checkpoints" in capfd.readouterr().out
 
 
-def test_automatic_saves_come_at_the_evaluations_that_a_person_set(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(SaveClock, "read", lambda clock, step: Measured(step_seconds=1.0, save_seconds=0.01))
-
+def test_automatic_saves_come_at_the_evaluations_that_a_person_set(tiny, tmp_path, quick_saves):
     run = train(tmp_path / "run", **flags(tiny, eval_steps=4, validation_file=tiny / "few.jsonl"))
 
     assert [event["step"] for event in run.events if event["type"] == "eval"] == [4, 8, 12, 14]
