@@ -348,6 +348,22 @@ def test_noise_around_zero_is_noise():
     assert seeds_with(alarms, losses_near_0) == 0
 
 
+def test_a_spike_soon_after_a_sudden_fall_is_found():
+    def fallen(rng):
+        return [(31.0 if i < 100 else 1.8) + rng.gauss(0, 0.1) for i in range(160)]
+
+    spiked = lambda rng: lifted(fallen(rng), 108, [3.0] * 30)  # noqa: E731
+    assert seeds_with(alarms, fallen) == 0
+    assert seeds_with(lambda losses: rolls_back(losses, 108), spiked) >= 18
+
+
+def test_a_spike_that_falls_back_soon_but_not_wholly_is_found():
+    def spiked(rng):
+        return lifted([2.0 + rng.gauss(0, 0.03) for _ in range(100)], 60, [1.4, 1.3, 1.2, 1.055, 1.055, 1.02])
+
+    assert seeds_with(alarms, spiked) >= 15
+
+
 def mean_since_the_epoch_began(rng):
     """The losses of a log with the mean of the losses since the epoch began, for 20 epochs of 66 steps."""
     losses = []

@@ -15,6 +15,8 @@ MEDIAN_OF_NORMAL = 1.4826
 """Ratio of the standard deviation to the median of the absolute values, for normal noise."""
 NEWEST_POINTS = 7
 """Number of newest points whose median is the level of a loss that falls fast."""
+LARGE_FALL = 0.5
+"""Smallest fall of the loss of an old run, as a share of the level, after which the newest points are the level."""
 ZERO = 1e-6
 """A first loss that is smaller is zero, as that of a KL term before the first update."""
 DIP_POINTS = 128
@@ -151,6 +153,8 @@ class LossBaseline(Baseline):
         self.dip: list[float] = state.get("dip", [])
         self.dip_level: float = state.get("dip_level", 0.0)
         self.dip_depths = RollingQuantiles(DIP_MEMORY, state.get("dip_depths", []))
+        # Kept until the series changes, since the level is asked for several times a point.
+        self._level: float | None = None
 
     @property
     def is_young(self) -> bool:
@@ -158,18 +162,24 @@ class LossBaseline(Baseline):
         return len(self.residuals) < 2 * self.level_points
 
     def level(self) -> float:
+        if self._level is None:
+            self._level = self._compute_level()
+        return self._level
+
+    def _compute_level(self) -> float:
         level = self.accepted.quantile(0.5)
-        if not self.is_young:
-            return level
-        # The first steps of a run fall so fast that the median of many points lags far behind them.
+        # The median of many points lags far behind a loss that falls fast.
         values = list(self.accepted.values)[-NEWEST_POINTS:]
         newest = median(values)
         if _falls_steadily(values):
             newest = median(values[-4:])
         if self.has_no_noise:
             return min(level, newest)
-        is_falling = level - newest > 1.5 * self.scale(newest) * self.upper_unit()
-        return newest if is_falling else level
+        usual_fall = 1.5 * self.scale(newest) * self.upper_unit()
+        if not self.is_young:
+            # An old run falls suddenly, if at all.
+            usual_fall = max(2 * usual_fall, LARGE_FALL * self.size(level))
+        return newest if level - newest > usual_fall else level
 
     @property
     def has_no_noise(self) -> bool:
@@ -235,6 +245,10 @@ class LossBaseline(Baseline):
             rise = max(rise, value - lowest)
         return rise
 
+    def move(self, values: list[float]) -> None:
+        super().move(values)
+        self._level = None
+
     def accept(self, value: float) -> None:
         # The median of a short history is not a level yet.
         if len(self.accepted) >= self.level_points:
@@ -242,6 +256,7 @@ class LossBaseline(Baseline):
         if not self.is_young:
             self.dip_depths.add(self._follow_dip(value))
         super().accept(value)
+        self._level = None
 
     def _follow_dip(self, value: float) -> float:
         """Return the depth of the dip that ends with this value, as a share of the loss; 0 if none ends here."""
@@ -269,6 +284,7 @@ class LossBaseline(Baseline):
         share = residual / self.scale(trend)
         super().learn(share, trend)
         self.residual_sizes.add(abs(share))
+        self._level = None
 
     def state(self) -> dict[str, Any]:
         return {

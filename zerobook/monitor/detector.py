@@ -345,8 +345,8 @@ class Detector:
         excess = (point.loss - base) / unit
         self.evidence = max(0.0, self.evidence + min(excess, settings.evidence_cap) - settings.drift)
 
-        # A high point.
-        if excess >= settings.high:
+        # A high point. Within an excursion, a point that is not back at the level counts as one too.
+        if excess >= (settings.high if excursion is None or excursion.high < 3 else settings.still_high):
             excursion = self._extend_excursion(point)
             excursion.high += 1
             # A spike has more high points than an outlier can have. If the points are far apart, an outlier has fewer.

@@ -19,6 +19,8 @@ class Settings:
     """smallest unit without history, as a share of the level; shrinks over the first ``level_points`` points"""
     high: float = 3.0
     """excess of a point that may belong to a spike and is kept out of the baseline"""
+    still_high: float = 2.5
+    """excess of a later point that belongs to the same excursion: the noise may make a point of a spike lower"""
     drift: float = 1.5
     """evidence subtracted at each point"""
     evidence_cap: float = 4.0
