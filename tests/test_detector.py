@@ -322,6 +322,13 @@ def test_a_short_run_is_protected_from_its_first_steps_on(at, factor, least):
     assert seeds_with(alarms, finetune) == 0
 
 
+def test_first_updates_that_overshoot_after_a_steep_fall_are_no_damage():
+    def swinging(rng):
+        return [1e6 * (math.exp(-i / 9) * math.cos(i / 4)) ** 2 + rng.uniform(10, 20) for i in range(100)]
+
+    assert seeds_with(lambda losses: any(step <= 24 for _, step in kinds(losses)), swinging) == 0
+
+
 def test_a_loss_that_is_destroyed_at_its_second_step_is_found():
     assert kinds([1.6, 11.8, 11.6, *[10.4] * 8])[:2] == [("spike", 2), ("divergence", 2)]
     detector = Detector()

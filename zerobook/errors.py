@@ -1,7 +1,5 @@
 """The exceptions a user can meet. Each says what happened, both values, and the way out."""
 
-from __future__ import annotations
-
 
 class ZerobookError(Exception):
     """Base class of every error that a user can fix. Entry points print such an error without a traceback."""

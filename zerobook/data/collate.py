@@ -140,7 +140,28 @@ def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class CausalCollator:
+class _Collator:
+    """What batches of padded and of packed rows have in common."""
+
+    pad_token_id: int
+    pad_to_multiple_of: int = 1
+    lengths: bool = field(default=False, kw_only=True)
+    no_cache: bool = field(default=False, kw_only=True)
+    supervised: bool = field(default=False, kw_only=True)
+
+    def with_extras(self, batch: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+        """Return ``batch`` with what the options add. ``positions``: of each token in its sample, int64 [rows, length]."""
+        if self.lengths:
+            batch |= sequence_lengths(positions)
+        if self.no_cache:
+            batch["past_key_values"] = NoCache()
+        if self.supervised:
+            batch[SUPERVISED] = supervised_positions(batch["labels"])
+        return batch
+
+
+@dataclass(frozen=True)
+class CausalCollator(_Collator):
     """Pads a list of rows on the right.
 
     Args:
@@ -161,12 +182,7 @@ class CausalCollator:
     ([[5, 6], [7, 0]], [[-100, 6], [7, -100]], [[1, 1], [1, 0]])
     """
 
-    pad_token_id: int
-    pad_to_multiple_of: int = 1
     mask: bool = field(default=True, kw_only=True)
-    lengths: bool = field(default=False, kw_only=True)
-    no_cache: bool = field(default=False, kw_only=True)
-    supervised: bool = field(default=False, kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         ids = [row["input_ids"] for row in rows]
@@ -177,17 +193,11 @@ class CausalCollator:
         count, length = batch["input_ids"].shape
         if self.mask:
             batch["attention_mask"] = attention_mask(ids, length)
-        if self.lengths:
-            batch |= sequence_lengths(torch.arange(length).expand(count, -1))
-        if self.no_cache:
-            batch["past_key_values"] = NoCache()
-        if self.supervised:
-            batch[SUPERVISED] = supervised_positions(batch["labels"])
-        return batch
+        return self.with_extras(batch, torch.arange(length).expand(count, -1))
 
 
 @dataclass(frozen=True)
-class PackedCollator:
+class PackedCollator(_Collator):
     """Pads rows of several samples each, or of one. ``position_ids`` restart at 0 with every sample.
 
     Without ``mask`` there is no attention mask: transformers' masks, and its variable-length flash attention, take the
@@ -216,14 +226,9 @@ class PackedCollator:
     ([[5, 6, 7, 0]], [[-100, 6, -100, -100]], [[0, 1, 0, 0]])
     """
 
-    pad_token_id: int
-    pad_to_multiple_of: int = 1
     flatten: bool = False
     mask: torch.dtype | None = None
     min_length: int = field(default=0, kw_only=True)
-    lengths: bool = field(default=False, kw_only=True)
-    no_cache: bool = field(default=False, kw_only=True)
-    supervised: bool = field(default=False, kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
@@ -246,13 +251,7 @@ class PackedCollator:
         if self.mask is not None:
             samples = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
             batch["attention_mask"] = SampleMask(samples, self.mask)
-        if self.lengths:
-            batch |= sequence_lengths(batch["position_ids"])
-        if self.no_cache:
-            batch["past_key_values"] = NoCache()
-        if self.supervised:
-            batch[SUPERVISED] = supervised_positions(batch["labels"])
-        return batch
+        return self.with_extras(batch, batch["position_ids"])
 
 
 def _with_positions(row: dict[str, Any]) -> dict[str, Any]:

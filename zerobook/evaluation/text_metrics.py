@@ -1,7 +1,5 @@
 """Metrics that compare generated texts with references: ROUGE, BLEU, chrF."""
 
-from __future__ import annotations
-
 
 def text_metrics(predictions: list[str], references: list[str]) -> dict[str, float]:
     """Return scores from 0 to 100. Higher is closer.

@@ -1,7 +1,5 @@
 """The level of a series, and the size of its usual noise."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -153,8 +151,6 @@ class LossBaseline(Baseline):
         self.dip: list[float] = state.get("dip", [])
         self.dip_level: float = state.get("dip_level", 0.0)
         self.dip_depths = RollingQuantiles(DIP_MEMORY, state.get("dip_depths", []))
-        # Kept until the series changes, since the level is asked for several times a point.
-        self._level: float | None = None
 
     @property
     def is_young(self) -> bool:
@@ -162,14 +158,11 @@ class LossBaseline(Baseline):
         return len(self.residuals) < 2 * self.level_points
 
     def level(self) -> float:
-        if self._level is None:
-            self._level = self._compute_level()
-        return self._level
-
-    def _compute_level(self) -> float:
         level = self.accepted.quantile(0.5)
         # The median of many points lags far behind a loss that falls fast.
         values = list(self.accepted.values)[-NEWEST_POINTS:]
+        if not self.is_young and level - min(values) < LARGE_FALL * abs(level):
+            return level
         newest = median(values)
         if _falls_steadily(values):
             newest = median(values[-4:])
@@ -245,10 +238,6 @@ class LossBaseline(Baseline):
             rise = max(rise, value - lowest)
         return rise
 
-    def move(self, values: list[float]) -> None:
-        super().move(values)
-        self._level = None
-
     def accept(self, value: float) -> None:
         # The median of a short history is not a level yet.
         if len(self.accepted) >= self.level_points:
@@ -256,7 +245,6 @@ class LossBaseline(Baseline):
         if not self.is_young:
             self.dip_depths.add(self._follow_dip(value))
         super().accept(value)
-        self._level = None
 
     def _follow_dip(self, value: float) -> float:
         """Return the depth of the dip that ends with this value, as a share of the loss; 0 if none ends here."""
@@ -284,7 +272,6 @@ class LossBaseline(Baseline):
         share = residual / self.scale(trend)
         super().learn(share, trend)
         self.residual_sizes.add(abs(share))
-        self._level = None
 
     def state(self) -> dict[str, Any]:
         return {

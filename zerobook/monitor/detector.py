@@ -23,8 +23,6 @@
 The defaults were chosen on public logs. docs/guides/detector.md has the results, and `scripts/detector.py` computes them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from statistics import median
@@ -42,6 +40,11 @@ EARLY_FACTORS = (4.0, 4.0, 3.0)
 after them. The median of three points is no longer a single low one."""
 EARLY_LEVEL = 1 / 3
 """Smallest level that counts in this comparison. Losses around 0 have any ratio to each other."""
+STEEP_FALL = 20
+"""Factor by which a loss falls within its first points if the first updates may overshoot. That of a language model takes
+longer."""
+SMALL_RETURN = 8
+"""An overshoot stays below the first loss by this factor."""
 USUAL_SERIES = 3
 """Series of at most three zeros after which zeros are usual in this data. A batch without supervised tokens is rarer."""
 DEAD_LEVEL = 0.02
@@ -304,12 +307,9 @@ class Detector:
         if not self.has_level:
             self.loss.accept(point.loss)
             return []
-        # The first points have no noise to be compared with. If one is low by chance, usual ones are several times as high.
-        if excursion is None and self.loss.has_no_noise:
-            factor = EARLY_FACTORS[min(len(self.loss.accepted), len(EARLY_FACTORS)) - 1]
-            if point.loss < factor * max(abs(self.loss.level()), EARLY_LEVEL):
-                self.loss.accept(point.loss)
-                return []
+        if excursion is None and (self._is_early_noise(point.loss) or self._is_overshoot(point.loss)):
+            self.loss.accept(point.loss)
+            return []
         # A spike that was judged already is not reported again, however high it rises.
         is_judged = excursion is not None and excursion.judged is not None
         if self._is_absurd(point.loss) and not is_judged:
@@ -317,6 +317,17 @@ class Detector:
         if excursion is None or not excursion.confirmed:
             return self._see_unconfirmed(point, stride)
         return self._see_spike(excursion, point)
+
+    def _is_early_noise(self, loss: float) -> bool:
+        """Return whether one of the first points is usual. If another is low by chance, it may be several times as high."""
+        factor = EARLY_FACTORS[min(len(self.loss.accepted), len(EARLY_FACTORS)) - 1]
+        return self.loss.has_no_noise and loss < factor * max(abs(self.loss.level()), EARLY_LEVEL)
+
+    def _is_overshoot(self, loss: float) -> bool:
+        """Return whether the loss rises since the first updates, which have removed nearly all of it, went too far."""
+        assert self.loss.first is not None
+        is_start = self.seen <= self.settings.level_points
+        return is_start and STEEP_FALL * self.loss.level() < self.loss.first and SMALL_RETURN * loss < self.loss.first
 
     def _is_absurd(self, loss: float) -> bool:
         assert self.loss.first is not None

@@ -1,7 +1,5 @@
 """Events that a run announces: changes that raise the loss or its noise, and damage nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 WINDOW = 32

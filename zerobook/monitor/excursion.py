@@ -1,7 +1,5 @@
 """A range of high points of a loss, until the loss has come back or is at a new level."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import median
 

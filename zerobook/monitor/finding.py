@@ -1,7 +1,5 @@
 """The points that the spike detector reads, and its findings."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ each time, and leaves no samples out. Only findings that need it (`Finding.needs
 logged. The decision depends on the arguments and on the actions so far, so ranks that get the same arguments decide the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal

@@ -4,8 +4,6 @@ SLURM sends SIGUSR1 (``--signal=USR1@120``) or SIGTERM some time before it kills
 another node is lost. The terminal sends SIGINT to the launcher, which sends it to its ranks.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

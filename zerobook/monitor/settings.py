@@ -1,7 +1,5 @@
 """Settings of the spike detector."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

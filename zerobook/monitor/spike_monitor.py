@@ -1,7 +1,5 @@
 """The spike monitor of a run: it is given the measurements of each step, and decides. It carries out nothing."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence
