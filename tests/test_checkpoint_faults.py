@@ -138,6 +138,18 @@ def test_a_disk_that_fills_up_keeps_the_last_good_checkpoint(small_disk):
     assert save_in_processes(small_disk, 99)[1] == [0, 0] and store.step_of(resolve_resume(small_disk, "auto").checkpoint) == 99
 
 
+def test_files_of_a_save_that_fails_take_no_space(tmp_path):
+    """On a full disk, not even the error could be written otherwise."""
+
+    def pieces():
+        yield "layer.weight", None, (0,), torch.ones(100_000)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        save.write_pieces(tmp_path, 0, pieces())
+    assert [file.stat().st_size for file in tmp_path.iterdir()] == [0]
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_rank_that_still_writes_when_rank_0_gives_up_ends_as_quietly(tmp_path, background):
     dealt, barrier, told = spread({9}, 2), threading.Barrier(2), SimpleNamespace(value=b"")
