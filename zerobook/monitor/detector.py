@@ -1,7 +1,7 @@
 """Find and classify loss spikes. The detector gets one logged point at a time. It reports findings and takes no action.
 
-*   Level: the median of the last `Settings.level_points` accepted points. While a run is young and its loss falls fast, it is
-    the median of the last 7. Excess of a point: ``(loss - level) / unit``.
+*   Level: the median of the last `Settings.level_points` accepted points. While a run is young and its loss falls fast, and
+    later after a sudden fall by half, it is the median of the last 7. Excess of a point: ``(loss - level) / unit``.
 *   Unit: an estimate of the noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), 1.3 q95(e) / 1.645, min_unit * level)``. For
     normally distributed noise, the first two terms are the standard deviation. A residual ``r`` is the distance of an accepted
     point from the median of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data
