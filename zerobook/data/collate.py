@@ -141,7 +141,7 @@ def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Collator:
-    """What batches of padded and of packed rows have in common."""
+    """Options of batches of padded and of packed rows, and the arguments that they add."""
 
     pad_token_id: int
     pad_to_multiple_of: int = 1

@@ -13,8 +13,6 @@ MEDIAN_OF_NORMAL = 1.4826
 """Ratio of the standard deviation to the median of the absolute values, for normal noise."""
 NEWEST_POINTS = 7
 """Number of newest points whose median is the level of a loss that falls fast."""
-LARGE_FALL = 0.5
-"""Smallest fall of the loss of an old run, as a share of the level, after which the newest points are the level."""
 ZERO = 1e-6
 """A first loss that is smaller is zero, as that of a KL term before the first update."""
 DIP_POINTS = 128
@@ -159,20 +157,17 @@ class LossBaseline(Baseline):
 
     def level(self) -> float:
         level = self.accepted.quantile(0.5)
-        # The median of many points lags far behind a loss that falls fast.
-        values = list(self.accepted.values)[-NEWEST_POINTS:]
-        if not self.is_young and level - min(values) < LARGE_FALL * abs(level):
+        if not self.is_young:
             return level
+        # The first steps of a run fall so fast that the median of many points lags far behind them.
+        values = list(self.accepted.values)[-NEWEST_POINTS:]
         newest = median(values)
         if _falls_steadily(values):
             newest = median(values[-4:])
         if self.has_no_noise:
             return min(level, newest)
-        usual_fall = 1.5 * self.scale(newest) * self.upper_unit()
-        if not self.is_young:
-            # An old run falls suddenly, if at all.
-            usual_fall = max(2 * usual_fall, LARGE_FALL * self.size(level))
-        return newest if level - newest > usual_fall else level
+        is_falling = level - newest > 1.5 * self.scale(newest) * self.upper_unit()
+        return newest if is_falling else level
 
     @property
     def has_no_noise(self) -> bool:

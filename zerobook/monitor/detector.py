@@ -1,7 +1,7 @@
 """Find and classify loss spikes. The detector gets one logged point at a time. It reports findings and takes no action.
 
-*   Level: the median of the last `Settings.level_points` accepted points. While a run is young and its loss falls fast, and
-    later after a sudden fall by half, it is the median of the last 7. Excess of a point: ``(loss - level) / unit``.
+*   Level: the median of the last `Settings.level_points` accepted points. While a run is young and its loss falls fast, it is
+    the median of the last 7. Excess of a point: ``(loss - level) / unit``.
 *   Unit: an estimate of the noise, ``max(q95(r) / 1.645, 1.4826 median(|r|), 1.3 q95(e) / 1.645, min_unit * level)``. For
     normally distributed noise, the first two terms are the standard deviation. A residual ``r`` is the distance of an accepted
     point from the median of the ``level_points // 2 + 1`` points around it (Tukey's running median, "Exploratory Data
@@ -324,10 +324,10 @@ class Detector:
         return self.loss.has_no_noise and loss < factor * max(abs(self.loss.level()), EARLY_LEVEL)
 
     def _is_overshoot(self, loss: float) -> bool:
-        """Return whether the loss rises since the first updates, which have removed nearly all of it, went too far."""
+        """Return whether the loss rises because the first updates, which removed nearly all of it, went too far."""
         assert self.loss.first is not None
         is_start = self.seen <= self.settings.level_points
-        return is_start and STEEP_FALL * self.loss.level() < self.loss.first and SMALL_RETURN * loss < self.loss.first
+        return is_start and STEEP_FALL * abs(self.loss.level()) < self.loss.first and SMALL_RETURN * loss < self.loss.first
 
     def _is_absurd(self, loss: float) -> bool:
         assert self.loss.first is not None
@@ -356,8 +356,9 @@ class Detector:
         excess = (point.loss - base) / unit
         self.evidence = max(0.0, self.evidence + min(excess, settings.evidence_cap) - settings.drift)
 
-        # A high point. Within an excursion, a point that is not back at the level counts as one too.
-        if excess >= (settings.high if excursion is None or excursion.high < 3 else settings.still_high):
+        # A high point. After the first ones of an excursion, a lower point counts as one too.
+        is_begun = excursion is not None and excursion.high >= settings.min_high_points
+        if excess >= (settings.still_high if is_begun else settings.high):
             excursion = self._extend_excursion(point)
             excursion.high += 1
             # A spike has more high points than an outlier can have. If the points are far apart, an outlier has fewer.

@@ -18,7 +18,7 @@ class Settings:
     high: float = 3.0
     """excess of a point that may belong to a spike and is kept out of the baseline"""
     still_high: float = 2.5
-    """excess of a later point that belongs to the same excursion: the noise may make a point of a spike lower"""
+    """excess of a high point after the first ``min_high_points`` of an excursion: a spike may fall back soon, but not wholly"""
     drift: float = 1.5
     """evidence subtracted at each point"""
     evidence_cap: float = 4.0
