@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import tracemalloc
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerobook.monitor.finding import Point
 from zerobook.monitor.policy import LEAD
+from zerobook.monitor.spike_monitor import SpikeMonitor
 from zerobook.runlog.jsonl import stream
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
@@ -123,6 +126,30 @@ def test_a_loss_that_rises_evenly_lowers_the_rate_from_before_the_rise(tmp_path)
     assert run.monitor.detector.seen == measure.noticed
     run.back(measure)
     assert run.monitor.detector.seen == measure.to_step
+
+
+@pytest.mark.parametrize("stopped_after", [61, 64])
+def test_a_resumed_run_remembers_what_was_announced(stopped_after, tmp_path):
+    """A resume a few steps after an announced step of the loss, before or after the first high point."""
+    noise = random.Random(0)
+    losses = [2 + noise.gauss(0, 0.04) + 0.9 * (step > 62) for step in range(1, 101)]
+
+    def monitor(state):
+        return SpikeMonitor("rollback", max_rollbacks=8, rate_factor=0.5, detector=state, policy={})
+
+    def needs_action(one, first, last):
+        points = [Point(step=step, loss=losses[step - 1], grad_norm=1.0) for step in range(first, last + 1)]
+        return any(finding.needs_action for point in points for finding in one.update(point).findings)
+
+    def resumed(announces):
+        stopped = monitor({})
+        if announces:
+            stopped.expected.add(60, "the mixture changes")
+        assert not needs_action(stopped, 1, stopped_after)
+        return monitor(json.loads(json.dumps(stopped.state())))
+
+    assert needs_action(resumed(announces=False), stopped_after + 1, 100)
+    assert not needs_action(resumed(announces=True), stopped_after + 1, 100)
 
 
 def test_what_was_saved_inside_or_right_before_a_spike_is_never_good(tmp_path):

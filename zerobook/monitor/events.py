@@ -1,6 +1,10 @@
 """Events that a run announces: changes that raise the loss or its noise, and damage nothing."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zerobook.monitor.excursion import MAX_EXCURSION_POINTS
 
 WINDOW = 32
 """Steps after an announced one in which its effect may begin."""
@@ -18,10 +22,18 @@ class ExpectedEvent:
 
 
 class ExpectedEvents:
-    """The announced events of a run. Announce the same on every rank, since all ranks decide from them."""
+    """The announced events of a run. Announce the same on every rank, since all ranks decide from them.
 
-    def __init__(self) -> None:
-        self._events: list[ExpectedEvent] = []
+    Args:
+        state: what `state` returned; empty for a new run.
+    """
+
+    def __init__(self, state: Iterable[dict[str, Any]] = ()):
+        self._events = [ExpectedEvent(**event) for event in state]
+
+    def state(self, step: int) -> list[dict[str, Any]]:
+        """Return the events that may explain an excursion that lasts at ``step`` or begins later, JSON-ready."""
+        return [asdict(event) for event in self._events if event.last + MAX_EXCURSION_POINTS >= step]
 
     def add(self, step: int, what: str, *, window: int = WINDOW) -> None:
         """Announce ``what``, such as "the mixture changes", from ``step`` on."""

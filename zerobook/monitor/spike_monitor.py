@@ -64,7 +64,7 @@ class SpikeMonitor:
     Args:
         on_spike, max_rollbacks, rate_factor, order, total_steps: see `RecoveryPolicy`.
         peak_rate: highest learning rate of the schedule.
-        detector: state of the detector in the checkpoint; empty for a new run.
+        detector: `state` in the checkpoint; empty for a new run.
         policy: state of the policy, as `RecoveryPolicy.state` returned it; empty for a new run.
 
     Attributes:
@@ -95,7 +95,7 @@ class SpikeMonitor:
         )
         self._history: deque[Point] = deque(maxlen=HISTORY_STEPS)
         self._replay: _Replay | None = None
-        self.expected = ExpectedEvents()
+        self.expected = ExpectedEvents(detector.get("expected", []))
         # Rounding may put a rate above the peak.
         self._peak_rate = 1.001 * peak_rate
 
@@ -110,6 +110,10 @@ class SpikeMonitor:
         newest = list(self._history)[-self.settings.patience :]
         not_finite = [point for point in newest if not math.isfinite(point.loss)]
         return len(not_finite) == self.settings.patience
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the detector with the announced events, JSON-ready."""
+        return {**self.detector.state(), "expected": self.expected.state(self.detector.last_step or 0)}
 
     def update(self, point: Point) -> Observation:
         """Take in the next step."""

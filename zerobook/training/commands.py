@@ -1,7 +1,5 @@
 """Take the commands that people give to a live run, and turn them into recovery actions, or refuse them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Console output of rank 0: lines at the start and after evaluations, and the progress bar."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

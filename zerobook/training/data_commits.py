@@ -1,7 +1,5 @@
 """Commits of a run's datasets on the hub: every rank, and every attempt of a run, reads the same one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any

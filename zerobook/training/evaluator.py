@@ -1,7 +1,5 @@
 """Evaluation during training: the loss on held-out data, and the scorers' metrics."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast

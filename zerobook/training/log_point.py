@@ -1,7 +1,5 @@
 """Losses, norms and metrics of the steps since the last log point, reduced over the ranks, as numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

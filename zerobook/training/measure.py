@@ -1,7 +1,5 @@
 """Evaluate the model of a finished run on a file, in the same way as during the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The trainer's own hooks, which record and show a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

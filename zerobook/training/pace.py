@@ -1,7 +1,5 @@
 """Training speed, measured from log point to log point."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Profiles of some steps (``--profile 10-12``): a Chrome trace of every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

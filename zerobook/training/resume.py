@@ -1,7 +1,5 @@
 """Resume from a checkpoint: check that data and model are the same, restore earlier decisions, compare losses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields

@@ -1,7 +1,5 @@
 """Carry out recovery actions against a spike: leave samples out, roll back to a checkpoint, lower the rate, or stop the run."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

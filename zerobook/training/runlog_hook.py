@@ -1,7 +1,5 @@
 """Hooks that write the runlog. Checkpoints, resumes and spikes are written by the parts that handle them."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 import time

@@ -1,7 +1,5 @@
 """The learning rate as a pure function of the optimizer step, the same on every strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from zerobook.constants import POLYNOMIAL_END

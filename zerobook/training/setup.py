@@ -1,7 +1,5 @@
 """The initial state of a run, new or from a checkpoint, and its prepared model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

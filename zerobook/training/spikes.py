@@ -1,7 +1,5 @@
 """Give the steps of a run to the spike monitor, and its findings to the runlog, the terminal and the checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

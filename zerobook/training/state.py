@@ -1,7 +1,5 @@
 """The state of a run: its progress, its sample order and its learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

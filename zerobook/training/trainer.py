@@ -1,7 +1,5 @@
 """The trainer of every recipe under every strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -565,7 +563,7 @@ class Trainer(TrainerView):
         self._saved_step = step
         self.spikes.saved(step)
         # What a resumed run needs besides weights and optimizer state.
-        self.progress.detector = self.spikes.monitor.detector.state()
+        self.progress.detector = self.spikes.monitor.state()
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()

@@ -6,8 +6,6 @@ activations are not counted. The output layer is counted for every token, althou
 frozen weight has no gradient, so LoRA needs 4 operations for a weight where full finetuning needs 6.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The watch of a run, started and ended with it: see `zerobook.health.watch`."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import uuid
