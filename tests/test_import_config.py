@@ -195,6 +195,13 @@ def test_adapters_are_trained_where_the_other_trainer_trains_them_by_default(tra
     assert (result.values["lora_r"], result.values["learning_rate"]) == (8, 1e-4 if trainer == "ms-swift" else 5e-5)
 
 
+@pytest.mark.parametrize(("processes", "rows", "steps"), [(1, 1, 16), (1, 4, 4), (4, 1, 4), (8, 3, 1), (2, 32, 1)])
+def test_ms_swift_accumulates_to_sixteen_rows_by_default(processes, rows, steps):
+    words = f"NPROC_PER_NODE={processes} swift sft --model m --dataset d --per_device_train_batch_size {rows}"
+    result = importer.import_config(*command_lines.read_command(words.split())[:3])
+    assert result.values.get("gradient_accumulation_steps", 1) == steps
+
+
 @pytest.mark.parametrize(
     ("trainer", "config", "learns_answers_alone"),
     [

@@ -6,6 +6,7 @@ that together mean one thing have the same function, which reads all of them fro
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
@@ -110,9 +111,11 @@ def axolotl_targets(foreign: Foreign, value: Any) -> Flags:
 
 
 def unless_set(foreign: Foreign, value: Any) -> Flags:
-    """Return a value that follows from another key if it is not set: LLaMA-Factory's alpha, and ms-swift's rate."""
+    """Return a value that follows from other keys if it is not set: LLaMA-Factory's alpha, ms-swift's rate and accumulation."""
     if value == "default" and foreign.entry.to == "lora_alpha":
         value = 2 * foreign.get("lora_rank")
+    elif value == "default" and foreign.entry.to == "gradient_accumulation_steps":
+        value = math.ceil(16 / (foreign.get("per_device_train_batch_size") * foreign.processes))
     elif value == "default":
         value = {"full": 1e-5}.get(foreign.get("tuner_type"), 1e-4)
     return {foreign.entry.to: value}
