@@ -497,6 +497,13 @@ def test_a_number_or_a_boolean_in_quotes_is_one(trainer, key, value, flag):
             "dataset.conversation_column",
             NOT_POSSIBLE,
         ),
+        (
+            "torchtune",
+            {"dataset": {"_component_": "torchtune.datasets.cnn_dailymail_articles_dataset"}},
+            "dataset",
+            NOT_POSSIBLE,
+        ),
+        ("ms-swift", {"dataset": "d", "loss_scale": "last_round"}, "loss_scale", NOT_POSSIBLE),
     ],
 )
 def test_nothing_that_is_in_or_beside_known_keys_is_left_out_in_silence(trainer, config, key, kind):

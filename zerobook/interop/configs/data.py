@@ -19,10 +19,10 @@ TORCHTUNE_SOURCES = {
     "grammar_dataset": "liweili/c4_200m",
     "samsum_dataset": "Samsung/samsum",
     "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
-    "cnn_dailymail_articles_dataset": "ccdv/cnn_dailymail",
-    "wikitext_dataset": "EleutherAI/wikitext_document_level",
 }
 """Component of torchtune -> the data set that it loads."""
+TORCHTUNE_TEXTS = {"cnn_dailymail_articles_dataset": "article", "wikitext_dataset": "page"}
+"""Component of torchtune -> the column of its data set that is learnt as text."""
 LEARN_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
 """Components of torchtune that learn all tokens by default."""
 LOADERS = ("json", "csv", "parquet", "text")
@@ -162,6 +162,10 @@ def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
     learns_all = set()
     for part in as_list(value):
         component = part["_component_"].rpartition(".")[2]
+        if component in TORCHTUNE_TEXTS:
+            raise NoCounterpart(
+                f"The column {TORCHTUNE_TEXTS[component]} is learnt as text. Rename it to text, and remove the others."
+            )
         entries += _entries(foreign, part, part.get("source") or TORCHTUNE_SOURCES.get(component))
         learns_all.add(part.get("train_on_input", component in LEARN_ALL))
     if len(learns_all) > 1:
