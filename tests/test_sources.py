@@ -70,6 +70,25 @@ def test_the_rows_of_a_split_are_those_that_datasets_takes(tmp_path, rows):
         assert f"[{rows}]" in splits.describe(uses_held_out=True)
 
 
+def test_a_saved_dataset_is_known_by_its_content_and_read_without_its_format(tmp_path, monkeypatch):
+    """`datasets` keeps the fingerprint of rows that a function made if code changes that the function calls."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1 << 20)
+    digests, sketches = set(), set()
+    for word in ("before", "after"):
+        dataset = datasets.Dataset.from_list([{"text": word, "n": 1}], split="train")
+        dataset._fingerprint = "equal"
+        dataset.set_format("numpy", columns=["n"])
+        dataset.save_to_disk(str(tmp_path / "saved"))
+        source = open_source(str(tmp_path / "saved")).train
+        assert texts(source) == [word]
+        digests.add(source.digest())
+        sketches.add(source.sketch())
+        assert source.shards()[0].digest() == source.sketch()
+    assert len(digests) == len(sketches) == 2
+
+
 def test_other_rows_are_other_data(tmp_path):
     """Prepared data is found by the digest of its source."""
     file = write(tmp_path / "a.jsonl", LINES)

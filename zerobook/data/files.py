@@ -72,19 +72,30 @@ def file_source(file: Path) -> Source:
         name=str(file),
         read=lambda: readers[kind](file),
         # The same bytes, read as another type, are other samples.
-        digest=lambda: f"{kind} {_digest(file)}",
+        digest=lambda: f"{kind} {read_digest(file)}",
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in TEXT,
-        sketch=lambda: f"{kind} {_sketch(file)}",
+        sketch=lambda: f"{kind} {read_sketch(file)}",
         cut=_cutter(file, kind),
     )
 
 
-def _digest(file: Path) -> str:
+def read_digest(file: Path) -> str:
+    """Return the digest of a file's content."""
     # The bar appears if the file takes longer than a few seconds.
     with tqdm(total=file.stat().st_size, desc=f"reading {file.name}", unit="B", unit_scale=True, leave=False, delay=5) as bar:
         return file_digest(file, bar.update)
+
+
+def read_sketch(file: Path) -> str:
+    """Return a digest of a file's size and both ends, for files that are too large to read twice."""
+    size = file.stat().st_size
+    with open_regular(file) as handle:
+        # Appended rows change the size and the end, a changed header the beginning.
+        first = handle.read(_EDGE)
+        handle.seek(max(0, size - _EDGE))
+        return digest_of(str(size).encode(), first, handle.read())
 
 
 def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
@@ -109,7 +120,7 @@ def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source
         def within() -> Iterator[Item]:
             return read(file, start, stop)
 
-        return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=stop - start, unit="B")
+        return Source(name=str(file), read=within, digest=lambda: read_sketch(file), total=stop - start, unit="B")
 
     return list(map(make_source, starts, ends))
 
@@ -137,7 +148,7 @@ def _parquet_shards(file: Path) -> list[Source]:
             return _read_parquet(file, group, sum(rows[: group[0]]))
 
         total = sum(sizes[i] for i in group)
-        return Source(name=str(file), read=within, digest=lambda: _sketch(file), total=total, unit="B")
+        return Source(name=str(file), read=within, digest=lambda: read_sketch(file), total=total, unit="B")
 
     return [make_source(group) for group in groups if group]
 
@@ -458,13 +469,3 @@ def _readable(file: Path) -> Iterator[None]:
         is_of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
         error_type = SourceError if is_of_disk else DataError
         raise error_type(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
-
-
-def _sketch(file: Path) -> str:
-    """Return a digest of a file's size and both ends, for files that are too large to read twice."""
-    size = file.stat().st_size
-    with open_regular(file) as handle:
-        # Appended rows change the size and the end, a changed header the beginning.
-        first = handle.read(_EDGE)
-        handle.seek(max(0, size - _EDGE))
-        return digest_of(str(size).encode(), first, handle.read())

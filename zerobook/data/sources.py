@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerobook.data import embedded
 from zerobook.data.arrow_rows import without_padding
-from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, suffix_of
+from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, read_digest, read_sketch, suffix_of
 from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, same_split
 from zerobook.data.source import Item, Source, Splits, digest_of
 from zerobook.errors import DataError, SourceError
@@ -126,31 +127,33 @@ def _only_train(path: str, split: str | None) -> None:
         raise DataError(f"{path}: it has no splits, and split is {split!r}. Name the file of that split, or drop split.")
 
 
-def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str]) -> Source:
-    def make_source(start: int, stop: int) -> Source:
+def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str], sketch: Callable[[], str] | None = None) -> Source:
+    def make_source(start: int, stop: int, digest: Callable[[], str]) -> Source:
         def read() -> Iterator[Item]:
             for index in range(start, stop):
                 yield f"sample {index}", without_padding(rows[index]), 1
 
-        return Source(name=name, read=read, digest=digest, total=stop - start, unit=" samples", cut=cut)
+        return Source(name=name, read=read, digest=digest, total=stop - start, unit=" samples", sketch=sketch, cut=cut)
 
     def cut() -> list[Source]:
-        return [make_source(start, min(start + SHARD_ROWS, len(rows))) for start in range(0, len(rows), SHARD_ROWS)]
+        starts = range(0, len(rows), SHARD_ROWS)
+        # The whole content is not read for each shard.
+        return [make_source(start, min(start + SHARD_ROWS, len(rows)), sketch or digest) for start in starts]
 
-    return make_source(0, len(rows))
+    return make_source(0, len(rows), digest)
 
 
 # --- folders and the hub
 def _hub(name: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
     import datasets
 
-    version = None
+    make_source: Callable[[str, Any], Source] = _of_cached
     try:
         builder = datasets.load_dataset_builder(name, config_name, revision=revision)
         if streaming:
             loaded = builder.as_streaming_dataset()
             # A stream has no fingerprint of its content, so its version is the builder's config and hash.
-            version = f"{builder.config_id} {builder.hash}"
+            make_source = partial(_of_iterable, version=f"{builder.config_id} {builder.hash}")
         else:
             builder.download_and_prepare()
             loaded = builder.as_dataset()
@@ -176,20 +179,20 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
             f"{name}: the hub does not give commit {revision}, and the cache of datasets on this machine has {builder.hash}. "
             "Start again when the hub answers, or copy that commit into the cache."
         )
-    return _of_dataset(name, loaded, split, version)
+    return _of_dataset(name, loaded, split, make_source)
 
 
-def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, revision: str | None = None) -> Splits:
-    """Return the splits of a loaded dataset. ``revision``: of a streamed dataset, which has no fingerprint."""
+def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, make_source: Callable[[str, Any], Source]) -> Splits:
+    """Return the splits of a loaded dataset. ``make_source`` makes a source of one of them and its name."""
     train, held_out = _choose(name, list(loaded), split)
     held_out_source = None
     held_out_name = ""
     if held_out is not None:
-        held_out_source = replace(_of_split(f"{name} held out", loaded[held_out], revision), is_held_out=True)
+        held_out_source = replace(make_source(f"{name} held out", loaded[held_out]), is_held_out=True)
         held_out_name = f"split {held_out}"
     unused = [f"split {split_name}" for split_name in loaded if split_name not in (train, held_out)]
     return Splits(
-        train=_of_split(f"{name} {train}", loaded[train], revision),
+        train=make_source(f"{name} {train}", loaded[train]),
         held_out=held_out_source,
         train_name=f"split {train}",
         held_out_name=held_out_name,
@@ -230,13 +233,27 @@ def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[s
     return training[0], held_out
 
 
-def _of_split(name: str, dataset: Dataset | IterableDataset, revision: str | None = None) -> Source:
-    if revision is not None:
-        return _of_iterable(name, dataset, revision)
+def _of_cached(name: str, dataset: Dataset) -> Source:
+    """Return a split that was downloaded. Its fingerprint is of the commit."""
     return _from_rows(name, dataset, lambda: str(dataset._fingerprint))
 
 
-def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
+def _of_saved(name: str, dataset: Dataset) -> Source:
+    """Return a split that ``save_to_disk`` wrote.
+
+    Its fingerprint is of the functions that made it, and stays the same if code changes that they call.
+    """
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+
+    def digest(read: Callable[[Path], str]) -> str:
+        return digest_of(*[read(file).encode() for file in files])
+
+    # A format, which is saved too, leaves out columns and makes tensors.
+    rows = dataset.with_format(None)
+    return _from_rows(name, rows, partial(digest, read_digest), partial(digest, read_sketch))
+
+
+def _of_iterable(name: str, dataset: IterableDataset, version: str) -> Source:
     """Return a source that reads a dataset from the hub during use. Its shards are the dataset's files on the hub."""
 
     def make_source(rows: IterableDataset, prefix: str) -> Source:
@@ -244,7 +261,7 @@ def _of_iterable(name: str, dataset: IterableDataset, revision: str) -> Source:
             for index, row in enumerate(rows):
                 yield f"{prefix}sample {index}", without_padding(row), 1
 
-        return Source(name=name, read=read, digest=lambda: f"{revision} {name} {prefix}", total=0, unit=" samples", cut=cut)
+        return Source(name=name, read=read, digest=lambda: f"{version} {name} {prefix}", total=0, unit=" samples", cut=cut)
 
     def cut() -> list[Source]:
         count = dataset.num_shards
@@ -258,11 +275,12 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
-        saved = datasets.load_from_disk(str(path))
+        # A dataset in memory does not name its files.
+        saved = datasets.load_from_disk(str(path), keep_in_memory=False)
         if isinstance(saved, datasets.DatasetDict):
-            return _of_dataset(str(path), saved, split)
+            return _of_dataset(str(path), saved, split, _of_saved)
         _only_train(str(path), split)
-        return Splits(train=_of_split(str(path), saved))
+        return Splits(train=_of_saved(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
     # If a README declares the splits, they are used, even if none of them is called train.
