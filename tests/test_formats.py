@@ -243,6 +243,8 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
          Chat([ASK, {"role": "assistant", "reasoning_content": "hm", "content": "x"}])),
         ({"prompt": [ASK, SAY, ASK], "completion": [SAY]}, Chat([ASK, SAY, ASK, SAY], frozenset({0, 1, 2}))),
         ({"instruction": "x", "output": "x", "history": [["x", "x"]], "system": "x"}, Chat([SYSTEM, ASK, SAY, ASK, SAY])),
+        ({"instruction": "x", "input": "y", "response": "x"}, Chat([{**ASK, "content": "x\n\ny"}, SAY])),
+        ({"instruction": "x", "context": "y", "output": "x"}, Chat([{**ASK, "content": "x\n\ny"}, SAY])),
     ],
 )  # fmt: skip
 def test_marks_and_parts_of_a_chat_are_read(row, expected):

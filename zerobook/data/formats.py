@@ -316,10 +316,9 @@ def _shared_beginning(chosen: Any, rejected: Any) -> Any:
 
 def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
-    # Alpaca has the columns input and output. Dolly has the columns context and response.
-    input_column = "input" if output == "output" else "context"
-    question_columns = [column for column in (instruction, input_column) if not is_empty(row.get(column))]
-    # If both are empty, `read_text` refuses the empty instruction below.
+    # Dolly calls the input context.
+    question_columns = [column for column in (instruction, "input", "context") if not is_empty(row.get(column))]
+    # If all are empty, `read_text` refuses the empty instruction below.
     question_columns = question_columns or [instruction]
     question = "\n\n".join(read_text(row[column], column) for column in question_columns)
     answer = read_text(row[output], output)
