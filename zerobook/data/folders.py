@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -64,11 +65,10 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
     _refuse_shared_files(folder, candidates)
 
     splits: dict[str, list[Path]] = {}
-    rest = set(names)
     for split, members in candidates.items():
         if members:
             splits[split] = [folder / name for name in members]
-            rest -= set(members)
+    rest = set(names).difference(*candidates.values())
     # Checked for all data files, since files without a split may be trained on too.
     _refuse_links_out_of(folder, [folder / name for name in names])
     unassigned_files = [folder / name for name in sorted(rest)]
@@ -211,29 +211,30 @@ def _declared_splits(
 
 # --- names
 def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
-    """Return the splits that names of files or folders tell, by the first kind of pattern of `datasets` that matches."""
+    """Return the splits that names tell, by the first kind of pattern of `datasets` that matches.
+
+    If there is no training split among them, the next kind divides the other files.
+    """
     from datasets.data_files import (
         DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME,
         DEFAULT_PATTERNS_SPLIT_IN_FILENAME,
         SPLIT_PATTERN_SHARDED,
     )
 
-    sharded: dict[str, list[PurePosixPath]] = {}
+    by_split: dict[str, list[PurePosixPath]] = {}
     for name in _matching(names, base, [SPLIT_PATTERN_SHARDED.replace("{split}", "*")]):
         split = re.split(r"-\d{5}-of-\d{5}", name.name)[0]
-        sharded.setdefault(split, []).append(name)
+        by_split.setdefault(split, []).append(name)
     # Names of shards are the most specific, and say the split themselves.
-    if sharded:
-        return sharded
     for patterns in (DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME, DEFAULT_PATTERNS_SPLIT_IN_FILENAME):
-        by_split: dict[str, list[PurePosixPath]] = {}
+        if any(members and split.startswith("train") for split, members in by_split.items()):
+            break
+        # Without a training split, files of no split are trained on. So all of them that are held out have to be found.
+        assigned = set(chain.from_iterable(by_split.values()))
+        names = [name for name in names if name not in assigned]
         for split, split_patterns in patterns.items():
-            members = _matching(names, base, split_patterns)
-            if members:
-                by_split[str(split)] = members
-        if by_split:
-            return by_split
-    return {}
+            by_split.setdefault(str(split), []).extend(_matching(names, base, split_patterns))
+    return by_split
 
 
 def _top_folders(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
