@@ -8,6 +8,7 @@ import fcntl
 import gzip
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -93,6 +94,14 @@ def test_text_becomes_whole_blocks_and_the_end_is_held_out(tmp_path, shelf, toke
     tail = tokenizer.decode(np.concatenate([held[i]["input_ids"] for i in range(len(held))]))
     assert tail in text and text.index(tail) >= len(decoded)
     assert 0.08 < len(held) / (len(held) + len(data.train)) < 0.12
+
+
+def test_one_of_several_texts_is_not_prepared_as_the_only_one(tmp_path, shelf):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("word " * 999)
+    (tmp_path / "texts" / "empty.txt").touch()
+    files = (tmp_path / "texts" / "a.txt", tmp_path / "texts")
+    assert [shelf(train_file=str(file)).train.views[0].store.meta["lone_text"] for file in files] == [True, False]
 
 
 def test_long_text_is_tokenized_in_pieces_that_leave_no_seam(tmp_path, shelf, tokenizer, monkeypatch):
@@ -194,6 +203,17 @@ def test_a_validation_file_that_is_trained_on_is_said(tmp_path, shelf):
     assert not warnings_of(shelf, train_file=a, validation_file=b)
     (warning,) = warnings_of(shelf, train_file=a, validation_file=copy)
     assert "a.jsonl" in warning and "'validation'" in warning
+
+    # A file of a folder that is trained on, and a folder that has a file that is trained on.
+    for name, content in (("a", a), ("b", b)):
+        (tmp_path / name / "more").mkdir(parents=True)
+        (tmp_path / name / "empty.jsonl").touch()
+        shutil.copy(content, tmp_path / name)
+        chats(tmp_path / name / "more" / "c.jsonl", 9, start=70 if name == "a" else 90)
+    folders = {name: str(tmp_path / name) for name in ("a", "b")}
+    assert len(warnings_of(shelf, train_file=folders["a"], validation_file=a)) == 1
+    assert len(warnings_of(shelf, train_file=b, validation_file=folders["b"])) == 1
+    assert not warnings_of(shelf, train_file=folders["a"], validation_file=folders["b"])
 
 
 def test_entries_of_one_file_that_hold_out_different_samples_are_said(tmp_path, shelf):

@@ -149,6 +149,11 @@ def test_text_folders_and_saved_datasets(tmp_path):
         write(folder / name, name)
     many = open_source(str(folder)).train
     assert texts(many) == ["a.md", "b.txt", "deep/c.py"] and not many.lone_text
+    assert [location.partition(",")[0] for location, _, _ in many.read()] == texts(many)
+    assert open_source(str(folder / "deep")).train.lone_text
+    digest = many.digest()
+    folder.rename(tmp_path / "moved")
+    assert open_source(str(tmp_path / "moved")).train.digest() == digest
     split = tmp_path / "split"
     split.mkdir()
     write(split / "train.jsonl", LINES)

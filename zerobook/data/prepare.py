@@ -164,7 +164,7 @@ def describe_missing_held_out(config: RecipeConfig, data: PreparedData) -> list[
 
 
 def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[str]:
-    """Return warnings about held-out samples that are also trained on. Only files of equal content are found."""
+    """Return warnings about held-out samples that are also trained on. Only complete files of equal content are found."""
     held_out_stores = {name: rows.views[0].store for name, rows in data.held_out.items()}
     views = [] if config.streaming else data.train.views
     messages = []
@@ -174,15 +174,16 @@ def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[
         holds_out_a_share = own_held_out is not None and own_held_out.folder == view.store.folder
         for name, store in held_out_stores.items():
             # The digests are of contents, so a copy of a file under another name is found, too.
-            if store.meta["settings"]["source"] != view.store.meta["settings"]["source"]:
+            held_out_files = store.meta["settings"]["source"].split("\n")
+            if set(held_out_files).isdisjoint(view.store.meta["settings"]["source"].split("\n")):
                 continue
             # Datasets that are prepared with equal settings share a folder, and hold out the same samples of it.
             if holds_out_a_share and store.folder == view.store.folder:
                 continue
             messages.append(
-                f"WARNING: {spec.path} is training data, and held-out data of {name!r} has the same content. So the held-out "
-                "loss is partly measured on samples that are trained on. Name other data with --validation_file, or give all "
-                "entries of one file the same settings."
+                f"WARNING: {spec.path} is training data, and held-out data of {name!r} has the same content, or a file of it. "
+                "So the held-out loss is partly measured on samples that are trained on. Name other data with "
+                "--validation_file, or give all entries of one file the same settings."
             )
     return messages
 
@@ -495,7 +496,12 @@ class Library:
     # --- folders
     def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
         """Return the source's folder. Make it if it is missing."""
-        settings = self._settings(spec, source.digest(), rows) | {"reader": READER, "is_held_out": source.is_held_out}
+        settings = {
+            **self._settings(spec, source.digest(), rows),
+            "reader": READER,
+            "is_held_out": source.is_held_out,
+            "lone_text": source.lone_text,
+        }
         folder = self.root / _fingerprint(settings)
         self._ensure(folder, spec, source, settings, rows, workers)
         return folder

@@ -21,6 +21,8 @@ class Malformed:
 class Source:
     """One split of one dataset. ``read`` starts at the beginning in each call; ``digest`` changes with the content.
 
+    The digest of several files has a line for each.
+
     ``sketch`` is a digest that does not need the whole content. ``cut`` returns parts of the source, where reading can
     start elsewhere than at the beginning.
     """

@@ -315,7 +315,7 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
     unused += _others(set(rest) - set(chosen))
     # If all files of the folder are trained on, there is no choice to describe.
     train_name = _files(len(chosen)) if splits or unused else ""
-    train = _join_sources(path, [replace(file_source(file), lone_text=False) for file in chosen])
+    train = _join_files(path, chosen)
     return Splits(train=train, train_name=train_name, **_held_out(path, splits, held_out), unused=tuple(unused))
 
 
@@ -362,33 +362,35 @@ def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
     kinds = sorted(set(map(suffix_of, files)))
     if len(kinds) > 1:
         raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
-    if len(files) == 1:
-        return file_source(files[0])
-    return _join_sources(folder, [replace(file_source(file), lone_text=False) for file in files])
+    return _join_files(folder, files)
 
 
-def _join_sources(folder: Path, files: list[Source]) -> Source:
-    """Return the files of a folder as one source, read one after another."""
+def _join_files(folder: Path, files: list[Path]) -> Source:
+    """Return files of a folder as one source, read one after another."""
+    sources = [file_source(file) for file in files]
+    # A single text stays one, of which the end is held out.
+    if len(sources) == 1:
+        return sources[0]
 
     def read() -> Iterator[Item]:
-        for file in files:
-            for location, row, cost in file.read():
-                yield f"{Path(file.name).name}, {location}", row, cost
+        for source in sources:
+            for location, row, cost in source.read():
+                yield f"{Path(source.name).relative_to(folder)}, {location}", row, cost
 
     def digest() -> str:
-        digests = [f"{file.name}:{file.digest()}".encode() for file in files]
-        return digest_of(*digests)
+        # One line for each file, so that a file which two sources have in common is found. Empty files have no samples.
+        return "\n".join(source.digest() for source in sources if source.total)
 
     def sketch() -> str:
         sketches = []
-        for file in files:
+        for source in sources:
             # Files without a sketch are small enough for a digest.
-            make_sketch = file.sketch or file.digest
-            sketches.append(f"{Path(file.name).name}:{make_sketch()}".encode())
+            make_sketch = source.sketch or source.digest
+            sketches.append(f"{Path(source.name).name}:{make_sketch()}".encode())
         return digest_of(*sketches)
 
     def cut() -> list[Source]:
-        return [shard for file in files for shard in file.shards()]
+        return [shard for source in sources for shard in source.shards()]
 
-    total = sum(file.total for file in files)
-    return Source(name=str(folder), read=read, digest=digest, total=total, unit=files[0].unit, sketch=sketch, cut=cut)
+    total = sum(source.total for source in sources)
+    return Source(name=str(folder), read=read, digest=digest, total=total, unit="B", sketch=sketch, cut=cut)
