@@ -263,6 +263,7 @@ def test_a_readme_with_broken_configs_is_named(tmp_path, header):
         (["data/train_sft-00000-of-00001.jsonl", "data/train_gen-00000-of-00001.jsonl"], "train_gen"),
         (["data/test-00000-of-00001.jsonl", "data/dev-00000-of-00001.jsonl"], "dev-00000-of-00001.jsonl"),
         (["train-test.jsonl"], "train-test.jsonl"),
+        (["data/train.jsonl", "data/train.jsonl.zst"], "copy of train.jsonl,"),
     ],
 )
 def test_a_folder_whose_training_split_is_unclear_is_refused(tmp_path, files, words):

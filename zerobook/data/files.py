@@ -42,13 +42,14 @@ _EDGE = 1 << 16
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT = (".txt", ".md", ".py")
 TABLE = (".csv", ".tsv")
+COMPRESSED = (".gz", ".zst")
 KNOWN = (*JSON_LINES, ".json", *TABLE, ".parquet", *TEXT)
 
 
 def suffix_of(file: Path) -> str:
     """Return the file type without the suffix of a compression: ``a.jsonl.gz`` is ``.jsonl``."""
     suffix = file.suffix.lower()
-    if suffix in (".gz", ".zst"):
+    if suffix in COMPRESSED:
         suffix = Path(file.stem).suffix.lower()
     return suffix
 
@@ -103,7 +104,7 @@ def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
     # Parquet can be read at any row group, lines at any line end, and compressed files only from the beginning.
     if kind == ".parquet":
         return lambda: _parquet_shards(file)
-    if file.suffix.lower() in (".gz", ".zst") or kind not in (*JSON_LINES, *TEXT):
+    if file.suffix.lower() in COMPRESSED or kind not in (*JSON_LINES, *TEXT):
         return None
     read = _read_lines if kind in JSON_LINES else _read_text
     return lambda: _byte_shards(file, read)

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from zerobook.data.files import KNOWN, suffix_of
+from zerobook.data.files import COMPRESSED, KNOWN, suffix_of
 from zerobook.errors import DataError
 from zerobook.utils.reading import read_text
 from zerobook.utils.yaml_text import load_bounded
@@ -49,7 +49,7 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
 
     Raises:
         DataError: the README cannot be read, names several configs and none is chosen, or names files that are not here; a
-            file belongs to two splits.
+            file belongs to two splits, or is there twice, once compressed.
     """
     config = _chosen_config(folder, config_name)
     base = PurePosixPath(str(config.get("data_dir") or "."))
@@ -113,7 +113,11 @@ def _keywords() -> Mapping[Any, list[str]]:
 
 
 def _data_files(folder: Path) -> list[PurePosixPath]:
-    """Return the files of known types, relative to the folder and sorted. As in `datasets`, hidden ones are left out."""
+    """Return the files of known types, relative to the folder and sorted. As in `datasets`, hidden ones are left out.
+
+    Raises:
+        DataError: a file is there twice, once compressed.
+    """
     from datasets.data_files import FILES_TO_IGNORE
 
     names = []
@@ -126,6 +130,11 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
         is_description = name.name in FILES_TO_IGNORE and (name.name != CARD or str(name) == CARD)
         if file.is_file() and suffix_of(file) in KNOWN and not (is_hidden or is_special or is_description):
             names.append(name)
+            # zstd and `gzip -k` leave the file beside its compressed copy.
+            if name.suffix.lower() in COMPRESSED and file.with_suffix("").is_file():
+                raise DataError(
+                    f"{folder}: {name} seems to be a copy of {name.stem}, and both would be used. Delete or move one of them."
+                )
     return names
 
 
