@@ -195,6 +195,13 @@ def test_a_folder_of_data_has_no_links_out_of_it(tmp_path):
     (folder / "train.jsonl").unlink()
     (folder / "train.jsonl").symlink_to(folder / "real.txt")
     assert len(list(open_source(str(folder)).train.read())) == 1
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "a1").write_text("{}\n")
+    part = tmp_path / "snapshots" / "commit" / "en"
+    part.mkdir(parents=True)
+    (part / "a.jsonl").symlink_to(tmp_path / "blobs" / "a1")
+    for snapshot in (part.parent, part):
+        assert len(list(open_source(str(snapshot)).train.read())) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 0], ids=["one long line", "an open quote"])

@@ -103,6 +103,17 @@ def test_what_is_no_range_of_rows_is_an_error(tmp_path, split):
         open_source(write(tmp_path / "a.jsonl", LINES), split=split)
 
 
+def test_a_text_has_no_rows_and_a_folder_without_splits_has(tmp_path):
+    write(tmp_path / "a.txt", "one\ntwo\n")
+    with pytest.raises(DataError, match="has no rows"):
+        open_source(str(tmp_path / "a.txt"), split="train[:1]")
+    write(tmp_path / "a.jsonl", LINES)
+    write(tmp_path / "b.jsonl", LINES)
+    assert texts(open_source(str(tmp_path), split="train[4:6]").train) == ["line 4", "line 0"]
+    with pytest.raises(DataError, match="no splits"):
+        open_source(str(tmp_path), split="dev")
+
+
 @pytest.mark.parametrize(
     "name, content",
     [
@@ -237,6 +248,13 @@ def test_the_configs_of_a_readme_name_the_splits(tmp_path):
     assert texts(en.train) == ["en/b.jsonl"] and texts(en.held_out) == ["en/a.jsonl"]
     assert texts(fr.train) == ["fr/a.jsonl"] and texts(fr.held_out) == ["fr/test.jsonl"]
     assert texts(open_source(str(tmp_path), config_name="en", split="test").train) == ["en/a.jsonl"]
+
+
+def test_a_readme_in_a_subfolder_is_no_data(tmp_path):
+    fill(tmp_path, ["en/a.jsonl"])
+    write(tmp_path / "en" / "README.md", "# English")
+    with_card(tmp_path, "configs:\n- config_name: default\n  data_files: en/*\n")
+    assert texts(open_source(str(tmp_path)).train) == ["en/a.jsonl"]
 
 
 @pytest.mark.parametrize("path", ["../secret.jsonl", "/etc/passwd", "https://example.org/a.jsonl", "data/none-*"])

@@ -57,7 +57,8 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
     # The README decides. Names decide without it: those of folders for texts, and those of files and folders for the rest.
     patterns = _declared_patterns(config)
     if patterns is not None:
-        candidates = _declared_splits(folder, names, base, patterns)
+        # `datasets` takes no README, in whatever folder, for data.
+        candidates = _declared_splits(folder, [name for name in names if name.name != CARD], base, patterns)
     elif all(suffix_of(Path(name)) in PROSE for name in names):
         candidates = _top_folders(names, base)
     else:
@@ -82,8 +83,10 @@ def _refuse_links_out_of(folder: Path, files: Sequence[Path]) -> None:
     """
     top = folder.resolve()
     allowed_folders = [top]
-    if top.parent.name == "snapshots":
-        allowed_folders.append(top.parent.parent / "blobs")
+    # The folder may be a part of a snapshot.
+    for parent in top.parents:
+        if parent.name == "snapshots":
+            allowed_folders.append(parent.parent / "blobs")
     for file in files:
         target = file.resolve()
         if not any(target.is_relative_to(allowed) for allowed in allowed_folders):

@@ -77,12 +77,12 @@ def _open(path: str, config_name: str | None, revision: str | None, split: str |
 def is_on_hub(path: str) -> bool:
     """Return whether a path that `open_source` takes is the name of a dataset on the hub.
 
-    >>> is_on_hub("OWNER/NAME"), is_on_hub("embedded:chats"), is_on_hub("data/train.jsonl"), is_on_hub("./data")
+    >>> is_on_hub("OWNER/NAME"), is_on_hub("embedded:chats"), is_on_hub("data/train.jsonl.gz"), is_on_hub("./data")
     (True, False, False, False)
     """
     local = Path(path).expanduser()
     # The hub has no such names.
-    is_local = path.startswith((embedded.PREFIX, ".", "/", "~")) or local.suffix in KNOWN
+    is_local = path.startswith((embedded.PREFIX, ".", "/", "~")) or suffix_of(local) in KNOWN
     return not (is_local or local.exists())
 
 
@@ -93,8 +93,11 @@ def _take_range(source: Source, rows: str) -> Source:
         rows: the bounds as `datasets` writes them, such as ``1000:``, ``10%:20%`` or ``:-100``.
     """
     bounds = re.fullmatch(r"(-?\d+%?)?:(-?\d+%?)?", rows)
-    if bounds is None:
-        raise DataError(f"{source.name}: [{rows}] of split is not a range of rows. Write it as train[:1000] or train[10%:20%].")
+    if bounds is None or source.lone_text:
+        raise DataError(
+            f"{source.name}: [{rows}] of split is not a range of rows. Write it as train[:1000] or train[10%:20%]. A text file "
+            "has no rows: it is one text."
+        )
     # The total of a file is in bytes, so its rows are counted.
     count = source.total if source.unit == " samples" else sum(1 for _ in source.read())
     numbers: list[Any] = []
@@ -283,11 +286,13 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         return Splits(train=_of_saved(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
+    if not files:
+        # As in `datasets`, the files of a folder without splits are the training split.
+        _only_train(str(path), split)
+        split = None
     # If a README declares the splits, they are used, even if none of them is called train.
     if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
         return _without_train(path, files, layout.rest)
-    if not files:
-        raise DataError(f"{path}: there is no split {split!r}. {_listing(path, layout.rest)} Name one with --train_file.")
     train, held_out = _choose(str(path), list(files), split)
     unused = [_describe_split(name, members) for name, members in files.items() if name not in (train, held_out)]
     unused += _others(layout.rest)
@@ -332,15 +337,11 @@ def _nothing_to_train_on(path: Path, splits: Mapping[str, list[Path]]) -> DataEr
         return DataError(
             f"{path}: found neither a saved dataset, nor files to train on ({', '.join(KNOWN)}). Name a file with --train_file."
         )
-    files = [file for members in splits.values() for file in members]
+    files = [file.relative_to(path) for members in splits.values() for file in members]
     return DataError(
-        f"{path}: its files are named after {', '.join(splits)}, and none after train. {_listing(path, files)} Name the file "
+        f"{path}: its files are named after {', '.join(splits)}, and none after train. {listing(files)} Name the file "
         "to train on with --train_file, or the split with split, in an entry under datasets in the YAML."
     )
-
-
-def _listing(folder: Path, files: Sequence[Path]) -> str:
-    return listing([file.relative_to(folder) for file in files])
 
 
 def _files(count: int) -> str:
