@@ -535,13 +535,12 @@ def test_a_mixture_numbers_its_datasets_through(tmp_path, shelf):
     assert shelf(datasets=[DatasetSpec(path=a), DatasetSpec(path=b)]).weights is None
 
 
-def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, shelf, monkeypatch):
-    import errno
-
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, shelf, monkeypatch, code):
     import zerobook.data.store as store
 
     def full(self, *documents, **more):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(store.TokenWriter, "append", full)
     with pytest.raises(DataError, match=r"the disk of .* is full .* --cache_dir"):

@@ -589,13 +589,14 @@ class Library:
             put_in_place(staging, folder, is_sound=lambda: _is_sound(folder))
             stamp(folder)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            # Home folders of clusters have quotas.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             written_bytes = sum(file.stat().st_size for file in staging.iterdir())
             free_bytes = shutil.disk_usage(self.root).free
             raise DataError(
-                f"{source.name}: the disk of {self.root} is full after {written_bytes / 1e6:.1f} MB of token ids, with "
-                f"{free_bytes / 1e6:.1f} MB free. Give --cache_dir on a larger disk."
+                f"{source.name}: the disk of {self.root} or its quota is full after {written_bytes / 1e6:.1f} MB of token ids, "
+                f"with {free_bytes / 1e6:.1f} MB free on the disk. Give --cache_dir on a larger disk."
             ) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
