@@ -149,6 +149,14 @@ def test_files(tmp_path, name, content):
     assert source.digest() != before
 
 
+def test_a_parquet_file_may_have_a_map(tmp_path):
+    import pyarrow
+
+    maps = pyarrow.array([[("a", "b")], [], None], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", "y", "z"], "facts": maps}), tmp_path / "a.parquet")
+    assert texts(open_source(str(tmp_path / "a.parquet")).train) == ["x", "y", "z"]
+
+
 def test_text_folders_and_saved_datasets(tmp_path):
     import datasets
 

@@ -198,6 +198,9 @@ def _size(array: Array) -> int:
         return objects_size + (pyarrow.compute.sum(lengths).as_py() or 0)
     if types.is_struct(kind):
         return objects_size + sum(map(_size, array.flatten()))
+    # Only lists can be flattened.
+    if types.is_map(kind):
+        array = array.cast(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field])))
     if types.is_nested(kind):  # lists and maps
         return objects_size + _size(array.flatten())
     if types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind):
