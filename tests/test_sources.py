@@ -15,11 +15,11 @@ import zstandard
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
-from zerobook.data import files
+from zerobook.data import files, sources
 from zerobook.data import parquet as parquet_rows
 from zerobook.data.formats import Chat, parse
 from zerobook.data.source import Malformed
-from zerobook.data.sources import open_source
+from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.tokenize import parse_row
 from zerobook.errors import DataError, SourceError
 
@@ -336,6 +336,34 @@ def test_splits_of_a_folder_are_those_of_datasets(layout):
             assert held_out == next((by_split[split] for split in HELD_OUT if split in by_split), set())
         else:
             assert not any(trained & by_split.get(split, set()) for split in HELD_OUT)
+
+
+def test_held_out_data_may_have_no_training_split(tmp_path, monkeypatch):
+    import datasets
+
+    fill(tmp_path, ["files/val-0.jsonl", "files/val-1.jsonl", "both/test.jsonl", "both/train.jsonl", "train/train.jsonl"])
+    datasets.DatasetDict(test=datasets.Dataset.from_list(ROWS[:2])).save_to_disk(str(tmp_path / "saved"))
+    held_out = {name: texts(open_held_out(str(tmp_path / name))) for name in ("files", "both", "train", "saved")}
+    assert held_out == {
+        "files": ["files/val-0.jsonl", "files/val-1.jsonl"],
+        "both": ["both/test.jsonl"],
+        "train": ["train/train.jsonl"],
+        "saved": ["line 0", "line 1"],
+    }
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "nothing.jsonl"):
+        with pytest.raises(DataError, match=name):
+            open_held_out(str(tmp_path / name))
+    requests = []
+
+    def refuse(*request, streaming):
+        requests.append(request)
+        raise DataError("no such dataset")
+
+    monkeypatch.setattr(sources, "_hub", refuse)
+    with pytest.raises(DataError, match="no such dataset"):
+        open_held_out("owner/name")
+    assert len(requests) == 1
 
 
 def test_the_choice_of_splits_is_said(tmp_path):

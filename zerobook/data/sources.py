@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -121,7 +122,14 @@ def _take_range(source: Source, rows: str) -> Source:
 
 def open_held_out(path: str) -> Source:
     """Return the data that ``--validation_file`` names: its held-out split if it has one, else all of it."""
-    splits = open_source(path)
+    try:
+        splits = open_source(path)
+    except DataError:
+        # A folder of held-out data may have no training split.
+        for split in _HELD_OUT_SPLITS if Path(path).expanduser().is_dir() else ():
+            with suppress(DataError):
+                return replace(open_source(path, split=split).train, is_held_out=True)
+        raise
     return replace(splits.held_out or splits.train, is_held_out=True)
 
 
