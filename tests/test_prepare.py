@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -420,6 +421,31 @@ def test_workers_make_the_same_bytes(tmp_path, shelf, tokenizer, monkeypatch):
         library = Library(config, tokenizer, CausalEncoder(tokenizer, length=64), NextToken())
         digests.append(library.open(library.tokenize(workers)).train.views[0].store.meta["digest"])
     assert digests[0] == digests[1]
+
+
+KILLED = """
+import os, psutil, signal
+from zerobook.data import tokenize
+tokenize._encode_in_worker = len
+results = tokenize.encode_all(None, iter([[]] * 9), 2)
+next(results)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    output = tmp_path / "pids"
+    # Workers that went on would keep a pipe open.
+    with output.open("wb") as file:
+        assert subprocess.run([sys.executable, "-c", KILLED], stdout=file).returncode == -9
+    processes = [psutil.Process(int(pid)) for pid in output.read_text().split() if psutil.pid_exists(int(pid))]
+
+    _, alive = psutil.wait_procs(processes, timeout=30)
+
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 BAD = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -179,6 +180,13 @@ def _start_worker(reading: Reading) -> None:
     # One thread per worker, since the workers share the cores. The tokenizers library reads this at its first use.
     os.environ.update({"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
     _READING[:] = [reading]
+    # A worker whose parent was killed would wait for chunks for ever.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a worker has one
+    os._exit(1)
 
 
 def _encode_in_worker(chunk: Chunk) -> EncodedChunk:
