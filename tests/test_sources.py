@@ -497,6 +497,7 @@ def test_suffixes_in_capitals_are_the_same_types(tmp_path):
         ("latin.json", b'[{"text": "caf\xe9"}]', "not UTF-8. If it is Latin-1 or Windows-1252"),
         ("wide.jsonl", LINES.encode("utf-16"), "it is UTF-16, and UTF-8 is expected"),
         ("wide.csv", "\ufefftext\na\n".encode("utf-16-be"), "it is UTF-16"),
+        ("pointer.txt", "version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 9\n", "git lfs pull"),
         (
             "twice.jsonl.gz",
             gzip.compress(gzip.compress(LINES.encode(), mtime=0), mtime=0),

@@ -167,7 +167,7 @@ def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
         content = io.BufferedReader(_Decompressed(stream, file), _EDGE)
     with _readable(file):
-        start = content.peek(4)[:4]
+        start = content.peek(64)
         for mark, problem in _NO_TEXT.items():
             if start.startswith(mark):
                 raise DataError(f"{file}: {problem}.")
@@ -203,6 +203,7 @@ class _Decompressed(io.RawIOBase):
 _NO_TEXT = {
     codecs.BOM_UTF16_LE: "it is UTF-16, and UTF-8 is expected. Convert it: iconv -f UTF-16 -t UTF-8",
     codecs.BOM_UTF16_BE: "it is UTF-16, and UTF-8 is expected. Convert it: iconv -f UTF-16 -t UTF-8",
+    b"version https://git-lfs.github.com/": "it is a pointer of Git LFS, and its content was not downloaded. Run: git lfs pull",
     b"\x1f\x8b": "its content is compressed with gzip, which its name does not say, or twice. Decompress it",
     b"\x28\xb5\x2f\xfd": "its content is compressed with zstd, which its name does not say, or twice. Decompress it",
 }
