@@ -7,7 +7,7 @@ import pytest
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
 from tests.harness import ROOT
-from zerobook.config import ALIASES
+from zerobook.config import ALIASES, DatasetSpec
 from zerobook.config_sources import changed, parse, read
 from zerobook.data.sources import open_source
 from zerobook.errors import ConfigError
@@ -228,6 +228,12 @@ def test_embedded_data_are_files_too():
 
     specs = (*config.dataset_specs(), config.validation_spec())
     assert [open_source(spec.path).train.name for spec in specs] == ["embedded:chatterbot", "embedded:stdlib"]
+
+
+def test_a_dataset_in_the_working_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert DatasetSpec(path=".").name == tmp_path.name
+    assert DatasetSpec(path="Salesforce/wikitext").name == "wikitext"
 
 
 def test_values_of_datasets_are_read_as_others(tmp_path):

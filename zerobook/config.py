@@ -130,7 +130,7 @@ class DatasetSpec(_Keys):
     summary_column: str | None = Field(None, description="see the recipe's summary_column")
 
     def model_post_init(self, context: Any) -> None:
-        name = self.name or Path(self.path.removeprefix("embedded:")).name.split(".")[0]
+        name = self.name or Path(self.path.removeprefix("embedded:")).absolute().name.split(".")[0]
         self.name = plain(name, lines=False)  # it begins lines of the output
 
 
