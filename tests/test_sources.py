@@ -89,6 +89,16 @@ def test_a_saved_dataset_is_known_by_its_content_and_read_without_its_format(tmp
     assert len(digests) == len(sketches) == 2
 
 
+@pytest.mark.parametrize("name", ["state.json", "data-00000-of-00001.arrow"])
+def test_a_dataset_that_was_not_saved_completely_is_named(tmp_path, name):
+    import datasets
+
+    datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "train" / name).unlink()
+    with pytest.raises(DataError, match=r"saved: cannot be read \(FileNotFoundError"):
+        open_source(str(tmp_path / "saved"))
+
+
 def test_other_rows_are_other_data(tmp_path):
     """Prepared data is found by the digest of its source."""
     file = write(tmp_path / "a.jsonl", LINES)

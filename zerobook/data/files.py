@@ -99,6 +99,24 @@ def read_sketch(file: Path) -> str:
         return digest_of(str(size).encode(), first, handle.read())
 
 
+@contextmanager
+def read_errors_named(file: Path) -> Iterator[None]:
+    """Convert the errors of decompressors and parsers about a damaged file or dataset to a `DataError`.
+
+    An error of the disk becomes a `SourceError`.
+    """
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: {not_utf8(None)}") from error
+    except Exception as error:
+        is_of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
+        error_type = SourceError if is_of_disk else DataError
+        raise error_type(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
+
+
 def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
     """Return a function that cuts a file into shards; None for a file that can only be read from its beginning."""
     # Parquet can be read at any row group, lines at any line end, and compressed files only from the beginning.
@@ -130,7 +148,7 @@ def _parquet_shards(file: Path) -> list[Source]:
     """Return whole row groups as sources, since smaller parts cannot be read separately."""
     import pyarrow.parquet
 
-    with _readable(file), open_regular(file) as content:
+    with read_errors_named(file), open_regular(file) as content:
         metadata = pyarrow.parquet.read_metadata(content)
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -156,7 +174,7 @@ def _parquet_shards(file: Path) -> list[Source]:
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
     """Return (the content, the file itself, whose position shows how much was read)."""
-    with _readable(file):
+    with read_errors_named(file):
         content = raw = open_regular(file)
     if file.suffix.lower() == ".gz":
         content = io.BufferedReader(_Decompressed(gzip.GzipFile(fileobj=raw), file), _EDGE)
@@ -166,7 +184,7 @@ def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
         # zstandard's own reader accepts a truncated file without an error.
         stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
         content = io.BufferedReader(_Decompressed(stream, file), _EDGE)
-    with _readable(file):
+    with read_errors_named(file):
         start = content.peek(64)
         for mark, problem in _NO_TEXT.items():
             if start.startswith(mark):
@@ -225,7 +243,7 @@ def _byte_counter(raw: BinaryIO, position: int = 0) -> Callable[[], int]:
 def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
     """Yield the lines of a file. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
-    with content, _readable(file):
+    with content, read_errors_named(file):
         position = _to_a_line(content, start)
         bytes_read = _byte_counter(raw)
         number = 0
@@ -262,7 +280,7 @@ def _to_a_line(content: BinaryIO, start: int) -> int:
 def _json_kind(file: Path) -> str:
     """Return ``.json`` for an array, ``.jsonl`` for a sample in each line."""
     content, _ = _open(file)
-    with content, _readable(file):
+    with content, read_errors_named(file):
         start = content.read(_EDGE).removeprefix(codecs.BOM_UTF8).lstrip()
     return ".json" if start.startswith(b"[") else ".jsonl"
 
@@ -271,7 +289,7 @@ def _read_array(file: Path) -> Iterator[Item]:
     """Yield (place, sample, bytes read for it) of a JSON array. Memory holds one sample and `JSON_BLOCK` characters."""
     content, raw = _open(file)
     bytes_read = _byte_counter(raw)
-    with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
+    with read_errors_named(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         for index, row in enumerate(_array_values(text, file)):
             yield f"sample {index}", row, bytes_read()
 
@@ -330,7 +348,7 @@ def _read_table(file: Path) -> Iterator[Item]:
     bytes_read = _byte_counter(raw)
     # The default of the csv module is 128 KiB, which long documents exceed. `_BoundedLines` limits whole rows.
     csv.field_size_limit(ROW_LIMIT)
-    with _readable(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
+    with read_errors_named(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         lines = _BoundedLines(text, file)
         delimiter = "\t" if suffix_of(file) == ".tsv" else ","
         # strict: a quote that is never closed would take all rows after it into its field.
@@ -405,7 +423,7 @@ def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -
 def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:
     """Yield a text in blocks of about `TEXT_BLOCK`. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
-    with content, _readable(file):
+    with content, read_errors_named(file):
         position = _to_a_line(content, start)
         bytes_read = _byte_counter(raw, start)
         # Only a file's first bytes can be a byte order mark.
@@ -453,21 +471,3 @@ def _text_blocks(content: BinaryIO, position: int, stop: int | None) -> Iterator
             size = 0
     if lines:
         yield b"".join(lines)
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    """Convert the errors of decompressors and parsers about a damaged ``file`` to a `DataError`.
-
-    An error of the disk becomes a `SourceError`.
-    """
-    try:
-        yield
-    except (DataError, GeneratorExit):
-        raise
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: {not_utf8(None)}") from error
-    except Exception as error:
-        is_of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
-        error_type = SourceError if is_of_disk else DataError
-        raise error_type(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error

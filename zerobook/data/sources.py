@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.data import embedded
 from zerobook.data.arrow_rows import without_padding
-from zerobook.data.files import JSON_LINES, KNOWN, TABLE, TEXT, file_source, read_digest, read_sketch, suffix_of
+from zerobook.data.files import (
+    JSON_LINES,
+    KNOWN,
+    TABLE,
+    TEXT,
+    file_source,
+    read_digest,
+    read_errors_named,
+    read_sketch,
+    suffix_of,
+)
 from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, same_split
 from zerobook.data.source import Item, Source, Splits, digest_of
 from zerobook.errors import DataError, SourceError
@@ -287,7 +297,8 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
         import datasets
 
         # A dataset in memory does not name its files.
-        saved = datasets.load_from_disk(str(path), keep_in_memory=False)
+        with read_errors_named(path):
+            saved = datasets.load_from_disk(str(path), keep_in_memory=False)
         if isinstance(saved, datasets.DatasetDict):
             return _of_dataset(str(path), saved, split, _of_saved)
         _only_train(str(path), split)
