@@ -647,6 +647,21 @@ def test_an_error_of_the_disk_may_be_gone_at_the_next_start_and_damage_is_not(tm
     assert (of_content.value.exit_code, of_disk.value.exit_code) == (2, 1)
 
 
+def test_an_error_of_the_disk_comes_from_the_process_that_reads_parquet(tmp_path, monkeypatch):
+    parquet(tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet")).train
+
+    def fail(*arguments):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(parquet_rows, "_send_rows", fail)
+    with pytest.raises(SystemExit) as exit:
+        parquet_rows._serve("a.parquet", "null", str(1 << 40), "1")
+    monkeypatch.setattr(parquet_rows, "_START", f"import sys; sys.stderr.write('stale'); sys.exit({exit.value.code})")
+    with pytest.raises(SourceError, match=r"a\.parquet.*stale"):
+        list(source.read())
+
+
 def test_a_dataset_without_its_owner_and_a_hub_that_does_not_answer(monkeypatch):
     import datasets
 

@@ -410,14 +410,12 @@ def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
 
 def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -> Iterator[Item]:
     """Yield the rows of a Parquet file. ``groups``: only these row groups; ``index``: number of the first row, for messages."""
-    try:
+    with read_errors_named(file):
         for total, rows in parquet.read_parts(file, groups):
             cost = file.stat().st_size // max(1, total)
             for row in rows:
                 yield f"row {index}", without_padding(row), cost
                 index += 1
-    except (parquet.ParquetError, OSError) as error:
-        raise DataError(f"{file}: cannot be read ({error}).") from None
 
 
 def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Item]:

@@ -21,6 +21,7 @@ import pyarrow.parquet
 from pyarrow import Array, RecordBatch
 from pyarrow.parquet import FileMetaData
 
+from zerobook.errors import DataError
 from zerobook.utils.memory_limit import memory_limit
 from zerobook.utils.reading import open_regular
 
@@ -44,10 +45,6 @@ _START = (
 )
 
 
-class ParquetError(Exception):
-    """A Parquet file that cannot be read, with the reason."""
-
-
 def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[int, list[Any]]]:
     """Yield (the rows in the whole file, the next rows as Python values).
 
@@ -55,8 +52,8 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
         groups: read only these row groups.
 
     Raises:
-        OSError: it is not a regular file.
-        ParquetError: it cannot be read within the limits.
+        OSError: it is not a regular file, or the disk has an error.
+        DataError: it cannot be read within the limits.
     """
 
     # A pipe or a device would block the other process.
@@ -94,8 +91,12 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
         if code:
             errors.seek(0)
             reason = errors.read().decode(errors="replace").strip()
-            memory = f"{MOST_MEMORY >> 20} MiB of memory"
-            raise ParquetError(reason or f"the process that decompresses it ended with {code}; it may need more than {memory}")
+            if code > 1:
+                raise OSError(code, reason)
+            reason = reason or (
+                f"the process that decompresses it ended with {code}; it may need more than {MOST_MEMORY >> 20} MiB of memory"
+            )
+            raise DataError(f"{file}: cannot be read ({reason}).")
 
 
 # --- in the other process
@@ -107,11 +108,13 @@ def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
             _send_rows(file, json.loads(groups), int(total_size))
     except MemoryError:
         sys.exit(f"it needs more than {int(memory) >> 20} MiB of memory")
-    except ParquetError as error:
+    except DataError as error:
         sys.exit(str(error))
     # A damaged file can cause any error.
     except Exception as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # The number tells an error of the disk, which may be gone at the next start, from a damaged file.
+        sys.exit(getattr(error, "errno", None) or 1)
 
 
 def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
@@ -123,7 +126,7 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
             # Counted as the rows come, since the sizes in the metadata may be wrong.
             remaining_size -= size
             if remaining_size < 0:
-                raise ParquetError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
+                raise DataError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
             piece = _without_dictionaries(piece)
             if stream is None:
                 # The columns' types are known with the first rows.
@@ -163,7 +166,7 @@ def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
     size = sum(map(_size, batch.columns))
     if size <= _PIECE or batch.num_rows == 1:
         if size > MOST_ROW:
-            raise ParquetError(f"a row has more than {MOST_ROW >> 20} MiB")
+            raise DataError(f"a row has more than {MOST_ROW >> 20} MiB")
         yield batch, size
         return
     # Halve the batch until each piece is small enough: the rows may differ in size by any factor.
