@@ -17,7 +17,7 @@ from tests.harness import ROOT, sampled
 from zerobook.config_sources import ConfigSources, parse
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
-from zerobook.models.adapters import Method, add_adapter, continue_adapter, save_adapter
+from zerobook.models.adapters import Method, add_adapter, continue_adapter, merge_adapter, save_adapter
 from zerobook.plan.hardware import cluster
 from zerobook.plan.job import make_job
 from zerobook.plan.rows import resolve_launch_plan
@@ -236,3 +236,28 @@ def test_targets_can_be_a_regular_expression(tiny):
     assert all(name.endswith("q_proj") for name in names(["q_proj"])) and len(names(["q_proj"])) > 1
     with pytest.raises(ConfigError, match=r"lora_target_modules: .* Its linear layers: .*q_proj"):
         names([r".*\.not_there$"])
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_merged_adapter_of_tied_embeddings_changes_its_own_layer_alone(tiny, tmp_path, targets):
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    assert base.config.tie_word_embeddings
+    model = add_adapter(base, "lora", rank=4, alpha=12, dropout=0.0, targets=targets, seed=0)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        expected = model(IDS).logits
+
+        merge_adapter(model).save_pretrained(tmp_path / "merged")
+
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(merged(IDS).logits, expected, rtol=0, atol=2e-5)
+
+
+def test_embeddings_can_have_adapters(flags, tmp_path):
+    run = train(tmp_path / "run", LoraFinetune, **flags | {"mixed_precision": "no"}, lora_target_modules="embed_tokens")
+    assert run.losses[-1] < run.losses[0]

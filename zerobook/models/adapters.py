@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -320,6 +321,20 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
                 # A slice knows its shape without reading the weight.
                 rows = max(rows, weights.get_slice(name).get_shape()[0])
         grow_embeddings(model, rows)
+
+
+def merge_adapter(model: PeftModel) -> PreTrainedModel:
+    """Fold the adapter's weights into the model's, and return the model.
+
+    Of tied weights, such as those of the embeddings, an adapter changes those of its own layer alone. So this layer gets a copy
+    of its weight. The model's config then says that the embeddings are not tied.
+    """
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        layer: Any = getattr(module, "base_layer", None)
+        if uses[id(getattr(layer, "weight", None))] > 1:
+            layer.weight = nn.Parameter(layer.weight.detach().clone())
+    return cast("PreTrainedModel", model.merge_and_unload())
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from zerobook.checkpoint import origin, store
 from zerobook.checkpoint.state import Reader, read_buffers
 from zerobook.data import embedded
 from zerobook.errors import CheckpointError
-from zerobook.models.adapters import adapt_model, grow_for_adapter, save_adapter
+from zerobook.models.adapters import adapt_model, grow_for_adapter, merge_adapter, save_adapter
 from zerobook.models.card import Training, format_card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
 from zerobook.models.quantise import base_of
@@ -86,7 +86,7 @@ def export_checkpoint(
 
     # Bring it into the form that is written.
     if adapts and merge:
-        model = cast("PeftModel", model).merge_and_unload()
+        model = merge_adapter(cast("PeftModel", model))
     model.eval()
     if merge or not adapts:
         # On the meta device, transformers reads no weights.

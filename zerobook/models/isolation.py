@@ -13,6 +13,7 @@ import torch
 from zerobook.data.collate import CausalCollator, PackedCollator, to_device
 from zerobook.errors import ConfigError
 from zerobook.models.load import absolute_positions
+from zerobook.models.vocabulary import embedding_rows
 from zerobook.strategy import Strategy
 from zerobook.utils.dtypes import compute_dtype
 from zerobook.utils.terminal import say
@@ -338,8 +339,7 @@ def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
     """Return ids of the model's vocabulary, int64 [count], the same on every rank."""
     model = cast("PreTrainedModel", strategy.unwrapped)
     # Ids below 1000 are in every vocabulary that is not tiny, and a fixed seed gives all ranks the same.
-    words = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
-    return np.random.default_rng(0).integers(3, min(words, 1000), count)
+    return np.random.default_rng(0).integers(3, min(embedding_rows(model), 1000), count)
 
 
 def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slice) -> list[torch.Tensor]:

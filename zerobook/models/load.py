@@ -26,7 +26,7 @@ from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_atten
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout, quantisable_layers
 from zerobook.models.unused_modules import freeze_unused
-from zerobook.models.vocabulary import add_tokens
+from zerobook.models.vocabulary import add_tokens, embedding_rows
 from zerobook.objective import router_coefficient
 from zerobook.strategy import Strategy
 from zerobook.utils import hub
@@ -459,18 +459,18 @@ def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> 
 def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: PreparedData) -> None:
     """Raise `ConfigError` if ids or lengths in the data exceed the model's embeddings."""
     datasets = [data.train, *data.held_out.values()]
-    embedding_rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    rows = embedding_rows(model)
     # More tokens than embeddings harm only if such tokens occur.
-    if len(tokenizer) > embedding_rows:
+    if len(tokenizer) > rows:
         largest = tokenizer.pad_token_id
-        for rows in datasets:
-            largest = max(largest, rows.largest_id)
-        if largest >= embedding_rows:
+        for dataset in datasets:
+            largest = max(largest, dataset.largest_id)
+        if largest >= rows:
             raise ConfigError(
                 f"tokenizer_name: it has {len(tokenizer)} tokens, and the data or its padding uses id {largest}; "
-                f"{type(model).__name__} has embeddings for {embedding_rows}. Give the tokenizer that belongs to the model."
+                f"{type(model).__name__} has embeddings for {rows}. Give the tokenizer that belongs to the model."
             )
-    check_length(model, max(rows.longest_sample for rows in datasets))
+    check_length(model, max(dataset.longest_sample for dataset in datasets))
 
 
 def check_length(model: PreTrainedModel, longest: int) -> None:

@@ -42,7 +42,7 @@ def fit_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     new = getattr(tokenizer, "new_token_ids", [])
     if not new:
         return None
-    rows = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    rows = embedding_rows(model)
     grow_embeddings(model, len(tokenizer))
     _start_at_mean(model, new)
     size = f"{rows} rows, as before"
@@ -53,7 +53,7 @@ def fit_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
     """Give the input and output embeddings at least ``rows`` rows. ``base_facts`` of the model records their number."""
-    if rows <= cast("nn.Embedding", model.get_input_embeddings()).num_embeddings:
+    if rows <= embedding_rows(model):
         return
     # Tie what is tied now: a config may tie weights that differ in the model's file, as in Flan-T5.
     model.tie_weights = partial(model.tie_weights, recompute_mapping=False)  # type: ignore[method-assign]
@@ -64,6 +64,13 @@ def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
     if facts is not None:
         # An export makes the base anew, and gives it as many rows.
         facts["embedding_rows"] = rows
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Return the number of rows of the input embeddings."""
+    embeddings = model.get_input_embeddings()
+    # Embeddings with an adapter have the original ones inside of them.
+    return cast("nn.Embedding", getattr(embeddings, "base_layer", embeddings)).num_embeddings
 
 
 def are_tied(model: PreTrainedModel) -> bool:
