@@ -26,6 +26,7 @@ CASES = {
     "text": (CausalLM, "llama", {"block_size": 32}),
     "packed": (CausalLM, "llama", {"block_size": 64, "packing": True}),
     "adapter": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4}),
+    "template": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4, "chat_template": "other.jinja"}),
     "4 bits": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4, "load_in_4bit": True}),
     "pairs": (Seq2SeqChatbot, "t5", {"max_source_length": 32, "max_target_length": 16}),
 }
@@ -46,13 +47,14 @@ def measured(capsys, *words):
 def test_the_loss_on_a_file_is_that_of_the_runs_own_evaluation(tiny, tmp_path, capsys, monkeypatch, case):
     recipe, model, flags = CASES[case]
     file = tiny / ("text.txt" if case == "text" else "few.jsonl")
+    # From another folder, and with the recipe's file that the run names.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}")
     run = train(
         tmp_path / "run", recipe, model_name_or_path=tiny / model, train_file=tiny / "chats.jsonl", validation_file=file,
         max_train_steps=3, learning_rate=3e-3, per_device_train_batch_size=2, cache_dir=tmp_path / "cache", **flags,
     )  # fmt: skip
     own = run.event("eval")
-    # From another folder, and with the recipe's file that the run names.
-    monkeypatch.chdir(tmp_path)
 
     found = measured(capsys, "run", "--file", file)
 

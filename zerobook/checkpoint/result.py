@@ -67,15 +67,6 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists()
 
 
-def holds_whole_modules(adapter: Path) -> bool:
-    """Return whether an adapter's folder holds modules that were trained whole."""
-    try:
-        return bool(read_json(adapter / "adapter_config.json").get("modules_to_save"))
-    except (OSError, ValueError, AttributeError):
-        # It is refused where the adapter is loaded.
-        return False
-
-
 def base_of(adapter: Path) -> str:
     """Return the name of the model that an adapter was trained beside."""
     file = adapter / "adapter_config.json"

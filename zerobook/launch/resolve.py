@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zerobook.checkpoint.result import find_result, holds_whole_modules
+from zerobook.checkpoint.result import find_result
 from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
 from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigDraft, ConfigSources, ConfigT
@@ -278,16 +278,16 @@ def _name_model(launch: LaunchDraft) -> None:
 
 
 def _take_tokenizer(launch: LaunchDraft) -> None:
-    """Take the tokenizer beside an adapter that is trained further, if that adapter holds whole modules.
+    """Take the tokenizer beside an adapter that is trained further.
 
-    It may have tokens that the model's own lacks: they came with new rows of the embeddings, which the adapter holds.
+    Its chat template is that of the adapter's training. It may have tokens that the model's own lacks: they came with new rows
+    of the embeddings, which the adapter holds.
     """
     draft = launch.draft
     path = getattr(draft.config, "adapter_path", None)
     if path is None or draft.config.tokenizer_name is not None:
         return
-    folder = Path(path).expanduser()
-    if (folder / "tokenizer_config.json").exists() and holds_whole_modules(folder):
+    if (Path(path).expanduser() / "tokenizer_config.json").exists():
         draft.set(f"the adapter in {path}", tokenizer_name=path)
         launch.plan.notes.append(f"tokenizer_name: {path}, whose adapter was trained with that tokenizer")
 
