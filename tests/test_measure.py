@@ -27,6 +27,7 @@ CASES = {
     "packed": (CausalLM, "llama", {"block_size": 64, "packing": True}),
     "adapter": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4}),
     "template": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4, "chat_template": "other.jinja"}),
+    "new tokens": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4, "new_tokens": "sapient"}),
     "4 bits": (LoraFinetune, "llama", {"max_seq_length": 64, "lora_r": 4, "load_in_4bit": True}),
     "pairs": (Seq2SeqChatbot, "t5", {"max_source_length": 32, "max_target_length": 16}),
 }

@@ -83,15 +83,18 @@ def pushed(folder, name, **variables) -> str:
     return " ".join(done.stdout.split())
 
 
-def test_an_export_is_uploaded(tmp_path, hub):
+@pytest.mark.parametrize("name", ["me/mine", "mine"])
+def test_an_export_is_uploaded(tmp_path, hub, name):
     folder = tmp_path / "exported"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "README.md").write_text("# card\n")
-    said = pushed(folder, "me/mine", HF_ENDPOINT=hub, HF_TOKEN="hf_of_a_test")
+    said = pushed(folder, name, HF_ENDPOINT=hub, HF_TOKEN="hf_of_a_test")
     assert "me/mine" in said
     create = next(body for path, body in Hub.asked if path == "/api/repos/create")
-    assert (create["name"], create["organization"]) == ("mine", "me")
+    owner, _, repository = name.rpartition("/")
+    assert (create["name"], create["organization"] or "") == (repository, owner)
+    assert {path.rpartition("/commit")[0] for path, _ in Hub.asked if path.endswith("/commit/main")} == {"/api/models/me/mine"}
     assert "private" in (create.get("visibility"), *create), "a new repository is private"
     files = [body["value"] for path, body in Hub.asked if path.endswith("/commit/main") and body["key"] == "file"]
     assert {file["path"]: base64.b64decode(file["content"]).decode() for file in files} == {

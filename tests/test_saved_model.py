@@ -177,6 +177,21 @@ def test_an_export_in_half_precision_keeps_what_transformers_loads_in_fp32(tiny,
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
+def test_an_export_whose_logits_are_no_numbers_is_refused(base, trained, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e6)
+    model.save_pretrained(base)
+    run = trained(
+        CausalLMConfig(model_name_or_path=str(base), dataset_name="embedded:chatterbot", output_dir=str(tmp_path / "run"))
+    )
+
+    with pytest.raises(CheckpointError, match="differ by nan"):
+        export([str(run), "--output", str(tmp_path / "exported"), "--dtype", "float16"])
+
+    assert not (tmp_path / "exported").exists()
+
+
 def test_adapters_are_not_merged_into_quantised_weights(tiny, trained, tmp_path):
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     quantised = tmp_path / "quantised"

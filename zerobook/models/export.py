@@ -119,10 +119,11 @@ def export_checkpoint(
             _cast_buffers(model, reloaded)
             expected = _logits(model)
         difference = float((expected - _logits(reloaded)).abs().max() / expected.abs().max())
-        if difference > _ALLOWED:
+        # The difference of logits that are no numbers is no number, too.
+        if not difference <= _ALLOWED:
             raise CheckpointError(
                 f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
-                f"largest, allowed is {_ALLOWED:.0e}. Nothing was kept."
+                f"largest, allowed is {_ALLOWED:.0e} (nan: numbers exceed the range of {dtype}). Nothing was kept."
             )
         # Another export may have ended since the first look.
         require_new(folder, "--output")

@@ -39,7 +39,8 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     try:
         # The repository may be there from an earlier upload.
         address = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by zerobook")
+        # A name without an owner is completed with that of the token.
+        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Exported by zerobook")
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         advice = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(status or 0, "")

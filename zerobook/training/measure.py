@@ -75,8 +75,9 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     data = replace(data, held_out={Path(file).name: file_rows})
     model = recipe.model(tokenizer, strategy)
     fit_embeddings(model, tokenizer)
-    check_fit(model, tokenizer, data)
     adapted = recipe.adapt(model)
+    # An adapter may have embeddings with more rows than the model's own.
+    check_fit(model, tokenizer, data)
     collate = recipe.collator(tokenizer, adapted)
     strategy.model = strategy.prepare_frozen(adapted)
     keep_mask = objective.needs_attention_mask(strategy.model)
