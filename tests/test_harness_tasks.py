@@ -157,6 +157,36 @@ def test_the_task_is_read_from_the_file_that_is_named(tasks, tmp_path, ending):
     assert objects[0].config.doc_to_text.endswith("Answer:")
 
 
+SHUFFLE = """
+import random
+
+
+def process_docs(dataset):
+    def shuffle(question):
+        choices = list(question["choices"])
+        random.shuffle(choices)
+        return question | {"choices": choices}
+
+    return dataset.map(shuffle)
+"""
+
+
+def test_shuffled_choices_do_not_depend_on_the_random_state_of_a_process(tasks, tmp_path, monkeypatch):
+    # Another process does not find the choices in the cache of this one.
+    monkeypatch.setattr("datasets.fingerprint._CACHING_ENABLED", False)
+    (tmp_path / "utils.py").write_text(SHUFFLE)
+    (tmp_path / "shuffled.yaml").write_text((tasks / "choices.yaml").read_text() + "process_docs: !function utils.process_docs")
+    orders = []
+    for seed in (1, 2):
+        random.seed(seed)
+        _, _, [task] = load_tasks([str(tmp_path / "shuffled.yaml")])
+        orders.append([question["choices"] for question in task.task_docs])
+
+    assert orders[0] == orders[1]
+    _, _, [task] = load_tasks([str(tasks / "choices.yaml")])
+    assert orders[0] != [question["choices"] for question in task.task_docs]
+
+
 def test_two_files_of_one_task_name_are_an_error(tasks, tmp_path):
     copied = shutil.copy(tasks / "choices.yaml", tmp_path / "copy.yaml")
     with pytest.raises(ConfigError, match="zerobook_choices"):

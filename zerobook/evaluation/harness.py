@@ -36,9 +36,11 @@ LIKELIHOODS = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
 
 
 @contextmanager
-def _random_state_restored() -> Iterator[None]:
-    """Restore Python's random state, which the harness seeds: a run with an evaluation has to train as one without."""
+def _harness_seed() -> Iterator[None]:
+    """Return a context with the harness's own seed of Python's random numbers, by which some tasks shuffle their choices. All
+    ranks need the same. Afterwards the state is restored: a run with an evaluation has to train as one without."""
     state = random.getstate()
+    random.seed(0)
     try:
         yield
     finally:
@@ -105,8 +107,8 @@ class HarnessScorer:
         was_training = model.training
         model.eval()
         try:
-            # The harness prints to stdout, which is for results alone, and seeds the random state.
-            with redirect_stdout(StringIO()), _random_state_restored():
+            # The harness prints to stdout, which is for results alone.
+            with redirect_stdout(StringIO()), _harness_seed():
                 result = simple_evaluate(
                     model=_harness_model(self, strategy, model, progress),
                     tasks=[*self.tasks],
@@ -128,7 +130,7 @@ class HarnessScorer:
         return rows
 
 
-@_random_state_restored()
+@_harness_seed()
 def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
     """Return the harness's index of tasks, the tasks' names, and its objects for them. Their data may be downloaded.
 
