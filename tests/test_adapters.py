@@ -161,6 +161,15 @@ def test_a_setting_of_adapters_without_adapters_is_an_error():
 IDS = torch.arange(3, 27)[None]
 
 
+def test_experts_have_adapters_by_the_names_that_they_had_before_they_were_stacked(tiny):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "mixtral")
+    adapted = add_adapter(model, "lora", rank=2, alpha=4, dropout=0.0, targets=["q_proj", "w1", "w2", "w3"], seed=0)
+
+    assert any("experts" in name and ".lora_A" in name for name, _ in adapted.named_parameters())
+
+
 @pytest.mark.parametrize("method", get_args(Method))
 @torch.no_grad()
 def test_a_saved_adapter_fits_the_base_as_it_was_loaded(tiny, tmp_path, method):
@@ -234,6 +243,10 @@ def test_targets_can_be_a_regular_expression(tiny):
 
     assert names([r"model\.layers\.0\..*\.(q|v)_proj"]) == {f"model.layers.0.self_attn.{which}_proj" for which in "qv"}
     assert all(name.endswith("q_proj") for name in names(["q_proj"])) and len(names(["q_proj"])) > 1
+    # Of several names, each has to be one of the model's.
+    for wrong in ("all-linear", "v_porj", ".*v_proj"):
+        with pytest.raises(ConfigError, match=r"lora_target_modules: .* is called"):
+            names(["q_proj", wrong])
     with pytest.raises(ConfigError, match=r"lora_target_modules: .* Its linear layers: .*q_proj"):
         names([r".*\.not_there$"])
 

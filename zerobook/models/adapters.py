@@ -230,6 +230,14 @@ def add_adapter(
         ensure_weight_tying=ties_copies,
     )
     adapted_model = _insert_adapter(model, config, revision)
+    # peft ignores names that no module has, if other names have modules. Names of experts are not among its targets here.
+    paths = [path for path, _ in adapted_model.named_modules()]
+    for name in set(targets).intersection(config.target_modules or ()):
+        if not any(path.endswith(f".{name}") for path in paths):
+            raise ConfigError(
+                f"lora_target_modules: no module of this model is called {name}. Correct the name, or leave it out. all-linear "
+                "and a regular expression stand alone."
+            )
     # peft has PiSSA, too (init_lora_weights="pissa"), but it changes the base weights.
     if method == "pissa":
         _start_from_principal_components(adapted_model, config)
