@@ -35,6 +35,23 @@ def test_new_rows_start_at_the_mean_and_the_others_stay(llama):
     torch.testing.assert_close(after[len(before) :], before.mean(0).expand(2, -1))
 
 
+@torch.no_grad()
+def test_a_bias_of_the_output_starts_at_the_mean_too(llama):
+    from transformers import PhiConfig, PhiForCausalLM
+
+    _, tokenizer = llama
+    rows = len(tokenizer)
+    model = PhiForCausalLM(
+        PhiConfig(vocab_size=rows, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.lm_head.bias.copy_(torch.arange(rows) / rows - 6)
+    add_tokens(tokenizer, ["<tool>"])
+
+    fit_embeddings(model, tokenizer)
+
+    assert model.lm_head.bias[rows].item() == pytest.approx(model.lm_head.bias[:rows].mean().item())
+
+
 def test_without_new_tokens_nothing_changes(llama):
     model, tokenizer = llama
     add_tokens(tokenizer, ["<|im_end|>"])

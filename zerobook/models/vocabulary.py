@@ -104,11 +104,12 @@ def _start_at_mean(model: PreTrainedModel, new: list[int]) -> None:
     from peft.utils.integrations import gather_params_ctx
 
     for module in _embeddings(model):
-        weight = cast("nn.Parameter", cast("nn.Embedding", module).weight)
-        # Under FSDP2, rank 0 alone has loaded the weights.
-        if weight.is_meta:
-            continue
-        with torch.no_grad(), gather_params_ctx([weight]):
-            # Under ZeRO-3, rank 0's change is sent to the others.
-            if len(weight):
-                weight[new] = weight[: new[0]].float().mean(0).to(weight.dtype)
+        # Some output embeddings have a bias, too.
+        for weight in module.parameters(recurse=False):
+            # Under FSDP2, rank 0 alone has loaded the weights.
+            if weight.is_meta:
+                continue
+            with torch.no_grad(), gather_params_ctx([weight]):
+                # Under ZeRO-3, rank 0's change is sent to the others.
+                if len(weight):
+                    weight[new] = weight[: new[0]].float().mean(0).to(weight.dtype)
