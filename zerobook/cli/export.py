@@ -28,7 +28,12 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
     add_checkpoint(parser)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of the weights")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16", "float16"],
+        help="of a model's weights; an adapter is in float32",
+    )
     parser.add_argument("--keep_adapter", action="store_true", help="write the adapter alone, do not merge it")
     parser.add_argument(
         "--trust_remote_code",
@@ -53,7 +58,7 @@ def export(arguments: list[str]) -> int:
     )
     for line in facts["notes"]:
         say(f"  note: {line}")
-    say(f"wrote {facts['folder']} ({flags.dtype})")
+    say(f"wrote {facts['folder']}")
     say(f"reloaded and compared: logits differ by at most {facts['difference']:.1e}, relative to the largest one")
     if flags.push:
         say(f"uploaded to {push(facts['folder'], flags.push, private=flags.private)}")
