@@ -12,6 +12,7 @@ from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.models.adapters import add_adapter
+from zerobook.models.quantise import nf4
 from zerobook.models.vocabulary import add_tokens, fit_embeddings
 from zerobook.plan.job import make_job
 
@@ -83,6 +84,14 @@ def test_modules_that_cannot_be_trained_are_refused(llama, name, words):
         layer.self_attn.k_proj.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ConfigError, match=words):
         add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["q_proj"], seed=0, modules_to_save=[name])
+
+
+def test_modules_of_4_bits_in_a_float_dtype_cannot_be_trained(tiny):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama", quantization_config=nf4("bf16"), dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="quantised"):
+        add_adapter(model, "lora", rank=2, alpha=2, dropout=0.0, targets=["q_proj"], seed=0, modules_to_save=["k_proj"])
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])

@@ -407,8 +407,11 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
                 f"modules_to_save: the model has no module {name}. Its modules: {', '.join(sorted(known_names))}."
             )
         for path in matches:
-            if not all(weight.is_floating_point() for weight in modules[path].parameters()):
-                raise ConfigError(f"modules_to_save: {path} is quantised, and integers are not trained. Drop {name}.")
+            # 4-bit weights may be packed in a float dtype.
+            if not all(
+                weight.is_floating_point() and not hasattr(weight, "quant_state") for weight in modules[path].parameters()
+            ):
+                raise ConfigError(f"modules_to_save: {path} is quantised, and packed numbers are not trained. Drop {name}.")
     return unique_names
 
 
