@@ -232,6 +232,20 @@ def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
         continue_adapter(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "adapter")
 
 
+def test_an_adapter_with_new_rows_that_are_not_trained_is_refused(tiny, tmp_path):
+    """peft saves the embeddings of a resized base beside the adapter."""
+    from peft import LoraConfig as PeftLoraConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny / "llama")
+    model.resize_token_embeddings(520)
+    get_peft_model(model, PeftLoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+
+    with pytest.raises(ConfigError, match="more rows"):
+        continue_adapter(AutoModelForCausalLM.from_pretrained(tiny / "llama"), tmp_path / "adapter")
+
+
 def test_targets_can_be_a_regular_expression(tiny):
     from transformers import AutoModelForCausalLM
 

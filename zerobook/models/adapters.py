@@ -16,7 +16,7 @@ from torch import nn
 from zerobook.config import RecipeConfig
 from zerobook.errors import ConfigError
 from zerobook.models.unused_modules import unused_modules
-from zerobook.models.vocabulary import are_tied, embedding_names, grow_embeddings
+from zerobook.models.vocabulary import are_tied, embedding_names, embedding_rows, grow_embeddings
 from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
@@ -294,7 +294,14 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
 
     weights = load_peft_weights(str(folder), device="cpu")
     # A saved adapter may hold embeddings with more rows than the model's. peft copies the model's, so these are grown first.
+    rows = embedding_rows(model)
     grow_for_adapter(model, folder)
+    # peft also saves embeddings that are not trained, if they were resized. Here, only trained weights are saved.
+    if embedding_rows(model) > rows and not config.modules_to_save:
+        raise ConfigError(
+            f"adapter_path: the embeddings in {folder} have more rows than those of its base, and are not trained "
+            "(modules_to_save), so this run would not save them. Merge the adapter into its base with peft first."
+        )
     adapted_model = _insert_adapter(model, config, revision)
     try:
         result: Any = set_peft_model_state_dict(adapted_model, weights)
