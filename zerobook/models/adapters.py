@@ -195,7 +195,7 @@ def add_adapter(
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
         dropout: before the adapters.
         targets: module names, a regular expression for complete names, or ``["all-linear"]`` for every linear layer but the
-            output head. Modules that text input does not use, and routers of experts, get none.
+            output head. Modules that text input does not use, and routers that are linear layers, get none.
         seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
         modules_to_save: names of modules that are trained in full.
         trains_embeddings: also train the input and output embeddings in full.
