@@ -703,6 +703,10 @@ def test_a_run_is_named_by_its_folder(tmp_path):
         plan, config = plan_for({}, kind=LoraConfig, model_name_or_path=name)
         assert (config.model_name_or_path, config.adapter_path, plan.problems) == (model, adapter, [])
         assert any("is an adapter for" in note and "zerobook export" in note for note in plan.notes)
+    facts = {"base_model_name_or_path": "somebody/base", "peft_type": "LORA", "revision": "v1"}
+    (Path(adapter) / "adapter_config.json").write_text(json.dumps(facts))
+    assert plan_for({}, kind=LoraConfig, model_name_or_path=adapter)[1].model_revision == "v1"
+    assert plan_for({}, kind=LoraConfig, model_name_or_path=adapter, model_revision="v2")[1].model_revision == "v2"
     (problem,) = plan_for({}, kind=LoraConfig, model_name_or_path=adapter, lora_r=8)[0].problems
     assert "lora_r is given too" in problem
     (problem,) = plan_for({}, kind=CausalLMConfig, model_name_or_path=adapter)[0].problems

@@ -12,10 +12,12 @@ from zerobook.utils.reading import read_json
 
 @dataclass(frozen=True)
 class Result:
-    """A model by its name. ``model`` is what ``from_pretrained`` takes; ``adapter`` is a folder beside it, or None."""
+    """A model by its name. ``model`` is what ``from_pretrained`` takes; ``adapter`` is a folder beside it, or None, and
+    ``revision`` that of the model on the hub, if the adapter's config names one."""
 
     model: str
     adapter: Path | None = None
+    revision: str | None = None
 
 
 def find_result(name: str) -> Result:
@@ -32,7 +34,7 @@ def find_result(name: str) -> Result:
     if not folder.is_dir():
         return Result(name)
     if is_adapter(folder):
-        return Result(base_of(folder), folder)
+        return _read_adapter(folder)
     if (folder / store.MANIFEST).exists():
         raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {how_to_export(folder)}")
     # A model. Checkpoints have a config.json too, and were refused above.
@@ -67,13 +69,14 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists()
 
 
-def base_of(adapter: Path) -> str:
-    """Return the name of the model that an adapter was trained beside."""
+def _read_adapter(adapter: Path) -> Result:
+    """Return an adapter with the model that it was trained beside."""
     file = adapter / "adapter_config.json"
     try:
-        base = read_json(file).get("base_model_name_or_path")
+        facts = read_json(file)
+        base = facts.get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
     if not base:
         raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
-    return str(base)
+    return Result(str(base), adapter, facts.get("revision"))

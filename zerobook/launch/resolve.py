@@ -272,6 +272,8 @@ def _name_model(launch: LaunchDraft) -> None:
     else:
         source = draft.sources["model_name_or_path"]
         draft.set(source, model_name_or_path=result.model, adapter_path=str(result.adapter))
+        if result.revision and not draft.sources.is_set("model_revision"):
+            draft.set(f"the adapter in {result.adapter}", model_revision=result.revision)
         plan.notes.append(
             f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge}"
         )
