@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 
 import zerobook
 from recipes.causal_lm import CausalLM, CausalLMConfig
+from recipes.seq2seq_chatbot import Seq2SeqChatbot
 from tests.alone import train
 from tests.versions import needs_transformers
 from zerobook.data.collate import CausalCollator
@@ -201,6 +202,14 @@ def test_a_run_of_a_mixture_keeps_the_mask_and_logs_the_router(tiny, tmp_path):
 def test_a_dense_model_has_no_experts_to_balance(tiny, tmp_path):
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef: it is 0.01, and .* has no experts"):
         train(tmp_path / "run", router_aux_loss_coef=0.01, **flags(tiny))
+
+
+def test_no_encoder_decoder_balances_its_experts(tiny, tmp_path):
+    transformers.SwitchTransformersConfig(vocab_size=512).save_pretrained(tmp_path / "switch")
+    given = flags(tiny) | {"model_name_or_path": tmp_path / "switch", "tokenizer_name": tiny / "t5"}
+    given = {key: value for key, value in given.items() if key != "block_size"}
+    with pytest.raises(ConfigError, match="router_aux_loss_coef"):
+        train(tmp_path / "run", Seq2SeqChatbot, router_aux_loss_coef=0.01, **given)
 
 
 # --- from Python

@@ -256,10 +256,13 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     assert name is not None
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
     model_config = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
-    if config.router_aux_loss_coef is not None and router_coefficient(model_config) is None:
+    # The objective of encoder-decoders has no such loss.
+    if config.router_aux_loss_coef is not None and (
+        router_coefficient(model_config) is None or model_config.is_encoder_decoder
+    ):
         raise ConfigError(
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({model_config.model_type}) has no "
-            "experts to balance, or no such loss in transformers. Leave the flag out."
+            "experts to balance, or no such loss, in transformers or here. Leave the flag out."
         )
     plan = strategy.plan
     facts = model_config.to_dict()
