@@ -51,21 +51,6 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def seq2seq_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross-entropy of each supervised target token, in fp32 nats.
-
-    The labels are not shifted, since the decoder's input is (see `zerobook.data.collate.Seq2SeqCollator`).
-
-    Args:
-        logits: float [rows, target length, vocabulary].
-        labels: int64 [rows, target length]; IGNORE where nothing is supervised.
-
-    Returns:
-        Scalar. 0, with a gradient of 0, if nothing is supervised.
-    """
-    return _summed(logits, labels)
-
-
 def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum the cross-entropy over positions, in fp32.
 
@@ -303,7 +288,10 @@ def expert_load(router_logits: Sequence[torch.Tensor], experts_taken: int, atten
 
 
 class TargetTokens(Objective):
-    """Cross-entropy of each target token of an encoder-decoder. Weight: target tokens."""
+    """Cross-entropy of each target token of an encoder-decoder. Weight: target tokens.
+
+    The labels are not shifted, since the decoder's input is (see `zerobook.data.collate.Seq2SeqCollator`).
+    """
 
     shifted = False
 

@@ -100,13 +100,11 @@ class AdapterConfig(RecipeConfig):
         problems += self._conflicting_settings()
         if self.adapter_path is not None:
             problems += _unusable_adapter(Path(self.adapter_path).expanduser())
-        for key in ("load_in_4bit", "load_in_8bit"):
-            if self.adapter == "pissa" and getattr(self, key, False):
-                problems.append(
-                    f"adapter: pissa decomposes the base weights, which {key}=True has packed. Use --adapter lora, or drop "
-                    f"{key}."
-                )
-                break
+        if self.adapter == "pissa" and self.base_format is not None:
+            problems.append(
+                f"adapter: pissa decomposes the base weights, which are packed in {self.base_format}. Use --adapter lora, or "
+                "drop load_in_4bit and load_in_8bit."
+            )
         return problems
 
     def _conflicting_settings(self) -> list[str]:
