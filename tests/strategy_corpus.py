@@ -81,6 +81,7 @@ CORPUS: dict[str, Case] = {
         "type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}}}),
     "a schedule of numbers": Case(DEEPSPEED, ZERO2 | {"scheduler": {"type": "WarmupCosineLR", "params": {
         "warmup_num_steps": 2, "total_num_steps": 10, "warmup_min_ratio": 0.1}}}),
+    "an empty clipping in the YAML beside a JSON": Case(DEEPSPEED | {"deepspeed_config": {"gradient_clipping": None}}, ZERO2),
     "clipping in the YAML beside a JSON": Case(DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2),
     "an optimizer's older keys": Case(DEEPSPEED, ZERO2 | {
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7, "amsgrad": False}}}),
@@ -225,6 +226,8 @@ CORPUS: dict[str, Case] = {
         fsdp(fsdp_activation_checkpointing=True), said="activation_checkpointing is none (from flag",
         flags=("--activation_checkpointing", "none")),
     "another stage in the YAML": Case(DEEPSPEED | {"deepspeed_config": {"zero_stage": 3}}, ZERO2, "deepspeed_config.zero_stage"),
+    "a disk in the YAML that the JSON does not have": Case(
+        DEEPSPEED | {"deepspeed_config": {"offload_optimizer_nvme_path": "/disk"}}, ZERO2, "offload_optimizer_nvme_path null"),
     "another clipping by flag": Case(
         DEEPSPEED, ZERO2 | {"gradient_clipping": 0.3}, "gradient_clipping is 0.3, but max_grad_norm is 1.0", ("--max_grad_norm", "1")),
     "another micro-batch by flag": Case(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.harness import ROOT, launch, sampled
-from tests.strategy_corpus import CORPUS, DEEPSPEED, Case
+from tests.strategy_corpus import CORPUS, DEEPSPEED, ZERO2, Case
 from tests.versions import NEEDS_MODEL_PARALLELISM
 from zerobook.cli.doctor import inspect_launch
 from zerobook.launch import deepspeed_keys
@@ -55,6 +55,20 @@ def test_deepspeeds_own_check_is_done_beside_other_problems(tmp_path, tiny, monk
 
     assert len(problems) == 2
     assert "offload_param" in problems[0] and "bf16.opt_level" in problems[1]
+
+
+@pytest.mark.parametrize(
+    "flag, value", [("zero_stage", "3"), ("offload_optimizer_device", "cpu"), ("offload_param_nvme_path", "/disk")]
+)
+def test_a_flag_of_the_launcher_that_the_json_contradicts_is_a_problem(flag, value, tmp_path, tiny, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    launch_flags = ["--config_file", written(tmp_path, Case(DEEPSPEED, ZERO2)), f"--{flag}", value]
+    recipe_flags = ["--model_name_or_path", str(tiny / "llama"), "--train_file", str(tiny / "text.txt")]
+
+    plan, problems, *_ = inspect_launch([*launch_flags, str(ROOT / "recipes/causal_lm.py"), *recipe_flags], Hardware())
+
+    assert not problems and plan is not None
+    assert len(plan.problems) == 1 and f"--{flag}, says {value}" in plan.problems[0]
 
 
 SAMPLE = ["stage 3 of the Trainer's docs", "another stage in the YAML"]

@@ -65,7 +65,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     _read_replaced_keys(plan, config)
     _refuse_settings(plan, config)
     if has_json:
-        _compare_with_yaml(plan, config, environ)
+        _compare_with_launcher(plan, config, environ)
     zero = _read_stage(plan, config)
     plan.offload_optimizer = _offload_device(zero, "offload_optimizer")
     plan.offload_param = _offload_device(zero, "offload_param")
@@ -152,37 +152,37 @@ def _section(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def _compare_with_yaml(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Add a problem for each setting of the YAML's ``deepspeed_config`` section that differs from the JSON it names.
+def _compare_with_launcher(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Add a problem for each setting of the YAML's ``deepspeed_config``, or of the launcher's flags, that the JSON contradicts.
 
-    accelerate reads only the JSON, and refuses such settings beside it.
+    accelerate reads only the JSON. It refuses such settings of the YAML, and drops such flags.
     """
-    yaml_keys = environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     zero = config.get("zero_optimization") or {}
     json_values = {
         "gradient_clipping": config.get("gradient_clipping", "auto"),
         "zero_stage": zero.get("stage"),
         "offload_optimizer_device": _offload_device(zero, "offload_optimizer"),
+        "offload_optimizer_nvme_path": (zero.get("offload_optimizer") or {}).get("nvme_path"),
         "offload_param_device": _offload_device(zero, "offload_param"),
+        "offload_param_nvme_path": (zero.get("offload_param") or {}).get("nvme_path"),
     }
     for key, json_value in json_values.items():
-        # The launcher sets variables of these names for the keys of the YAML.
+        # The launcher sets variables of these names for flags, and for keys of the YAML that have a value.
         variable = key.upper() if key == "gradient_clipping" else f"DEEPSPEED_{key.upper()}"
-        yaml_text = environ.get(f"ACCELERATE_{variable}", "none").lower()
-        # A variable is also set for a key that the YAML does not have.
-        if key not in yaml_keys or yaml_text == "auto":
+        launcher_text = environ.get(f"ACCELERATE_{variable}", "auto").lower()
+        if launcher_text == "auto":
             continue
         json_texts = {str(json_value).lower()}
         if isinstance(json_value, int | float):
             # 1 and 1.0 are equal.
             json_texts |= {f"{json_value:g}", str(float(json_value))}
-        # If the JSON leaves the norm open, the YAML sets it.
+        # If the JSON leaves the norm open, the launcher sets it.
         if key == "gradient_clipping" and json_value == "auto":
-            config[key] = float(yaml_text)
-        elif yaml_text not in json_texts:
+            config[key] = float(launcher_text)
+        elif launcher_text not in json_texts:
             plan.problems.append(
-                f"{plan.config_file}: it says {key} {json.dumps(json_value)}, and deepspeed_config.{key} of the YAML says "
-                f"{yaml_text}. Remove the key from the YAML: the JSON alone is read."
+                f"{plan.config_file}: it says {key} {json.dumps(json_value)}, and deepspeed_config.{key} of the YAML, or the "
+                f"launcher's --{key}, says {launcher_text}. Remove that: the JSON alone is read."
             )
 
 
