@@ -208,6 +208,11 @@ def test_the_loss_scale_goes_from_any_strategy_to_any_other(make):
     again.load_scaler_state(other.scaler_state())
     assert again.scaler_state() == other.scaler_state()
 
+    changed = zero_like(dynamic=True)
+    changed.deepspeed_optimizer.loss_scaler.scale_window = 100
+    changed.load_scaler_state(zero.scaler_state())
+    assert vars(changed.deepspeed_optimizer.loss_scaler) == vars(scaler) | {"scale_window": 100}, "the file has another one now"
+
     fixed = zero_like(dynamic=False)
     fixed.load_scaler_state(zero.scaler_state())
     assert fixed.deepspeed_optimizer.loss_scaler.cur_scale == 8.0, "the file fixes it"
