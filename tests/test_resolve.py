@@ -151,6 +151,13 @@ def test_flash_attention_is_refused_in_fp32(kind, given, refused):
 SRUN = {"SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "8(x2)", "LOCAL_RANK": "0", "WORLD_SIZE": "16"}
 
 
+def test_a_number_of_processes_without_the_rank_on_the_machine_is_refused():
+    (problem,) = plan_for({"WORLD_SIZE": "2", "RANK": "0"}, A100)[0].problems
+
+    assert "WORLD_SIZE is 2" in problem and "LOCAL_RANK" in problem
+    assert not plan_for({"WORLD_SIZE": "1", "RANK": "0"}, A100)[0].problems
+
+
 def test_srun_that_shows_each_task_one_gpu_is_refused_with_the_flag_that_helps():
     one = Hardware(gpus=1, gpu_name="A100")
     for local in ("0", "7"):  # all ranks say the same: one that went on would wait for the others

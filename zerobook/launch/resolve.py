@@ -325,8 +325,14 @@ def _choose_device(launch: LaunchDraft) -> None:
 
 
 def _check_variables(launch: LaunchDraft) -> None:
-    """Add problems for variables of accelerate that ask for what the recipes do themselves."""
+    """Add problems for variables that ask for what the recipes do themselves, or that are incomplete."""
     plan = launch.plan
+    if plan.world_size > 1 and not launch.is_launched:
+        plan.problems.append(
+            f"WORLD_SIZE is {plan.world_size}, and LOCAL_RANK is not set: accelerate would let each process train alone on its "
+            "GPU. Start the processes with accelerate launch and a strategy file, or set LOCAL_RANK too, which is 0 where a "
+            "machine has one process. For a run of one process, unset WORLD_SIZE."
+        )
     torch_device = launch.environ.get("ACCELERATE_TORCH_DEVICE")
     if torch_device:
         plan.problems.append(
