@@ -76,6 +76,7 @@ def test_a_transformers_that_cannot_divide_a_model_is_a_problem(monkeypatch, siz
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, {}, "context parallelism (2)"),
         ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, {}, "2 replicas"),
         ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "fsdp_offload_params"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, {}, "fsdp_reshard_after_forward"),
         ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {}, "fp16"),
         ({}, {"optimizer": "adafactor"}, "adafactor"),
     ],

@@ -93,6 +93,8 @@ def _check_combination(plan: LaunchPlan) -> None:
         f"context parallelism ({plan.context})": plan.context > 1 and plan.loaded_in_parts,
         f"{plan.replicate} replicas": plan.replicate > 1 and (plan.loaded_in_parts or plan.context > 1),
         "fsdp_offload_params": plan.offload_param != "none" and plan.loaded_in_parts,
+        # transformers frees weights after each layer, whatever the file says.
+        "fsdp_reshard_after_forward false": not plan.reshards and plan.loaded_in_parts,
     }
     if plan.loaded_in_parts:
         from transformers.distributed import DistributedConfig
