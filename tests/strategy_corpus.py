@@ -219,6 +219,13 @@ CORPUS: dict[str, Case] = {
     "a layer of experts that is not there": Case(
         DEEPSPEED | {"deepspeed_config": {"zero_stage": 3, "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock"}},
         said="MixtralSparseMoeBlock: LlamaForCausalLM has no such layer"),
+    "zero 1 that accumulates bf16 in fp32": Case(
+        DEEPSPEED | {"mixed_precision": "bf16"}, {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "grad_accum_dtype is fp32"),
+    "zero 2 that accumulates bf16 in fp32": Case(
+        DEEPSPEED | {"mixed_precision": "bf16"}, ZERO2 | {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "zero 1 that accumulates in fp32": Case(
+        DEEPSPEED, {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}),
     # --- two values
     "another clipping in the YAML": Case(
         DEEPSPEED | {"deepspeed_config": {"gradient_clipping": 0.5}}, ZERO2 | {"gradient_clipping": 1.0}, "gradient_clipping 1.0"),
