@@ -108,6 +108,9 @@ EFFECTS = {
     "stage 3": (
         Case(DEEPSPEED, {"zero_optimization": STAGE_3 | {"round_robin_gradients": True}}),
         "zero_optimization.round_robin_gradients", "no effect: the stage is 3"),
+    "a setting that mixes up the weights": (
+        Case(DEEPSPEED, {"zero_optimization": STAGE_2 | {"round_robin_gradients": True}}),
+        "zero_optimization.round_robin_gradients", "overridden: false"),
     "known with the model": (
         Case(DEEPSPEED, {"zero_optimization": STAGE_3}), "zero_optimization.reduce_bucket_size",
         "filled in: when the model"),

@@ -68,6 +68,13 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     if has_json:
         _compare_with_launcher(plan, config, environ)
     zero = _read_stage(plan, config)
+    if plan.zero_stage in (1, 2) and zero.get("round_robin_gradients"):
+        # DeepSpeed 0.19.8 reorders the weights, and then takes a part of another weight for a weight's fp32 values.
+        zero["round_robin_gradients"] = False
+        plan.notes.append(
+            f"{plan.config_file}: zero_optimization.round_robin_gradients is turned off: with it, the fp32 weights cannot be "
+            "read for checkpoints and for the saved model. It changes the speed of CPU offload only"
+        )
     plan.offload_optimizer = _offload_device(zero, "offload_optimizer")
     plan.offload_param = _offload_device(zero, "offload_param")
     if plan.offload_param != "none" and plan.zero_stage in (1, 2):
