@@ -46,7 +46,6 @@ REPLACED = {
 }
 """Deprecated key of DeepSpeed, which is still accepted -> the key or section that replaced it."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
-FP32 = ("fp32", "float32", "float", "torch.float32")
 NEVER = 1e30
 """A clipping norm that is never reached: DeepSpeed computes the gradient norm only if it clips."""
 
@@ -405,7 +404,8 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     _choose_swap_folders(plan, ds["zero_optimization"], Path(config.output_dir))
     accumulation_dtype = ds.get("data_types", {}).get("grad_accum_dtype")
     # In this one case, DeepSpeed 0.19.8 has an optimizer without the parts that checkpoints and norms are read from.
-    if (plan.zero_stage, plan.precision, plan.offload_optimizer) == (1, "bf16", "none") and accumulation_dtype in FP32:
+    is_zero_1_in_bf16 = (plan.zero_stage, plan.precision, plan.offload_optimizer) == (1, "bf16", "none")
+    if is_zero_1_in_bf16 and accumulation_dtype in ("fp32", "float32", "float", "torch.float32"):
         plan.problems.append(
             f"{plan.config_file}: data_types.grad_accum_dtype is {accumulation_dtype}, which is not supported under ZeRO-1 in "
             "bf16. Set zero_optimization.stage to 2, which accumulates in fp32 too, or remove it."

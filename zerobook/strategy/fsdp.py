@@ -18,7 +18,6 @@ from zerobook.strategy.weights import local, owners_of_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 

@@ -25,7 +25,6 @@ from zerobook.utils.replaced import replaced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.utils import DummyOptim, DummyScheduler
     from transformers import PreTrainedModel
 
     from zerobook.config import RecipeConfig

@@ -30,10 +30,6 @@ if TYPE_CHECKING:
         ds_process_group: dist.ProcessGroup | None
 
 
-SCALER_PROGRESS = {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
-"""Attributes of DeepSpeed's loss scaler that change during a run."""
-
-
 class ZeroState(TrainingState):
     """Weights and optimizer state as ZeRO-1 to 3 partition them, in memory or on NVMe."""
 
@@ -229,8 +225,8 @@ class ZeroState(TrainingState):
             return
         is_same_kind = saved["kind"] == type(scaler).__name__
         state = saved["state"] if is_same_kind else {"cur_scale": saved["scale"]}
-        # The state also has the settings of the JSON, which may have changed since.
-        for key in state.keys() & SCALER_PROGRESS:
+        # What changes during a run. The state also has the settings of the JSON, which may have been changed since.
+        for key in state.keys() & {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}:
             setattr(scaler, key, state[key])
 
     def memory(self) -> dict[str, int]:
