@@ -223,6 +223,24 @@ def test_a_hub_dataset_is_read_shard_by_shard(tmp_path, monkeypatch):
     assert len({part.digest() for part in shards}) == 3
 
 
+def test_small_files_of_a_folder_share_a_shard_and_lose_one_block_together(tmp_path, library, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number:02}.txt").write_text(f"page {number} " * 5)
+    whole = library(train_file=str(folder), validation_split_percentage=0)
+    tokens = len(whole.open(whole.tokenize(1)).train) * 64
+
+    streamed = library(train_file=str(folder), streaming=True, max_train_steps=1).stream(0)
+    monkeypatch.setattr(files, "SHARD_BYTES", 5 * 40)
+    shards = sources.open_source(str(folder)).train.shards()
+
+    assert streamed.counts == [1]
+    assert len(streamed.open_shard(0, 0)) * 64 == tokens > 0
+    assert [len(read(shard)) for shard in shards] == [5, 5, 2]
+    assert [where.split(",")[0] for shard in shards for _, where in read(shard)] == [f"{i:02}.txt" for i in range(12)]
+
+
 @pytest.fixture
 def library(tmp_path, tiny):
     from transformers import AutoTokenizer

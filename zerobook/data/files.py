@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -152,15 +152,6 @@ def _parquet_shards(file: Path) -> list[Source]:
         metadata = pyarrow.parquet.read_metadata(content)
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    groups: list[list[int]] = [[]]
-    group_bytes = 0
-    for index, size in enumerate(sizes):
-        # A row group that is larger than a shard is a shard of its own.
-        if groups[-1] and group_bytes + size > SHARD_BYTES:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(index)
-        group_bytes += size
 
     def make_source(group: list[int]) -> Source:
         def within() -> Iterator[Item]:
@@ -169,7 +160,24 @@ def _parquet_shards(file: Path) -> list[Source]:
         total = sum(sizes[i] for i in group)
         return Source(name=str(file), read=within, digest=lambda: read_sketch(file), total=total, unit="B")
 
-    return [make_source(group) for group in groups if group]
+    return list(map(make_source, join_small(sizes)))
+
+
+def join_small(sizes: Iterable[int]) -> list[list[int]]:
+    """Return the numbers of the parts of each shard: neighbours that are small enough together, or one larger part.
+
+    Args:
+        sizes: bytes of the parts of a source.
+    """
+    shards: list[list[int]] = []
+    shard_bytes = 0
+    for number, size in enumerate(sizes):
+        if not shards or shard_bytes + size > SHARD_BYTES:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(number)
+        shard_bytes += size
+    return shards
 
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:

@@ -370,7 +370,7 @@ class Library:
         return Stream(
             shards=self,
             counts=counts,
-            fingerprint=_fingerprint([settings, shard_sizes, config_settings]),
+            fingerprint=_fingerprint([settings, shard_sizes, config_settings, counts]),
             isolated=self.config.packing,
             longest_sample=self.length,
             largest_id=self.vocabulary - 1,

@@ -22,6 +22,7 @@ from zerobook.data.files import (
     TABLE,
     TEXT,
     file_source,
+    join_small,
     read_digest,
     read_errors_named,
     read_sketch,
@@ -410,7 +411,14 @@ def _join_files(folder: Path, files: list[Path]) -> Source:
         return digest_of(*sketches)
 
     def cut() -> list[Source]:
-        return [shard for source in sources for shard in source.shards()]
+        shards = []
+        for numbers in join_small(source.total for source in sources):
+            # Each shard loses an incomplete block, and takes a process to prepare. So small files share one.
+            if len(numbers) == 1:
+                shards += sources[numbers[0]].shards()
+            else:
+                shards.append(_join_files(folder, [files[number] for number in numbers]))
+        return shards
 
     total = sum(source.total for source in sources)
     return Source(name=str(folder), read=read, digest=digest, total=total, unit="B", sketch=sketch, cut=cut)
