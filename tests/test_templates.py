@@ -13,9 +13,7 @@ from tokenizers import AddedToken
 
 from tests.tiny import CHAT_TEMPLATE as CHATML
 from zerobook.constants import IGNORE
-from zerobook.data import embedded
 from zerobook.data.formats import BadSample, Chat, Pair, Text, Tokens, parse
-from zerobook.data.rendering import ChatTemplate
 from zerobook.data.templates import CausalEncoder, Encoded, Seq2SeqEncoder
 from zerobook.errors import ConfigError
 from zerobook.utils.chat_template import FOLDER, NAMES, template_file
@@ -45,9 +43,9 @@ LLAMA3 = (
     "'\n\n' + message['content'] | trim + '<|im_end|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
     "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n\n' }}{% endif %}"
 )
-# Every prefix of every chat is rendered under it, since its turns never fit what was seen of others.
+# The text between turns depends on their contents.
 NEVER_THE_SAME = CHATML.replace("{% endfor %}", "{{ '#' * (m['content'] | length % 7) }}\n{% endfor %}")
-# A turn's end lies elsewhere in every chat: a skeleton fits only where the lengths happen to be those it was learnt from.
+# The text behind a content depends on the content.
 PADS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ '#' * (m['content'] | length % 7) }}")
 ONLY_SYSTEM = "{% set only = messages[0]['role'] == 'system' %}" + CHATML.replace(
     "m['content']", "m['content'] if m['role'] == 'system' or not only"
@@ -459,35 +457,6 @@ def test_seq2seq_leaves_the_end_where_the_tokenizer_writes_it(tokenizer):
     assert len(long.labels) == 4 and long.labels[-1] == END and long.cut
 
 
-def test_what_is_learnt_from_one_chat_is_right_for_all(tokenizer):
-    """The turns that a skeleton finds are those found by rendering every prefix."""
-    for template in (CHATML, INST, TRIMS, NO_END, LLAMA3):
-        made, looks = ChatTemplate(template, tokenizer), ChatTemplate(template, tokenizer)
-        looks._get_skeleton = lambda messages: None  # it renders every prefix of every chat
-        for row in embedded.rows("chatterbot")[::20]:
-            messages = [message | {"content": f" {message['content']}\n"} for message in row["messages"]]
-            assert made._get_skeleton(messages) is not None
-            assert made.render(Chat(messages)) == looks.render(Chat(messages))
-            assert made.render(Chat(messages, frozenset({1}))) == looks.render(Chat(messages, frozenset({1})))
-
-
-@pytest.fixture(scope="module")
-def awkward(tokenizer):
-    """A tokenizer that joins newlines over a turn's edge, has a special token for what it does not know, and ends turns
-    with a token that is added, but not special."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.BPE(unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
-    texts = ["assistant\n\n good", "assistant\n\ngood", "user system tab So Hi x \t"] * 9
-    core.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<|im_start|>", "<|im_end|>"]))
-    core.add_tokens([AddedToken("<|over|>", normalized=False)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, unk_token="<unk>", bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
-
-
 @pytest.mark.parametrize(
     "sample, expected",
     [
@@ -496,7 +465,7 @@ def awkward(tokenizer):
         (chat("sixsix", "four", "fives", "fives"), ["four####<|im_end|>", "fives#####<|im_end|>"]),
     ],
 )
-def test_what_is_learnt_is_not_used_where_it_does_not_fit(tokenizer, sample, expected):
+def test_what_a_template_writes_behind_a_content_is_supervised(tokenizer, sample, expected):
     assert said(tokenizer, one(tokenizer, sample, template=PADS)) == expected
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.samples import BadSample, Chat
-from zerobook.data.skeleton import Skeleton, TurnSlot, TurnSpan
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.tool_calls import has_python_arguments, with_text_arguments, with_text_contents
 from zerobook.data.turns import ControlTokens, Rendered, any_of
@@ -27,6 +26,14 @@ from zerobook.utils.chat_template import READ_TOOLS
 if TYPE_CHECKING:
     from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
+
+
+class TurnSpan(NamedTuple):
+    """Range of characters of an assistant's turn. ``has_end``: the last of them are its end-of-turn token."""
+
+    start: int
+    stop: int
+    has_end: bool
 
 
 class TurnFrame(NamedTuple):
@@ -122,7 +129,6 @@ class ChatTemplate:
         # Some models end turns with a token that is added, but not marked as special.
         self._end_token = any_of(token.content for token in added_tokens)
         # What was learnt about chats of the same roles, by the roles.
-        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self._frames: dict[tuple[str, ...], TurnFrame] = {}
         ordinary_tokens = {token.content for token in added_tokens if not token.special}
         self._turn_token = any_of(self._written_around_turns(ordinary_tokens))
@@ -153,17 +159,8 @@ class ChatTemplate:
             text, spans, shortened = self._find_marks(messages, chat.tools)
             return [self._add_ends(text, list(compress(spans, is_supervised)), shortened)]
 
-        # The text around the turns may be the same in all chats of these roles.
-        text = self._render_text(messages, tools=chat.tools)
-        has_contents_alone = all(message.keys() == {"role", "content"} for message in messages)
-        # A template may write anything about tools and thoughts, so only plain chats have skeletons.
-        if chat.tools is None and has_contents_alone:
-            skeleton = self._get_skeleton(messages)
-            fitting_spans = skeleton.find_turns(messages, text) if skeleton else None
-            if fitting_spans:
-                return [self._add_ends(text, list(compress(fitting_spans, is_supervised)))]
-
         # Otherwise each turn is found by rendering the chat up to it.
+        text = self._render_text(messages, tools=chat.tools)
         turns = [self._find_turn(messages, index, chat.tools) for index in compress(assistant_turns, is_supervised)]
         rows = []
         for row_text, row_turns in _cover_turns(text, turns) or [(text, [])]:
@@ -398,47 +395,6 @@ class ChatTemplate:
         if written_length < expected_length:
             return TurnFrame("", closing)
         return TurnFrame(prompt[written_length:], closing)
-
-    def _get_skeleton(self, messages: list[dict[str, str]]) -> Skeleton | None:
-        """Return the skeleton that was learnt from a placeholder chat with the same roles; None if there is none."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._skeletons:
-            self._skeletons[roles] = self._learn_skeleton(roles)
-        return self._skeletons[roles]
-
-    def _learn_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        messages, contents = _stand_ins(roles)
-        assistant_turns = find_assistant_turns(messages)
-        try:
-            text = self._render_text(messages)
-            rows = _cover_turns(text, [self._find_turn(messages, index) for index in assistant_turns])
-        except BadSample:
-            return None
-        # A template that rewrites earlier turns has no text that depends on the roles alone.
-        if len(rows) > 1 or rows[0][0] != text:
-            return None
-        if any(self._get_frame(roles[: index + 1]).opened for index in assistant_turns):
-            return None
-        generated_turns = iter(rows[0][1])
-        slots = []
-        slot_start = 0
-        for role, content in zip(roles, contents, strict=True):
-            if text.count(content) != 1:
-                return None
-            start = text.index(content)
-            stop = start + len(content)
-            # A template that trims the content removes the tabs around it, too.
-            trims = text[start - 1] != "\t" and text[stop : stop + 1] != "\t"
-            if not trims:
-                start -= 1
-                stop += 1
-            span = None
-            if role == "assistant":
-                turn = next(generated_turns).span
-                span = TurnSpan(turn.start - start, turn.stop - stop, turn.has_end)
-            slots.append(TurnSlot(text[slot_start:start], trims, span))
-            slot_start = stop
-        return Skeleton(slots, text[slot_start:])
 
     def _find_end(self, turn: str, content: str, closing: str | None) -> tuple[int, bool]:
         """Return the position in ``turn`` where it ends, and whether a token ends it there.
