@@ -272,6 +272,69 @@ def test_a_template_without_tools_names_shipped_ones_that_read_them(tokenizer):
         assert all(name in str(refused) for name in READ_TOOLS)
 
 
+# As Phi-4-mini's: tools are read from the system turn, and not from the list that every trainer gives.
+OF_A_TURN = "{% for m in messages %}{% if 'tools' in m %}{{ m['tools'] }}{% endif %}{% endfor %}" + CHATML
+# As Phi-3.5's: turns of other roles are left out.
+TWO_ROLES = CHATML.replace("<|im_start|>{{", "{% if m['role'] in ('user', 'assistant') %}<|im_start|>{{", 1).replace(
+    "{% endfor %}", "{% endif %}{% endfor %}", 1
+)
+# As SmolLM3's: the word stands in a system turn.
+IN_PROSE = "<|im_start|>system\nShow your thinking, if thinking helps.<|im_end|>\n" + CHATML
+# As Idefics3's: a content is a list of parts, and a text is none.
+OF_PARTS = CHATML.replace(
+    "{{ m['content'] }}", "{% for part in m['content'] %}{{ part.text if part.type == 'text' }}{% endfor %}"
+)
+RESULT_AS_TEXT = Chat([ASK, SAY, result("It is wet."), SAY])
+THOUGHTFUL = {"role": "assistant", "content": "No.", "thinking": "Look out of the window."}
+
+
+@pytest.mark.parametrize("assistant_only_loss", [True, False])
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    "template, sample, part",
+    [
+        *((template_file(name).read_text(), RESULT_AS_TEXT, "turn 3") for name in ("falcon", "gemma", "mistral")),
+        (OF_A_TURN, Chat([ASK, SAY], tools=[TOOL]), "tools"),
+        (TWO_ROLES, RESULT_AS_TEXT, "turn 3"),
+        (TWO_ROLES, Chat([{"role": "system", "content": "Be brief."}, ASK, SAY]), "turn 1"),
+        (IN_PROSE, Chat([ASK, THOUGHTFUL, ASK, SAY]), "turn 2"),
+    ],
+)
+def test_a_part_that_the_template_leaves_out_is_refused(tokenizer, template, sample, part, marked, assistant_only_loss):
+    if marked:
+        answer = "{% generation %}{{ m['content'] }}{% endgeneration %}"
+        template = template.replace(
+            "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}" + answer + "{% else %}{{ m['content'] }}{% endif %}"
+        )
+    encoder = CausalEncoder(tokenizer, length=None, chat_template=template, assistant_only_loss=assistant_only_loss)
+
+    refused, plain = encoder.encode([sample, Chat([ASK, SAY])])
+
+    assert isinstance(refused, BadSample) and part in str(refused)
+    assert isinstance(plain, Encoded)
+
+
+def test_a_template_that_reads_lists_of_parts_writes_no_text(tokenizer):
+    refused = encode(tokenizer, [ASK, SAY], template=OF_PARTS)
+
+    assert isinstance(refused, BadSample) and "turn 1 (user) has content" in str(refused)
+
+
+def test_a_part_that_the_template_changes_is_context(tokenizer):
+    """As Llama 3.1 writes a result, as JSON, and as Qwen3 forgets the thoughts of earlier turns."""
+    template = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | tojson if m['role'] == 'tool' else m['content'] }}")
+    forgets = CHATML.replace("{{ m['content'] }}", "{{ m.thinking if loop.last }}{{ m['content'] }}")
+
+    escaped = encode(tokenizer, [ASK, SAY, result('{"a": 1}'), SAY], template=template)
+    forgotten = encode(tokenizer, [ASK, THOUGHTFUL, ASK, SAY], template=forgets)
+
+    assert said(tokenizer, escaped) == ["No.<|im_end|>", "No.<|im_end|>"]
+    assert [said(tokenizer, row) for row in (forgotten, *forgotten.others)] == [
+        ["No.<|im_end|>"],
+        ["Look out of the window.No.<|im_end|>"],
+    ]
+
+
 LOOKS_AT_THE_FIRST = "{% if messages[0].role == 'system' %}{% endif %}" + CHATML
 DEFAULT_SYSTEM = "{% if messages %}<|im_start|>system\nYou are helpful. Welcome!<|im_end|>\n{% endif %}" + CHATML
 

@@ -14,7 +14,7 @@ from datetime import date
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from zerobook.data.chats import IDENTIFIERS
+from zerobook.data.chats import IDENTIFIERS, THOUGHTS
 from zerobook.data.samples import BadSample, Chat
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.tool_calls import has_python_arguments, with_text_arguments, with_text_contents
@@ -147,10 +147,12 @@ class ChatTemplate:
                 has a special token of the tokenizer in its text.
             ConfigError: the template writes no end of turn, and the tokenizer has none.
         """
-        self._check(chat)
+        self._refuse_control_tokens(chat)
         messages = self._convert_calls(chat.messages, chat.tools)
+        text = self._render_text(messages, tools=chat.tools)
+        self._require_parts(messages, chat.tools, text)
         if is_supervised_whole:
-            return [Rendered(self._render_text(messages, tools=chat.tools), None, 0, 0)]
+            return [Rendered(text, None, 0, 0)]
         assistant_turns = find_assistant_turns(messages)
         is_supervised = [index not in chat.unsupervised for index in assistant_turns]
 
@@ -160,7 +162,6 @@ class ChatTemplate:
             return [self._add_ends(text, list(compress(spans, is_supervised)), shortened)]
 
         # Otherwise each turn is found by rendering the chat up to it.
-        text = self._render_text(messages, tools=chat.tools)
         turns = [self._find_turn(messages, index, chat.tools) for index in compress(assistant_turns, is_supervised)]
         rows = []
         for row_text, row_turns in _cover_turns(text, turns) or [(text, [])]:
@@ -168,15 +169,9 @@ class ChatTemplate:
             rows.append(self._add_ends(row_text, [turn.span for turn in row_turns], shortened))
         return rows
 
-    def _check(self, chat: Chat) -> None:
-        """Raise `BadSample` if the chat has a part that the template does not read, or a text that names a control token."""
-        if chat.tools is not None and not self._reads("tools"):
-            raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
+    def _refuse_control_tokens(self, chat: Chat) -> None:
+        """Raise `BadSample` if a text of the chat names a control token."""
         for number, message in enumerate(chat.messages, 1):
-            for key in message.keys() - {"role", "content", *IDENTIFIERS}:
-                if not self._reads(key):
-                    advice = self.advice if key == "tool_calls" else "write it into the content"
-                    raise BadSample(f"turn {number} has {key}, which the chat template does not read; {advice}")
             values = list(message.values())
             if chat.tools:
                 values.append(chat.tools)
@@ -193,6 +188,32 @@ class ChatTemplate:
             token = self._turn_token.search(text)
             if token:
                 raise BadSample(f"turn {number} has the text {token[0]!r}, which the chat template begins or ends turns with")
+
+    def _require_parts(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str) -> None:
+        """Raise `BadSample` if the template leaves out the tools or a part of a turn: another one changes nothing."""
+        if tools is not None and self._writes_same((messages, tools), (messages, None)):
+            raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
+        for index, message in enumerate(messages):
+            role = message["role"]
+            # A turn may be rewritten when more turns follow, but not while the model generates it.
+            stop = index + 1 if role == "assistant" else len(messages)
+            for key, value in message.items():
+                # Most templates write a text as it is.
+                is_written = isinstance(value, str) and value.strip() in text
+                if is_written or value is None or key in ("role", *IDENTIFIERS):
+                    continue
+                other_value = "\x02" if isinstance(value, str) else None
+                changed = [*messages[:index], message | {key: other_value}, *messages[index + 1 :]]
+                if self._writes_same((messages[:stop], tools), (changed[:stop], tools)):
+                    advice = "write it into the content" if key in THOUGHTS else self.advice
+                    raise BadSample(f"turn {index + 1} ({role}) has {key}, which the chat template does not read; {advice}")
+
+    def _writes_same(self, *chats: tuple[list[dict[str, Any]], list[dict[str, Any]] | None]) -> bool:
+        """Return whether the template writes the same for two chats, (turns, tools) each. It may refuse one of them."""
+        with suppress(BadSample):
+            first, second = (self._render_text(messages, tools=tools) for messages, tools in chats)
+            return first == second
+        return False
 
     def _convert_calls(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Return the turns with calls in the form that the template reads."""
@@ -218,9 +239,6 @@ class ChatTemplate:
             return with_text
         # If both forms are refused, the reason is that of the form which most templates read.
         return messages
-
-    def _reads(self, name: str) -> bool:
-        return re.search(rf"\b{name}\b", self.source) is not None
 
     def _render_text(
         self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None
