@@ -63,6 +63,15 @@ QWQ = """
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
 """
+# As Nemotron 3's: the generation prompt begins a thought, of which a turn without one has an empty form without line ends.
+NEMOTRON3 = """
+{%- for m in messages -%}
+{%- if m.role == 'assistant' and '</think>' not in m.content -%}
+{{- '<|im_start|>assistant\\n<think></think>' + m.content + '<|im_end|>\\n' -}}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif -%}
+"""
 # As Phi-3's: a chat rendered without a generation prompt ends with an end-of-text token.
 PHI3 = """
 {%- for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor -%}
@@ -95,10 +104,12 @@ RETURNS = """
 {%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif -%}
 """
 TEMPLATES = {
-    "qwen3": QWEN3, "r1": R1, "qwq": QWQ, "phi3": PHI3, "llama31": LLAMA31, "gemma": GEMMA, "returns": RETURNS,
+    "qwen3": QWEN3, "r1": R1, "qwq": QWQ, "nemotron3": NEMOTRON3,
+    "phi3": PHI3, "llama31": LLAMA31, "gemma": GEMMA, "returns": RETURNS,
 }  # fmt: skip
 ENDS = {
-    "qwen3": "<|im_end|>", "r1": "<|eos|>", "qwq": "<|im_end|>", "phi3": "<|end|>", "llama31": "<|eot|>", "gemma": "<|eot|>",
+    "qwen3": "<|im_end|>", "r1": "<|eos|>", "qwq": "<|im_end|>", "nemotron3": "<|im_end|>",
+    "phi3": "<|end|>", "llama31": "<|eot|>", "gemma": "<|eot|>",
     "returns": "<|eos|>",
 }  # fmt: skip
 
@@ -156,6 +167,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n"
         ("r1", ["a", "<think>hm</think>b", "c", "d"], ["hm</think>b<|eos|>", "d<|eos|>"]),
         ("r1", ["a", "<b>", "c", "<think"], ["<b><|eos|>", "<think<|eos|>"]),
         ("qwq", ["a", THOUGHT + "b", "c", "d"], ["hm\n</think>\n\nb<|im_end|>", "d<|im_end|>"]),
+        ("nemotron3", ["a", "b", "c", THOUGHT + "d"], ["</think>b<|im_end|>", "hm\n</think>\n\nd<|im_end|>"]),
         ("phi3", ["a", "b"], ["b<|end|>"]),
         ("phi3", ["a", "b", "c", "e"], ["b<|end|>", "e<|end|>"]),
         ("llama31", ["a", "b\n", "c", "\n d "], ["b<|eot|>", "d<|eot|>"]),
@@ -172,6 +184,8 @@ def test_what_is_supervised_is_what_the_model_is_asked_for(tokenizer, name, cont
         asked = prompt(tokenizer, name, sample.messages[:i])
         if name in ("r1", "qwq") and "</think>" not in said:
             asked = asked.removesuffix("<think>\n")  # the template does not render a turn without thoughts behind it
+        if said.startswith("</think>"):
+            asked = asked.removesuffix("\n")  # an empty thought has no line end
         assert before == asked
 
 
@@ -212,6 +226,12 @@ MARKED = """
         (MARKED.replace("<|im_end|>\\n", "{{ eos_token }}"), "<|endoftext|>"),
         (MARKED.replace("'<|im_end|>\\n'", "'<|eos|>' if loop.last else '<|end|>'"), None),
         (MARKED.replace("<|im_end|>", ""), "<|endoftext|>"),
+        (  # as the template of gpt-oss for training
+            MARKED.replace("{% endgeneration %}", "{{ '<|eos|>' if loop.last else '<|end|>' }}{% endgeneration %}", 1).replace(
+                "'<|im_end|>\\n'", "'' if m.role == 'assistant' else '<|end|>'"
+            ),
+            None,
+        ),
     ],
 )
 def test_a_marked_turn_ends_with_the_token_that_the_template_ends_it_with(tokenizer, monkeypatch, template, ends):
@@ -281,6 +301,17 @@ def test_what_a_template_leaves_out_is_counted(tokenizer):
     encoder = CausalEncoder(tokenizer, length=None, chat_template=forgets)
     thinks, plain = encoder.encode([chat("a", THOUGHT + "b", "c", "d"), chat("a", "b")])
     assert (thinks.shortened, plain.shortened) == (1, 0)
+
+
+def test_a_thought_that_a_marked_template_forgets_is_counted(tokenizer):
+    """As the templates of Nemotron 3 for training."""
+    forgets = MARKED.replace("{{ m.content }}", "{{ m.thinking if loop.last }}{{ m.content }}", 1)
+    messages = chat("a", "b", "c", "d").messages
+    messages[1]["thinking"] = "hm"
+
+    (encoded,) = CausalEncoder(tokenizer, length=None, chat_template=forgets).encode([Chat(messages)])
+
+    assert encoded.shortened == 1
 
 
 @pytest.mark.parametrize("marks", ["", "{% generation %}"])

@@ -312,7 +312,9 @@ class ChatTemplate:
             content = messages[index]["content"] or ""
             _require_calls(messages[index], text[start:stop], index)
             # Templates trim and join white space, which shortens nothing.
-            shortened += _remove_spaces(content) not in _remove_spaces(text[start:stop])
+            marked_text = _remove_spaces(text[start:stop])
+            parts = [content, *(messages[index].get(key, "") for key in THOUGHTS)]
+            shortened += any(_remove_spaces(part) not in marked_text for part in parts)
             closing = self._get_frame(roles[: index + 1]).closing
             turns.append(self._find_marked_turn(text, start, stop, content, closing or self.eos or ""))
         return text, turns, shortened
@@ -327,7 +329,11 @@ class ChatTemplate:
                 is_marked = text[start:stop].endswith(closing[:marked_length])
                 if is_marked and text.startswith(closing[: end.end()], content_stop):
                     return TurnSpan(start, content_stop + end.end(), True)
-            # Turns before the last one may end differently.
+            # Turns before the last one may end differently, inside of the marks or behind them. No content has a control token.
+            marked = text[start:stop].rstrip()
+            tokens = list(self._end_token.finditer(marked))
+            if tokens and tokens[-1].end() == len(marked) and self._control.named(tokens[-1][0]):
+                return TurnSpan(start, start + len(marked), True)
             next_token = self._end_token.match(text, stop)
             if next_token:
                 return TurnSpan(start, next_token.end(), True)
@@ -353,10 +359,13 @@ class ChatTemplate:
         turn = text[len(lead) :]
         if lead != prompt and closing is not None and turn.endswith(closing):
             written = turn.removesuffix(closing).strip()
-            if content.startswith(opened.strip()) or (written != content and content.endswith(written)):
+            beginning = opened.strip()
+            # In a prompt that goes on with white space alone, the content follows it, unless the template writes more than it.
+            continues = content.endswith(written) and (written != content or not beginning)
+            if continues or (beginning and content.startswith(beginning)):
                 # The prompt has the answer's beginning, which the template leaves out: the content continues the prompt.
                 lead = prompt
-                turn = content.removeprefix(opened.strip()).lstrip() + closing
+                turn = content.removeprefix(beginning).lstrip() + closing
 
         end, has_end = self._find_end(turn, messages[index]["content"] or "", closing)
         answer = turn[:end]
