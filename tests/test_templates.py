@@ -122,6 +122,17 @@ def test_without_assistant_only_loss_all_of_a_chat_is_supervised(tokenizer, trim
         assert encoded.others == ()
 
 
+def test_without_assistant_only_loss_turns_end_with_a_token_too(tokenizer):
+    encoder = CausalEncoder(tokenizer, length=None, chat_template=NO_END, assistant_only_loss=False)
+
+    (encoded,) = encoder.encode([TALK])
+
+    assert said(tokenizer, encoded) == [
+        "user: Hello?\nassistant: Hi there.<|im_end|>\nuser: Who are you?\nassistant: A book.<|im_end|>\n"
+    ]
+    assert encoded.added_eos == 2
+
+
 def test_marks_of_turns_and_completions_say_what_is_supervised_also_without_assistant_only_loss(tokenizer):
     encoder = CausalEncoder(tokenizer, length=None, assistant_only_loss=False)
     marked = Chat(TALK.messages, frozenset({1}))

@@ -137,7 +137,7 @@ class ChatTemplate:
         """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
 
         Turns in ``chat.unsupervised`` are rendered and not supervised. If ``is_supervised_whole``, there is one row, the
-        whole chat as the template renders it, and all of it is supervised.
+        whole chat as the template renders it, with an end of each turn, and all of it is supervised.
 
         Most templates need one row, the whole chat. If a template rewrites a turn when more turns follow, a further
         row holds the chat up to that turn, as it is rendered when the model generates the turn.
@@ -151,9 +151,14 @@ class ChatTemplate:
         messages = self._convert_calls(chat.messages, chat.tools)
         text = self._render_text(messages, tools=chat.tools)
         self._require_parts(messages, chat.tools, text)
-        if is_supervised_whole:
-            return [Rendered(text, None, 0, 0)]
         assistant_turns = find_assistant_turns(messages)
+        if is_supervised_whole:
+            turns = []
+            # Turns that cannot be separated are supervised as well, without an end that the template does not write.
+            with suppress(BadSample):
+                turns = [self._find_turn(messages, index, chat.tools) for index in assistant_turns]
+            ends = [turn.span for turn in turns if text.startswith(turn.text)]
+            return [self._add_ends(text, ends)._replace(turns=None)]
         is_supervised = [index not in chat.unsupervised for index in assistant_turns]
 
         # The template marks the turns itself.
