@@ -75,6 +75,23 @@ def test_splits_limits_and_views(tmp_path, shelf):
     assert shelf(train_file=file, validation_file=chats(tmp_path / "v.jsonl", 3)).held_out["validation"].sizes == [3]
 
 
+def test_a_limit_of_packs_takes_samples_of_all_lengths(tmp_path, shelf):
+    """Packs are made longest sample first."""
+    file = tmp_path / "a.jsonl"
+    lines = [{"question": "a", "answer": "b" * (40 if number % 4 else 200)} for number in range(400)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keys = {"length": 256, "train_file": str(file), "validation_split_percentage": 50, "packing": True}
+    (every,) = shelf(**keys).held_out["a"].views
+    assert len(every) > 40
+
+    (limited,) = shelf(max_eval_samples=20, **keys).held_out["a"].views
+
+    assert len(limited) == 20
+    lengths = limited.stops - limited.starts
+    assert lengths[limited.packing.members].mean() == pytest.approx(lengths.mean(), rel=0.2)
+    assert [sum(len(limited.samples(row)) for row in range(20))] == [len(limited.packing.members)]
+
+
 def test_all_tokens_of_chats_are_counted_by_the_loss_where_the_config_says_so(tmp_path, shelf):
     """The two are other prepared data of the same file."""
     file = chats(tmp_path / "a.jsonl", 4)

@@ -30,7 +30,8 @@ from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, files, sources
 from zerobook.data.formats import formats_of
 from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
-from zerobook.data.sampler import held_out_mask
+from zerobook.data.pack import Packing
+from zerobook.data.sampler import Permutation, held_out_mask
 from zerobook.data.source import Item, Source, Splits
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import TokenStore, TokenWriter
@@ -782,7 +783,7 @@ def _split_held_out(store: TokenStore, share: float, seed: int) -> tuple[slice |
 
 
 def _first(view: View, rows: int | None) -> View:
-    """Return the first ``rows`` rows of ``view``."""
+    """Return ``rows`` rows of ``view``: the first ones, or any packs."""
     if rows is None or rows >= len(view):
         return view
     if isinstance(view, Documents):
@@ -792,6 +793,9 @@ def _first(view: View, rows: int | None) -> View:
         # ranges, so their differences are the new lengths of the ranges.
         ends = np.minimum(np.cumsum(view.stops - view.starts), rows * view.length)
         return replace(view, stops=view.starts + np.diff(ends, prepend=0))
+    # Packs are in the order of their longest samples, so a random choice of them is taken.
+    is_chosen = Permutation(len(view), seed=0, epoch=0)(np.arange(len(view))) < rows
+    sizes = np.diff(view.packing.offsets)
     # The samples of the other packs stay in the view, but are in no row.
-    offsets = view.packing.offsets[: rows + 1]
-    return replace(view, packing=type(view.packing)(offsets, view.packing.members[: offsets[-1]]))
+    offsets = np.concatenate([[0], np.cumsum(sizes[is_chosen])])
+    return replace(view, packing=Packing(offsets, view.packing.members[np.repeat(is_chosen, sizes)]))
