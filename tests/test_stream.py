@@ -155,6 +155,16 @@ def test_shards_far_behind_are_deleted_and_those_ahead_made_by_others(monkeypatc
         assert Maker.started[:11] == later[1:12], "each of the following shards once, two ahead"
 
 
+def test_shards_behind_empty_ones_are_deleted_too(monkeypatch):
+    monkeypatch.setattr("zerobook.data.stream.multiprocessing.get_context", lambda kind: SimpleNamespace(Process=Maker))
+    shards = Shards([4, 0] * 10)
+
+    stream(shards, ahead=1).order(IN_ANY_ORDER, seed=1, weights=None).take(0, 40, FAR)
+
+    kept = [key for key in dict.fromkeys(shards.opened) if key not in shards.forgotten]
+    assert len(kept) <= BEHIND + 1 and len(shards.forgotten) == len(set(shards.forgotten))
+
+
 def read(source):
     return [(row, where) for where, row, _ in source.read()]
 

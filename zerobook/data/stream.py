@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from zerobook.data.sampler import Mixture, Permutation, SampleOrder
-from zerobook.data.views import PreparedRows, Row, View
+from zerobook.data.views import PreparedRows, Row
 from zerobook.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,11 +80,6 @@ class Stream:
     def __len__(self) -> int:
         # The rows of an epoch are not counted.
         return 0
-
-    @property
-    def views(self) -> tuple[View, ...]:
-        """The first shard of each dataset."""
-        return tuple(self.open_shard(dataset, 0).views[0] for dataset in range(len(self.counts)))
 
     def order(
         self,
@@ -317,18 +312,17 @@ class StreamOrder:
         nth = bisect_right(ends, position)
         # This method is called for every batch. Do something only if the run comes to another shard.
         if nth != self._at[dataset]:
-            self._at[dataset] = nth
             self._turn_to(dataset, nth)
+            self._at[dataset] = nth
         return nth
 
     def _turn_to(self, dataset: int, nth: int) -> None:
         near = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1 + self.stream.ahead)]
-        passed = []
-        if nth > BEHIND:
-            passed_shard = (dataset, self._shard(dataset, nth - BEHIND - 1))
-            # With few shards, the next pass may need it again soon.
-            if passed_shard not in near:
-                passed.append(passed_shard)
+        # Empty shards are passed without a stop, so several may be far behind now. An earlier process deleted its own.
+        previous = self._at[dataset] if self._at[dataset] >= 0 else nth - 1
+        far = [(dataset, self._shard(dataset, n)) for n in range(max(0, previous - BEHIND), nth - BEHIND)]
+        # With few shards, the next pass may need one again soon.
+        passed = [shard for shard in far if shard not in near]
         self.stream.turn_to(near[min(nth, BEHIND) + 1 :], passed)
 
     def _shard(self, dataset: int, nth: int) -> int:
