@@ -156,7 +156,7 @@ class ChatTemplate:
             turns = []
             # Turns that cannot be separated are supervised as well, without an end that the template does not write.
             with suppress(BadSample):
-                turns = [self._find_turn(messages, index, chat.tools) for index in assistant_turns]
+                turns = [self._find_turn(messages, index, chat.tools, text) for index in assistant_turns]
             ends = [turn.span for turn in turns if text.startswith(turn.text)]
             return [self._add_ends(text, ends)._replace(turns=None)]
         is_supervised = [index not in chat.unsupervised for index in assistant_turns]
@@ -167,7 +167,7 @@ class ChatTemplate:
             return [self._add_ends(text, list(compress(spans, is_supervised)), shortened)]
 
         # Otherwise each turn is found by rendering the chat up to it.
-        turns = [self._find_turn(messages, index, chat.tools) for index in compress(assistant_turns, is_supervised)]
+        turns = [self._find_turn(messages, index, chat.tools, text) for index in compress(assistant_turns, is_supervised)]
         rows = []
         for row_text, row_turns in _cover_turns(text, turns) or [(text, [])]:
             shortened = sum(turn.shortened for turn in row_turns)
@@ -347,11 +347,12 @@ class ChatTemplate:
         return TurnSpan(start, start + length, has_end)
 
     def _find_turn(
-        self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None = None
+        self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None, text: str
     ) -> GeneratedTurn:
-        """Return a turn as the model would generate it, also if the template rewrites it later."""
+        """Return a turn as the model would generate it, also if the template rewrites it later. ``text``: the whole chat."""
         content = (messages[index]["content"] or "").strip()
-        text = self._render_text(messages[: index + 1], tools=tools)
+        if index + 1 < len(messages):
+            text = self._render_text(messages[: index + 1], tools=tools)
         prompt = self._render_prompt(messages, index, tools)
         opened, closing = self._get_frame(tuple(message["role"] for message in messages[: index + 1]))
 
