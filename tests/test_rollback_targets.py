@@ -12,6 +12,7 @@ import pytest
 from tests.alone import train
 from zerobook.checkpoint import manager as manager
 from zerobook.checkpoint import save, store
+from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.errors import CheckpointError
 from zerobook.monitor.finding import Finding
@@ -144,6 +145,47 @@ def test_a_spike_with_nothing_to_go_back_to_is_a_warning_and_the_run_goes_on(tin
 class Killed(Hook):
     def before_step(self, trainer, step):
         raise KeyboardInterrupt
+
+
+class Counts(Hook):
+    """Counts the steps of all attempts."""
+
+    steps = 0
+
+    def after_step(self, trainer, record):
+        self.steps += 1
+
+    def state_dict(self, trainer):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, trainer, state):
+        self.steps = state["steps"]
+
+
+def test_hooks_get_their_state_from_a_checkpoint_that_was_abandoned(tiny, tmp_path):
+    checkpoints = store.folder_of(tmp_path / "run")
+    four = flags(tiny) | {"save_steps": 4, "max_train_steps": 8, "hooks": f"{__name__}:Counts"}
+    train(tmp_path / "run", **four)
+    train(tmp_path / "run", resume_from_checkpoint=checkpoints / "step-000004", **four)
+
+    chosen = checkpoints / "step-000008.abandoned"
+    train(tmp_path / "run", resume_from_checkpoint=chosen, **four | {"max_train_steps": 10})
+
+    state = store.read_json(checkpoints / "step-000010" / "hooks.json")["Counts"]["values"]
+    assert state == {"steps": 10}
+    assert (checkpoints / "step-000008").is_dir(), "it has its name back"
+
+
+def test_the_newest_proven_checkpoint_outlives_the_first_saves_after_a_resume(tiny, tmp_path):
+    run = tmp_path / "run"
+    train(run, **flags(tiny) | {"max_train_steps": 6})
+    decisions = RecoveryState.read(run)
+    decisions.proven = [2]
+    decisions.write(run)
+
+    train(run, resume_from_checkpoint="auto", save_total_limit=1, **flags(tiny))
+
+    assert [store.step_of(c) for c in store.list_complete(store.folder_of(run))] == [2, 10]
 
 
 class Warned(Hook):

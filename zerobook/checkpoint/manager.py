@@ -66,7 +66,6 @@ class CheckpointManager:
             strategy.on_main(self._finish_rollback, takes_long=True)
         self.checkpoint = strategy.on_main(self._resolve_resume, takes_long=True)
         self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
-        self.saver.protected = frozenset(self._saved_at_set_steps)
 
     def _read_decisions(self) -> None:
         self.decisions = RecoveryState.read(self.config.output_dir)
@@ -256,12 +255,8 @@ class CheckpointManager:
         for step in sorted(set(steps) & set(unproven)):
             self.proven.add(step)
             log.event("checkpoint", state="proven_good", step=step)
-        self._remember_proven()
+        self.remember(proven=self.steps()[0])
         self.protect()
-
-    def _remember_proven(self) -> None:
-        proven, _ = self.steps()
-        self.remember(proven=proven)
 
     def is_whole(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
@@ -364,7 +359,7 @@ class CheckpointManager:
                 # After a rollback, a step is saved again: what was known of the earlier checkpoint is not true of this one.
                 if step in self.proven:
                     self.proven.remove(step)
-                    self._remember_proven()
+                    self.remember(proven=self.steps()[0])
                 self.skipped.pop(folder, None)
                 log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
                 tqdm.write(f"step {step}: checkpoint {folder}")

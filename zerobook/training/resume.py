@@ -265,7 +265,8 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     say(f"resumed {manager.checkpoint} at step {progress.step}")
     # The later checkpoints are set aside only after the load. If it had failed, a restart would still find them.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
-    manager.take_back()
+    # Before the first save, which prunes.
+    manager.protect()
     manager.remember(rollback_to=None)
     log.event(
         "resume",

@@ -230,6 +230,9 @@ class Trainer(TrainerView):
         if self.manager.checkpoint:
             resume.load(self.state, self.manager, self.strategy, self.log, self.console.say)
             self.hooks.load_state_dicts(self, self.manager.load_hook_states())
+            # Every rank must have read the checkpoint before it gets its name back.
+            self.strategy.barrier()
+            self.strategy.on_main(self.manager.take_back)
             # The last attempt may have ended before it proved this checkpoint good.
             self.spikes.saved(step)
             self.evaluation = self.strategy.on_main(lambda: resume.evaluation_of(self.log, self.progress))
