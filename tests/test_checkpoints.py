@@ -279,6 +279,21 @@ def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
         resolve_resume(tmp_path / "new", "best")
 
 
+def test_a_lower_limit_makes_room_before_the_next_save(tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4):
+        save_all(tmp_path, step, spread(set(), 1), loss=1.0 if step == 1 else 2.0)
+    checkpoints, write, steps = store.folder_of(tmp_path), save.write_pieces, []
+
+    def recording(*arguments):
+        steps.extend(map(store.step_of, store.list_complete(checkpoints)))
+        return write(*arguments)
+
+    monkeypatch.setattr(save, "write_pieces", recording)
+    save_all(tmp_path, 5, spread(set(), 1), keep=1)
+    assert steps == [1, 4], "the best and the newest"
+    assert [store.step_of(c) for c in store.list_complete(checkpoints)] == [1, 5]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", None])
 def test_a_held_out_loss_that_is_not_finite_is_never_the_best(tmp_path, bad):
     for step, loss in {1: bad, 2: 1.0, 3: bad, 4: 2.0, 5: bad}.items():

@@ -110,7 +110,7 @@ class Saver:
         strategy = self.strategy
         staging = store.staging_of(self.checkpoints, progress.step)
         start = time.monotonic()
-        problem = strategy.on_main(lambda: _make_staging(staging))
+        problem = strategy.on_main(lambda: self._make_staging(staging))
         if problem is not None:
             if strategy.is_main:
                 self._results.append(Saved(self._final_path(progress.step), 0.0, problem))
@@ -151,6 +151,16 @@ class Saver:
             self._write(save)
             # Ranks go on when rank 0 has made the checkpoint. Collective.
             strategy.barrier()
+
+    def _make_staging(self, staging: Path) -> str | None:
+        """Make the folder of a save. Return why it cannot be made, None if it is there."""
+        # An earlier attempt may have kept more checkpoints, and the space of the surplus is counted as free.
+        store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
+        try:
+            store.make_staging(staging)
+        except OSError as error:
+            return f"the folder {staging} cannot be made: {error.strerror or error}"
+        return None
 
     def _make_index(self) -> dict[str, Any]:
         """Return the index of the tensors, without their pieces and without shapes of state."""
@@ -336,15 +346,6 @@ def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) ->
         return index
     if is_late and not any(name.startswith(_file_prefix(rank)) for name in names):
         raise CheckpointError(f"rank {rank}: it did not begin to write within {_BEGIN_S:g} s; its host may not see {staging}")
-    return None
-
-
-def _make_staging(staging: Path) -> str | None:
-    """Make the folder of a save. Return why it cannot be made, None if it is there."""
-    try:
-        store.make_staging(staging)
-    except OSError as error:
-        return f"the folder {staging} cannot be made: {error.strerror or error}"
     return None
 
 
