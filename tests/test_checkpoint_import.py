@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import AutoConfig
 
 from tests.distributed.other_trainer import collate, model_of, rows_of
 from tests.harness import read_tensors
 from tests.test_checkpoint_faults import Calls
-from zerobook.checkpoint import save, state, store
+from zerobook.checkpoint import origin, save, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.cli.main import main
 from zerobook.errors import CheckpointError, ConfigError
@@ -76,6 +77,40 @@ def test_a_trainers_weights_moments_and_log_are_taken_over(trained, tmp_path, ca
     steps = list(stream(tmp_path / "run" / "runlog" / "steps.jsonl"))
     assert [step["loss"] for step in steps] == [entry["loss"] for entry in logged]
     assert [step["learning_rate"] for step in steps] == [entry["learning_rate"] for entry in logged]
+
+
+@pytest.mark.parametrize("trained", ["full"], indirect=True)
+def test_a_pad_token_that_trainer_took_from_the_tokenizer_is_no_other_model(trained, tiny, tmp_path):
+    checkpoint = shutil.copytree(Path(trained.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
+    imported = import_checkpoint(checkpoint, tmp_path / "run").checkpoint
+    recorded = store.read_json(imported / "config.json")["base"]
+    base = AutoConfig.from_pretrained(tiny / "llama")
+    assert origin.difference(recorded, origin.facts(base, None)) is None
+    base.rms_norm_eps = 0.1
+    assert "rms_norm_eps" in origin.difference(recorded, origin.facts(base, None))
+
+
+@pytest.mark.parametrize(
+    ("facts", "adapter"),
+    [
+        ({"peft_type": "LORA", "use_rslora": False, "use_dora": False}, "lora"),
+        ({"peft_type": "LORA", "use_rslora": True}, "rslora"),
+        ({"peft_type": "LORA", "use_dora": True}, "dora"),
+        ({"peft_type": "IA3"}, "ia3"),
+    ],
+)
+def test_a_run_has_to_go_on_with_the_method_of_an_imported_adapter(tmp_path, facts, adapter):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(facts | {"base_model_name_or_path": "me/base"}))
+    assert importer._config(tmp_path, {})["config"]["adapter"] == adapter
+
+
+def test_an_adapter_that_changed_its_base_is_refused(tmp_path):
+    facts = {"peft_type": "LORA", "init_lora_weights": "pissa_niter_16"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match="pissa_niter_16"):
+        importer._config(tmp_path, {})
 
 
 @pytest.mark.parametrize("trained", ["full"], indirect=True)
@@ -249,8 +284,10 @@ def test_chunks_of_a_sharded_state_dict_become_slices(tmp_path):
     optimizer = {"optimizer": {"state": states, "param_groups": [{"params": names, "lr": 1e-3, "betas": (0.9, 0.99)}]}}
     dcp.save(model, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save(optimizer, checkpoint_id=tmp_path / "state" / "optimizer_0", no_dist=True)
+    torch.save({"scale": 512.0, "_growth_tracker": 3}, tmp_path / "state" / "scaler.pt")
     imported = import_checkpoint(tmp_path / "state", tmp_path / "run")
     assert_same(read_tensors(imported.checkpoint), tensors)
+    assert state.read_progress(imported.checkpoint).scaler["scale"] == 512.0
     assert imported.position.step == 3
     assert flags_of(imported.source, imported.position) == {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.99}
 
@@ -296,6 +333,11 @@ def spoil(folder, how):
         for moments in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             moments["momentum_buffer"] = moments.pop("exp_avg")
         torch.save(content, ranks[0])
+    elif how == "more state":
+        content = torch.load(ranks[0], weights_only=True)
+        for moments in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            moments["max_exp_avg_sq"] = moments["exp_avg_sq"]
+        torch.save(content, ranks[0])
     elif how == "nothing":
         shutil.rmtree(folder)
         folder.mkdir()
@@ -328,6 +370,7 @@ def spoil(folder, how):
         ("no model", "missing"),
         ("a rank of another save", "whole tensors"),
         ("another optimizer", "momentum_buffer"),
+        ("more state", "max_exp_avg_sq"),
         ("nothing", "optimizer.pt"),
         ("no folder", "no such folder"),
         ("weights alone", "--model_name_or_path"),

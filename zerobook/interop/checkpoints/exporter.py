@@ -201,8 +201,7 @@ def _settings(checkpoint: Path) -> dict[str, Any]:
 
 def _next_rate(progress: Progress, settings: dict[str, Any]) -> float:
     """Return the learning rate of the next step."""
-    rate: float = progress.following.get("learning rate", settings["lr"])
-    return rate
+    return float(progress.following.get("learning rate", settings["lr"]))
 
 
 def _schedule(progress: Progress, rate: float) -> dict[str, Any]:

@@ -197,13 +197,23 @@ def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
     base = None
     if (folder / ADAPTER_CONFIG).exists():
         adapter = read_json_object(folder / ADAPTER_CONFIG)
-        config |= {"model_name_or_path": adapter.get("base_model_name_or_path"), "adapter": "lora"}
+        start = str(adapter.get("init_lora_weights"))
+        if start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+            raise CheckpointError(
+                f"{folder}: its adapter began with init_lora_weights={start}, for which peft changed the base weights, and "
+                "these are not in the folder. Continue it with its trainer, or merge it there and start a new run from that."
+            )
+        method = next((name for name in ("rslora", "dora") if adapter.get(f"use_{name}")), adapter["peft_type"].lower())
+        config |= {"model_name_or_path": adapter.get("base_model_name_or_path"), "adapter": method}
         config |= {"lora_r": adapter.get("r"), "lora_alpha": adapter.get("lora_alpha")}
     elif (folder / "config.json").exists():
         from transformers import AutoConfig
 
         config["model_name_or_path"] = str(folder.absolute())
         base = facts(AutoConfig.from_pretrained(folder), None)
+        # Trainer writes the tokenizer's pad token into the config, also of a model that has none.
+        for model_config in (base["config"], base["config"].get("text_config") or {}):
+            model_config.pop("pad_token_id", None)
     # No batch sizes are known: those of the run that goes on are used.
     sizes = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
     return {"asked": config | sizes, "config": config, "chat_template": None, "base_commit": None, "base": base}

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints.model_names import saved_name
 from zerobook.interop.checkpoints.source import MOMENTS, Source
+from zerobook.interop.checkpoints.torch_files import read_scaler
 from zerobook.interop.checkpoints.unpickle import load_metadata, load_torch_bytes
 from zerobook.strategy import Piece
 
@@ -54,6 +55,7 @@ def read_sharded(folder: Path) -> Source:
         settings=settings,
         group_count=1 + ("optimizer.param_groups.1.params" in optimizer.metadata.state_dict_metadata),
         parts=[_pieces(model, optimizer, names[part::PARTS]) for part in range(PARTS)],
+        scaler=read_scaler(folder),
     )
 
 

@@ -73,7 +73,7 @@ def read_position(folder: Path, optimizer_steps: int) -> Position:
 
 def require_adamw(path: Path, state: Iterable[str]) -> None:
     """Refuse the state of another optimizer than AdamW, of which ``state`` are the names."""
-    if not set(MOMENTS).issubset(state):
+    if set(MOMENTS) != set(state) - {"step"}:
         raise CheckpointError(
             f"{path}: its optimizer keeps {', '.join(sorted(state)) or 'nothing'}, and AdamW's {' and '.join(MOMENTS)} alone "
             "can be taken over. Start a new run from the trained weights."

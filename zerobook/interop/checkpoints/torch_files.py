@@ -64,11 +64,12 @@ def read_torch_files(folder: Path, optimizer_file: Path) -> Source:
         group_count=len(optimizer["param_groups"]),
         parts=[_pieces(names, shapes, states, weights)],
         buffers=buffers,
-        scaler=_scaler(folder),
+        scaler=read_scaler(folder),
     )
 
 
-def _scaler(folder: Path) -> dict[str, Any] | None:
+def read_scaler(folder: Path) -> dict[str, Any] | None:
+    """Return the fp16 loss scaler that accelerate saved in a folder; None if there is none."""
     for name in OPTIMIZER_FILES:
         file = folder / name.replace("optimizer", "scaler")
         if file.exists():

@@ -67,7 +67,7 @@ def read_zero(folder: Path) -> Source:
     """
     files = rank_files(folder)
     # What all ranks have in common is read from the first rank's file.
-    state = _optimizer_state(files[0])
+    state = load_torch_file(files[0])["optimizer_state_dict"]
     _check_ranks(folder, files, state)
     names = STAGE_3 if STAGE_3.masters in state else STAGES_1_2
     model_state = load_torch_file(folder / names.model_file)
@@ -133,11 +133,6 @@ def _check_ranks(folder: Path, files: list[Path], state: dict[str, Any]) -> None
         )
 
 
-def _optimizer_state(file: Path) -> dict[str, Any]:
-    state: dict[str, Any] = load_torch_file(file)["optimizer_state_dict"]
-    return state
-
-
 def _group_states(optimizer: Any) -> list[dict[str, Any]]:
     """Return the state that a rank's optimizer keeps for each flat group of weights."""
     # An elastic checkpoint has this list itself.
@@ -165,7 +160,7 @@ def _pieces_of_rank(
         starts: index in each group of the first element of the rank's part, with ZeRO-1 and 2.
         groups: shapes of the weights of each group, by name, in the order in which they are flattened.
     """
-    state = _optimizer_state(file)
+    state = load_torch_file(file)["optimizer_state_dict"]
     masters = state[names.masters]
     moments = _group_states(state[names.optimizer])
     if len(masters) != len(groups) or len(moments) != len(groups):
