@@ -63,7 +63,7 @@ def staged(output: Path, step: int) -> Iterator[Path]:
     """Yield a folder that becomes the run's checkpoint of ``step``."""
     staging = make_staging(store.folder_of(output), step)
     yield staging
-    store.publish(staging, step)
+    store.publish(staging, step, {})
 
 
 real = False

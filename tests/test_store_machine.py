@@ -97,7 +97,7 @@ class Store(RuleBasedStateMachine):
             staging = make_staging(self.folder, step)
             (staging / "progress.json").write_text(json.dumps({"eval_loss": loss}))
             (staging / "data").write_text(number)
-            store.publish(staging, step)
+            store.publish(staging, step, {})
             published.append(True)
             best.append(store.find_best(self.folder))
             best[0] = best[0] and (best[0] / "data").read_text()

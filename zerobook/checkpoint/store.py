@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from zerobook.errors import CheckpointError, LockedError
 from zerobook.utils import locks, reading
@@ -151,7 +151,7 @@ def make_staging(staging: Path) -> None:
     staging.mkdir(parents=True)
 
 
-def publish(staging: Path, step: int, digests: dict[str, str] | None = None, version: int = FORMAT_VERSION) -> None:
+def publish(staging: Path, step: int, digests: dict[str, str], version: int = FORMAT_VERSION) -> None:
     """Make a complete checkpoint of the files in ``staging``.
 
     Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
@@ -167,7 +167,6 @@ def publish(staging: Path, step: int, digests: dict[str, str] | None = None, ver
     final = checkpoints / name_of(step)
 
     # The manifest, last: a folder without it is not a checkpoint.
-    digests = digests or {}
     unflushed = [file for file in sorted(staging.iterdir()) if file.name not in digests]
     digests = digests | {file.name: reading.file_digest(file) for file in unflushed}
     files = {}
@@ -525,7 +524,6 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = reading.read_json(file)
-        return content
+        return cast("dict[str, Any]", reading.read_json(file))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
