@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoConfig
 
+from tests.alone import train
 from tests.distributed.other_trainer import collate, model_of, rows_of
 from tests.harness import read_tensors
 from tests.test_checkpoint_faults import Calls
@@ -24,7 +25,7 @@ from zerobook.checkpoint import origin, save, state, store
 from zerobook.checkpoint.progress import Progress
 from zerobook.cli.main import main
 from zerobook.errors import CheckpointError, ConfigError
-from zerobook.interop.checkpoints import importer
+from zerobook.interop.checkpoints import exporter, importer
 from zerobook.interop.checkpoints.importer import flags_of, import_checkpoint
 from zerobook.runlog.jsonl import stream
 from zerobook.training.resume import check_data
@@ -145,6 +146,26 @@ def test_an_imported_adapter_is_exported_only_after_it_was_continued(trained, tm
     assert main([*command, str(imported), "--output", str(tmp_path / "exported")]) == 2
     assert "Continue it here first" in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()
+
+
+def test_an_untrained_part_of_a_model_has_no_state_in_an_export(tiny, tmp_path, capsys):
+    model = {"model_name_or_path": tiny / "gemma3_composite", "train_file": tiny / "few.jsonl"}
+    shape = {"validation_split_percentage": 0, "max_train_steps": 1, "per_device_train_batch_size": 2, "block_size": 32}
+    train(tmp_path / "run", **model, **shape)
+    checkpoint = str(store.folder_of(tmp_path / "run") / store.name_of(1))
+    exported = tmp_path / "checkpoint-1"
+    assert main(["checkpoint", "export", checkpoint, "--to", "trainer", "--output", str(exported)]) == 0
+    trained = json.loads((Path(checkpoint) / "tensors.json").read_text())["shapes"]
+    optimizer = torch.load(exported / "optimizer.pt", weights_only=True)
+    assert len(optimizer["state"]) == len(trained) < sum(len(group["params"]) for group in optimizer["param_groups"])
+    assert main(["checkpoint", "export", checkpoint, "--to", "dcp", "--output", str(tmp_path / "state")]) == 2
+    assert "vision_tower" in capsys.readouterr().err
+
+
+def test_the_state_of_an_adapter_that_is_saved_in_another_form_is_not_exported(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"adapter": "pissa"}}))
+    with pytest.raises(CheckpointError, match="PiSSA"):
+        exporter.FORMS["trainer"](tmp_path, None, tmp_path / "out")
 
 
 def test_an_exported_sharded_state_dict_is_imported_again(tmp_path):

@@ -55,6 +55,11 @@ def _write_trainer(checkpoint: Path, reader: Reader, folder: Path) -> None:
     """Write a ``checkpoint-N`` of transformers' Trainer. The moments are held in memory while they are written."""
     from zerobook.models.export import export_checkpoint
 
+    if store.read_json(checkpoint / "config.json")["config"].get("adapter") == "pissa":
+        raise CheckpointError(
+            f"{checkpoint}: its adapter is of PiSSA, and is saved with twice its rank. Its optimizer's state does not fit that."
+        )
+
     # The model or adapter, with its config and tokenizer, is the one that `zerobook export` writes.
     model_folder = folder / "model"
     export_checkpoint(checkpoint, model_folder, dtype=torch.float32, merge=False)
@@ -66,15 +71,16 @@ def _write_trainer(checkpoint: Path, reader: Reader, folder: Path) -> None:
     model = empty_model(folder)
     order = next(number_orders(model))
     settings = _settings(checkpoint)
-    decays = (settings["weight_decay"], 0.0)
     groups = []
-    for names, decay in zip(order, decays, strict=True):
+    for names, decay in zip(order, (settings["weight_decay"], 0.0), strict=True):
         parameters = [model.get_parameter(name) for name in names]
         groups.append({"params": parameters, **settings, "initial_lr": settings["lr"], "weight_decay": decay})
     optimizer = torch.optim.AdamW(groups).state_dict()
     states: dict[int, dict[str, torch.Tensor]] = {}
     for number, name in enumerate([*order[0], *order[1]]):
-        states[number] = _state(reader, name)
+        # A part that text does not use is not trained, and Trainer makes no state for it either.
+        if name in reader.index["shapes"]:
+            states[number] = _state(reader, name)
     progress = read_progress(checkpoint)
     rate = _next_rate(progress, settings)
     for group in optimizer["param_groups"]:
@@ -170,6 +176,8 @@ def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
         names: dict[int, str] = {}
         for name, parameter in empty_model(folder).named_parameters(remove_duplicate=False):
             first_name = names.setdefault(id(parameter), name)
+            if first_name not in weights:
+                raise CheckpointError(f"{checkpoint}: it lacks {first_name}; --to dcp is for models of which all is trained.")
             weights[name] = weights[first_name]
             tensor_names[f"model.{name}"] = f"weight/{first_name}"
     parts: dict[str, dict[str, Any]] = {

@@ -204,8 +204,12 @@ def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
                 "these are not in the folder. Continue it with its trainer, or merge it there and start a new run from that."
             )
         method = next((name for name in ("rslora", "dora") if adapter.get(f"use_{name}")), adapter["peft_type"].lower())
-        config |= {"model_name_or_path": adapter.get("base_model_name_or_path"), "adapter": method}
-        config |= {"lora_r": adapter.get("r"), "lora_alpha": adapter.get("lora_alpha")}
+        config |= {
+            "model_name_or_path": adapter.get("base_model_name_or_path"),
+            "adapter": method,
+            "lora_r": adapter.get("r"),
+            "lora_alpha": adapter.get("lora_alpha"),
+        }
     elif (folder / "config.json").exists():
         from transformers import AutoConfig
 
@@ -214,9 +218,14 @@ def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
         # Trainer writes the tokenizer's pad token into the config, also of a model that has none.
         for model_config in (base["config"], base["config"].get("text_config") or {}):
             model_config.pop("pad_token_id", None)
-    # No batch sizes are known: those of the run that goes on are used.
-    sizes = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
-    return {"asked": config | sizes, "config": config, "chat_template": None, "base_commit": None, "base": base}
+    return {
+        # No batch sizes are known: those of the run that goes on are used.
+        "asked": config | {"per_device_train_batch_size": None, "gradient_accumulation_steps": None},
+        "config": config,
+        "chat_template": None,
+        "base_commit": None,
+        "base": base,
+    }
 
 
 def _write_log(run: Path, folder: Path, source: Source, position: Position) -> None:
