@@ -187,6 +187,24 @@ def test_every_piece_that_is_written_is_progress_of_a_save(tmp_path):
     assert position.here().since > before
 
 
+@pytest.mark.parametrize(
+    ("final_model", "room", "keeps_proven", "keeps_best"),
+    [
+        ("last", 2, False, False),
+        ("last", 3, True, False),
+        ("last", 4, True, True),
+        ("best", 2, False, False),
+        ("best", 3, False, True),
+        ("best", 4, True, True),
+    ],
+)
+def test_a_tight_disk_keeps_the_best_checkpoint_first_where_its_model_is_written(final_model, room, keeps_proven, keeps_best):
+    manager = SimpleNamespace(config=SimpleNamespace(final_model=final_model), saver=SimpleNamespace())
+    drawbacks = CheckpointManager._keep_fewer(manager, room, is_new=False, has_held_out=True)
+    assert (manager._keeps_proven, manager.saver.keep_best) == (keeps_proven, keeps_best)
+    assert ("cannot be rolled back" in drawbacks, "lowest" in drawbacks) == (not keeps_proven, not keeps_best)
+
+
 def test_every_block_that_is_read_before_a_rollback_is_progress(tmp_path):
     """A spike is decided on in a step, whose phases have less time than reading a large checkpoint takes."""
     [saved] = save_all(tmp_path, 1, spread({9}, 1))

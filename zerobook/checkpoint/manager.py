@@ -185,11 +185,13 @@ class CheckpointManager:
             return (
                 "The run saves at its end only: one that is killed starts again at step 0, and a spike cannot be rolled back."
             )
-        # Room for the one that is kept and the one that is written. What is left holds the proven one, then the best one.
+        # Room for the one that is kept and the one that is written. What is left holds the proven one, then the best one; the
+        # best one first if the run ends by writing its model.
         self.saver.keep = 1
         spare = room - 2
-        self._keeps_proven = spare >= 1
-        self.saver.keep_best = spare >= 2
+        is_best_first = self.config.final_model == "best"
+        self._keeps_proven = spare >= 1 + is_best_first
+        self.saver.keep_best = spare >= 2 - is_best_first
         drawbacks = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
         if not self._keeps_proven:
             drawbacks.append("A spike that is noticed after the next save cannot be rolled back.")

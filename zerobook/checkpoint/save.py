@@ -113,7 +113,7 @@ class Saver:
         problem = strategy.on_main(lambda: self._make_staging(staging))
         if problem is not None:
             if strategy.is_main:
-                self._results.append(Saved(self._final_path(progress.step), 0.0, problem))
+                self._results.append(Saved(self.checkpoints / store.name_of(progress.step), 0.0, problem))
             return
         # The state exists before its shapes are asked for: optimizers make it in their first step.
         strategy.materialise_optimizer()
@@ -233,7 +233,7 @@ class Saver:
         # Ranks that still write find their folder gone, and give up.
         if problem is not None:
             shutil.rmtree(save.staging, ignore_errors=True)
-        self._results.append(Saved(self._final_path(save.step), time.monotonic() - save.start, problem))
+        self._results.append(Saved(self.checkpoints / store.name_of(save.step), time.monotonic() - save.start, problem))
 
     def _write_share(self, save: _Save) -> None:
         """Write this rank's pieces, and leave their index, or the reason why they could not be written."""
@@ -250,9 +250,6 @@ class Saver:
         except Exception as error:
             # Every error is told to rank 0: in a thread it would go unnoticed.
             _report_failure(failed, f"{type(error).__name__}: {error}")
-
-    def _final_path(self, step: int) -> Path:
-        return self.checkpoints / store.name_of(step)
 
     def _publish(self, save: _Save) -> None:
         """Wait for every rank's share, and make a checkpoint of them. Rank 0.
