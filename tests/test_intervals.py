@@ -335,6 +335,18 @@ def test_automatic_saves_prune_no_checkpoint_that_a_person_asked_for(tiny, tmp_p
     assert checkpoints_of(run) == [2, 4, 6, 10, 12]
 
 
+def test_automatic_saves_prune_no_abandoned_checkpoint_that_a_person_asked_for(tiny, tmp_path):
+    checkpoints = store.folder_of(tmp_path / "run")
+    train(tmp_path / "run", **flags(tiny, save_steps=2, max_train_steps=6))
+    resumed = flags(tiny, max_train_steps=7)
+    train(tmp_path / "run", **resumed, resume_from_checkpoint=checkpoints / "step-000002")
+    train(tmp_path / "run", **resumed | {"max_train_steps": 9}, resume_from_checkpoint="auto")
+    train(tmp_path / "run", **resumed | {"max_train_steps": 11}, resume_from_checkpoint="auto")
+
+    names = {checkpoint.name for checkpoint in store.list_all(checkpoints)}
+    assert names == {f"step-{step:06d}" for step in (2, 9, 11)} | {"step-000004.abandoned", "step-000006.abandoned"}
+
+
 def test_the_first_measured_step_is_that_of_the_device(monkeypatch):
     """A GPU works on a step for 600 s, which the host has issued in no time. So the run saves soon."""
     now = 0.0

@@ -94,10 +94,11 @@ class CheckpointManager:
         if not self.config.limits_checkpoints_itself:
             return []
         steps = []
-        for checkpoint in store.list_complete(self.folder):
-            saved_config = store.read_json(checkpoint / "config.json")["config"]
-            if saved_config.get("save_steps") != AUTOMATIC:
-                steps.append(store.step_of(checkpoint))
+        for checkpoint in store.list_all(self.folder):
+            if store.find_damage(checkpoint) is not None:
+                continue
+            if store.read_json(checkpoint / "config.json")["config"].get("save_steps") != AUTOMATIC:
+                steps.append(store.read_json(checkpoint / store.PROGRESS)["step"])
         return steps
 
     def _finish_rollback(self) -> None:

@@ -512,7 +512,7 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
         surplus = unpinned[:-keep] if keep else []
         for checkpoint in surplus:
             # Pins are read again: a person may pin while the run prunes.
-            if checkpoint == best_checkpoint or step_of(checkpoint) in protected or is_pinned(checkpoint):
+            if checkpoint == best_checkpoint or step_before_suffix(checkpoint) in protected or is_pinned(checkpoint):
                 continue
             with _warning_on_error(checkpoint):
                 hidden = _hide(checkpoint)
