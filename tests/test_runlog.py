@@ -29,6 +29,7 @@ from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, stream
 from zerobook.runlog.lifecycle import begin, log_failure
 from zerobook.runlog.machine import nearly_full, sample
+from zerobook.runlog.tables import attempt_table
 from zerobook.runlog.writer import EVENTS, NullRunLog, RunLog
 from zerobook.utils.terminal import say
 
@@ -502,6 +503,48 @@ def test_the_living_path_leaves_out_what_was_given_up(run, capsys):
     rows = text.splitlines()
     assert rows[0].startswith("step,loss") and len(rows) == 41
     assert [s["step"] for s in json.loads(told(capsys, "show", run, "steps", "--json")[1])] == list(range(1, 41))
+
+
+def write_events(folder, *events):
+    """Write a log of events at set times: (type, attempt, UTC time of day, monotonic seconds, fields)."""
+    (folder / "runlog").mkdir(exist_ok=True)
+    lines = []
+    for seq, (kind, attempt_number, time_of_day, monotonic, fields) in enumerate(events):
+        common = {"seq": seq, "attempt": attempt_number, "branch": 0, "type": kind, "monotonic": monotonic}
+        lines.append(encode({**common, "utc": f"2026-11-28T{time_of_day}+00:00", **fields}))
+    (folder / "runlog" / EVENTS).write_bytes(b"".join(lines))
+
+
+def test_a_clock_that_is_set_back_makes_no_run_shorter_than_its_training(tmp_path, capsys):
+    write_events(
+        tmp_path,
+        ("run_start", 1, "12:00:00", 100.0, {"step": 0, "live": {}, "batch": "", "total_steps": 10}),
+        ("metrics", 1, "11:00:50", 150.0, {"steps": [1, 5]}),
+        ("metrics", 1, "11:01:30", 190.0, {"steps": [6, 10]}),
+        ("stop", 1, "11:01:40", 200.0, {"reason": "a test"}),
+    )
+    spent = time_spent(History.read(tmp_path))
+    assert (spent.total, spent.training, spent.ratio) == (100.0, 90.0, 0.9)
+    assert "1 min 40 s" in attempt_table(History.read(tmp_path)).rows[0]
+
+
+def test_only_what_holds_up_the_steps_is_taken_from_their_time(tmp_path):
+    """Loading a checkpoint is no step, a save in the background holds up none, and another trainer's evaluation was before."""
+    write_events(
+        tmp_path,
+        ("eval", 1, "12:00:00", 10.0, {"step": 5, "seconds": 5000.0}),
+        ("imported", 1, "12:00:00", 10.0, {}),
+        ("run_start", 2, "12:01:00", 100.0, {"step": 5}),
+        ("resume", 2, "12:03:00", 220.0, {"step": 5}),
+        ("metrics", 2, "12:03:50", 270.0, {"steps": [6, 10]}),
+        ("checkpoint", 2, "12:04:30", 310.0, {"state": "complete", "step": 10, "seconds": 40.0, "background": True}),
+        ("metrics", 2, "12:04:40", 320.0, {"steps": [11, 15]}),
+        ("checkpoint", 2, "12:04:50", 330.0, {"state": "complete", "step": 15, "seconds": 10.0, "background": False}),
+    )
+    spent = time_spent(History.read(tmp_path))
+    assert (spent.total, spent.stopped, spent.training) == (290.0, 60.0, 100.0)
+    assert (spent.evaluating, spent.saving) == (0.0, 10.0)
+    assert spent.other == 120.0
 
 
 def test_the_strategy_and_the_first_loss_that_differs_are_among_the_changes(tmp_path, capsys):

@@ -364,7 +364,14 @@ class CheckpointManager:
                     self.proven.remove(step)
                     self.remember(proven=self.steps()[0])
                 self.skipped.pop(folder, None)
-                log.event("checkpoint", state="complete", step=step, folder=str(folder), seconds=round(seconds, 3))
+                log.event(
+                    "checkpoint",
+                    state="complete",
+                    step=step,
+                    folder=str(folder),
+                    seconds=round(seconds, 3),
+                    background=self.config.async_save,
+                )
                 tqdm.write(f"step {step}: checkpoint {folder}")
                 self._warn_of_a_slow_save(seconds)
                 continue

@@ -254,7 +254,7 @@ class History:
 
 @dataclass
 class TimeSpent:
-    """Wall-clock time from the first event to the last, in seconds by use."""
+    """Time from the first event to the last, in seconds by use."""
 
     total: float = 0.0
     training: float = 0.0
@@ -285,8 +285,6 @@ def time_spent(history: History) -> TimeSpent:
     spent = TimeSpent()
     if not history.events:
         return spent
-    # The wall clock may have been set back, so no time is below 0.
-    spent.total = max(0.0, (when(history.events[-1]) - when(history.events[0])).total_seconds())
     last_current_step = history.last_current_steps()
     starts = history.branch_starts()
     # Monotonic time at which the present block of steps began; None between two attempts.
@@ -295,26 +293,31 @@ def time_spent(history: History) -> TimeSpent:
     seconds_beside_steps = 0.0
     previous = history.events[0]
     for event in history.events:
+        # The wall clock may be set while a run trains, so it measures only the time between two attempts.
+        elapsed = event["monotonic"] - previous["monotonic"]
         if event["attempt"] != previous["attempt"]:
-            spent.stopped += max(0.0, (when(event) - when(previous)).total_seconds())
+            elapsed = max(0.0, (when(event) - when(previous)).total_seconds())
+            spent.stopped += elapsed
             block_start = None
+        spent.total += elapsed
         previous = event
         event_type = event["type"]
         is_rollback = event_type == "rollback" and event["phase"] == "outcome"
-        if event_type == "eval":
+        # Evaluations of another trainer, which an import writes, took no time of this run.
+        if event_type == "eval" and block_start is not None:
             spent.evaluating += event["seconds"]
             seconds_beside_steps += event["seconds"]
-        elif event_type == "checkpoint" and event.get("seconds") is not None:
+        # The steps go on during a save in the background.
+        elif event_type == "checkpoint" and event.get("seconds") is not None and not event.get("background"):
             spent.saving += event["seconds"]
             seconds_beside_steps += event["seconds"]
         elif is_rollback:
             spent.going_back += event["seconds"]
-        elif event_type == "metrics":
-            seconds = 0.0
-            if block_start is not None:
-                seconds = max(0.0, event["monotonic"] - block_start - seconds_beside_steps)
+        elif event_type == "metrics" and block_start is not None:
+            seconds = max(0.0, event["monotonic"] - block_start - seconds_beside_steps)
             _add_block(spent, event, seconds, last_current_step, starts)
-        if event_type in ("run_start", "metrics") or is_rollback:
+        # A resumed attempt loads its checkpoint between the first two.
+        if event_type in ("run_start", "resume", "metrics") or is_rollback:
             block_start = event["monotonic"]
             seconds_beside_steps = 0.0
     return spent

@@ -138,8 +138,8 @@ def attempt_table(history: History) -> Table:
     for attempt in history.attempts():
         starts = [event for event in attempt if event["type"] == "run_start"]
         start = starts[0] if starts else attempt[0]
-        # The clock may have been set back, so no time is below 0.
-        seconds = max(0.0, (when(attempt[-1]) - when(attempt[0])).total_seconds())
+        # The wall clock may have been set meanwhile.
+        seconds = attempt[-1]["monotonic"] - attempt[0]["monotonic"]
         # An attempt may hold the crash event of the one before it.
         endings = [event for event in attempt if event["type"] in types and not event.get("of_attempt")]
         ended = endings[-1] if endings else None

@@ -14,6 +14,7 @@ from zerobook.utils.units import duration
         "step": "its step",
         "folder": "its folder",
         "seconds": "seconds of the save",
+        "background": "true if the steps went on meanwhile (`--async_save`)",
         "reason": "why it was not saved",
     },
     mark=Mark(colour="green", symbol="|", step=lambda event: event["step"] if event["state"] == "complete" else None),
