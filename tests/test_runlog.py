@@ -139,6 +139,22 @@ def test_a_full_disk_holds_up_nothing_and_loses_nothing(tmp_path, monkeypatch, c
     assert problems(log.folder)[0] == []
 
 
+def test_a_disk_that_tells_only_at_the_end_that_it_is_full_gets_no_line_twice(tmp_path, monkeypatch):
+    """A network disk takes what is written, and has no room for it when it is to be kept."""
+    log = RunLog(tmp_path)
+
+    def fail(handle):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writer.os, "fsync", fail)
+        log.event("decision", action="none")
+    log.event("metrics")
+    log.close()
+    assert [event["type"] for event in stream(log.folder / EVENTS)] == ["runlog", "decision", "metrics", "written_late"]
+    assert problems(log.folder)[0] == []
+
+
 def test_what_is_held_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
     log = RunLog(tmp_path)
     monkeypatch.setattr(RunLog, "BACKLOG", 5)

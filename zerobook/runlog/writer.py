@@ -181,12 +181,13 @@ class _File:
             # A disk that fills up takes the beginning of the content, without an error.
             if written != len(content):
                 raise OSError(28, "No space left on device")
+            # A network disk may say only now that it is full.
+            if durable:
+                os.fsync(self.handle)
         except OSError:
             # Half a line in the middle of the file would be damage, and the content is written again later.
             os.ftruncate(self.handle, before)
             raise
-        if durable:
-            os.fsync(self.handle)
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
