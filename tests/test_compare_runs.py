@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -92,3 +93,18 @@ def test_another_commit_of_the_recipe_is_a_difference(tmp_path, capsys):
 def test_one_run_cannot_be_compared(runs):
     with pytest.raises(RunLogError, match="two"):
         runlog(["compare", str(runs[0])])
+
+
+def test_a_loss_that_is_not_finite_is_told_as_such(tmp_path, capsys):
+    """The last loss is not the last finite one, and no finite loss is as far from another one as a loss that is not finite."""
+    runs = [make_run(tmp_path / name, losses) for name, losses in (("good", [3.0, 2.0]), ("bad", [3.0, 1.5, math.nan]))]
+    for run, losses in zip(runs, ([9.0, 3.0, 2.0], [1.0, math.nan, 2.0]), strict=True):
+        log = RunLog(run, attempt=False)
+        log.steps([{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)])
+        log.close()
+    main(["runlog", "compare", *map(str, runs)])
+    out = capsys.readouterr().out
+    rows = {line[:24].strip(): line[24:].split() for line in out.splitlines()}
+    assert rows["held-out loss"] == ["2.0000", "-"]
+    assert rows["lowest held-out loss"] == ["2.0000", "1.5000"]
+    assert " ".join(out.split()).endswith("(9.0 and 1.0), most at step 2 (3.0 and not finite).")

@@ -12,6 +12,7 @@ from typing import Any
 from zerobook.errors import RunLogError
 from zerobook.runlog import compare
 from zerobook.runlog.facts import code_version, run_results, short_name
+from zerobook.runlog.formatting import figure
 from zerobook.runlog.history import History, add_log_name_to_errors
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, counted, size
@@ -163,13 +164,17 @@ def _say_where_losses_differ(first: Mapping[int, float | None], second: Mapping[
     if step is None:
         say(f"The losses of the {counted(len(shared), 'step')} that both have are the same, bit for bit.")
         return
-    # A loss that is not finite is recorded as null, and counts as 0 here.
-    differences = {number: abs((first[number] or 0) - (second[number] or 0)) for number in shared}
-    worst_step = max(differences, key=differences.__getitem__)
+    differing = [number for number in shared if first[number] != second[number]]
+    worst_step = max(differing, key=lambda number: abs(_as_float(first[number]) - _as_float(second[number])))
     say(
-        f"The losses differ from step {step} on ({first[step]} and {second[step]}), most at step {worst_step} "
-        f"({first[worst_step]} and {second[worst_step]})."
+        f"The losses differ from step {step} on ({figure(first[step], '')} and {figure(second[step], '')}), most at step "
+        f"{worst_step} ({figure(first[worst_step], '')} and {figure(second[worst_step], '')})."
     )
+
+
+def _as_float(loss: float | None) -> float:
+    # A loss that is not finite is recorded as null.
+    return float("inf") if loss is None else loss
 
 
 def _names(compared: Sequence[Compared]) -> list[str]:

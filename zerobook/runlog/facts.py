@@ -66,7 +66,7 @@ def code_version(run_start: Event) -> str:
 
 
 def run_results(history: History) -> dict[str, Any]:
-    """Return the results of a run: figures as numbers, None for what was not measured.
+    """Return the results of a run: figures as numbers, None for what was not measured or is not finite.
 
     Returns:
         ``state``; ``step`` and ``total_steps``; ``loss`` and ``best_loss``, nats per supervised token of the held-out data, the
@@ -74,7 +74,7 @@ def run_results(history: History) -> dict[str, Any]:
         the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``; and
         ``held_out_fingerprint`` of the data that both losses were measured on, None if the log has none.
     """
-    evaluations = [event for event in history.current_evaluations() if event.get("loss") is not None]
+    evaluations = [event for event in history.current_evaluations() if "loss" in event]
     fingerprint = evaluations[-1].get("held_out_fingerprint") if evaluations else None
     # After a resume with other held-out data, earlier losses are not comparable.
     losses = {event["step"]: event["loss"] for event in evaluations if event.get("held_out_fingerprint") == fingerprint}
@@ -84,7 +84,8 @@ def run_results(history: History) -> dict[str, Any]:
     results["state"] = history.ending(history.attempts()[-1]) if history.events else "not begun"
     results["held_out_fingerprint"] = fingerprint
     if losses:
-        best_step = min(losses, key=losses.__getitem__)
+        # A loss that is not finite is recorded as null, and is the best one only if all are.
+        best_step = min(losses, key=lambda step: float("inf") if losses[step] is None else losses[step])
         results.update(loss=losses[max(losses)], best_step=best_step, best_loss=losses[best_step])
     starts = history.of("run_start")
     if starts:
