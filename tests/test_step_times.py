@@ -47,6 +47,8 @@ def test_a_log_point_says_where_the_time_went(tiny, tmp_path):
     assert found["forward"][0] == [2, 4, 6]
     page = (tmp_path / "runlog" / "report.html").read_text()
     assert "Where a step" in page and "TFLOPS per device" in page
+    types = [event["type"] for event in run.events]
+    assert types[-2:] == ["machine", "run_end"], "a run that is shorter than the time between two samples has one of its end"
 
 
 class FakeEvent:

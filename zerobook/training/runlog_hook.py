@@ -11,6 +11,7 @@ from zerobook.launch.accelerate_cli import command_to_resume
 from zerobook.monitor.preemption import EXIT_CODE
 from zerobook.runlog.formatting import far_above_best
 from zerobook.runlog.lifecycle import begin, code_state, write_page
+from zerobook.runlog.machine import sample
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.training.hooks import Hook, TrainerView
@@ -101,6 +102,8 @@ class RunlogHook(Hook):
         evaluation = round(trainer.evaluator.seconds, 3)
         training = round(time.monotonic() - self._start - trainer.evaluator.seconds, 3)
         far = trainer.spikes.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
+        # The peak of the memory: a short run has no other sample from after its first step.
+        self.log.event("machine", durable=False, **sample())
         self.log.event(
             "run_end",
             progress=progress.to_json(),
