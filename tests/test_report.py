@@ -151,6 +151,7 @@ def test_the_page_in_a_browser(run, tmp_path_factory, capsys):  # noqa: F811
         living = "document.querySelector('#curves').chart.panels[0].curves.find(c => c.name == 'the run as it is')"
         assert chromium.value(f"{living}.x") == list(range(1, 41))
         check_hover_zoom_and_hiding(chromium)
+        check_gaps_and_steps(chromium)
         # nobody was asked for anything, and nothing went wrong
         asked = [e["request"]["url"] for e in chromium.of("Network.requestWillBeSent")]
         assert {url.split(":")[0] for url in asked} <= {"file", "data", "blob"}, asked
@@ -189,6 +190,22 @@ def check_hover_zoom_and_hiding(chromium):
     assert chromium.value(lines) == before - 3
     chromium.value(click)
     assert chromium.value(lines) == before
+
+
+def check_gaps_and_steps(chromium):
+    """A value that is not finite is a gap in its line, and a step is never rounded."""
+    paths = chromium.value(
+        """{
+        const chart = document.querySelector('#curves').chart;
+        const curve = chart.panels[0].curves.find((curve) => curve.name === 'the run as it is');
+        curve.y[5] = null;
+        chart.draw();
+        [...document.querySelectorAll('#curves path.line')].map((line) => line.getAttribute('d'));
+        }"""
+    )
+    assert [path.count("M") for path in paths if path.count("L") > 30].count(2) == 1
+    texts = [chromium.value(f"format({value})") for value in (1234567, 0.00123456, 12345.6)]
+    assert texts == ["1,234,567", "0.0012346", "12,346"]
 
 
 def drag(chromium, start, end, y, modifiers=0):
@@ -295,6 +312,23 @@ def test_thinning_loses_no_spike():
     assert len(steps) <= figures.POINTS and steps == sorted(steps)
     assert (54_321, 99.0) in zip(steps, kept, strict=True) and (777, -5.0) in zip(steps, kept, strict=True) and 10 not in steps
     assert figures.thin([1, 2], [1.0, None]) == ([1], [1.0])
+
+
+def test_a_line_over_time_loses_no_peak_and_not_its_end(tmp_path):
+    log = attempt(tmp_path, {"seed": 1})
+    for step in range(1, 1001):
+        own = (9 if step == 500 else 1) * 2**30
+        log.event("machine", durable=False, memory_used=own, memory_total=2**35, swap_used=0, own=own, gpus=[], allocator=None)
+        log.event("metrics", durable=False, steps=[step, step], loss=2.0, tokens_per_second=1.0, data_wait=0.0)
+    log.close()
+
+    charts = figures.charts(History.read(tmp_path))
+
+    curves = {curve["name"]: curve for panel in charts["machine"]["panels"] for curve in panel["curves"]}
+    assert max(curves["this run"]["y"]) == 9.0
+    (timeline,) = charts["timeline"]["panels"]
+    assert timeline["curves"][0]["y"][-1] == 1000
+    assert len(timeline["curves"][0]["x"]) <= figures.TIME_POINTS
 
 
 def test_a_run_that_has_only_begun_has_a_page_too(tmp_path):

@@ -28,6 +28,8 @@ const keyOf = (curve) => curve.symbol || (curve.kind === "dotted" ? "•••" 
 
 function format(value) {
   if (value === null) return "not finite";
+  // A step has all its digits.
+  if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString("en");
   if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e9)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return Number(value.toPrecision(5)).toLocaleString("en", { maximumFractionDigits: 8 });
 }
@@ -213,10 +215,21 @@ class Chart {
   }
 
   drawLine(curve, panel, plot) {
-    const points = curve.x.map((x, index) => [this.toPixel(x), panel.toPixel(curve.y[index])]);
+    const points = [];
+    let path = "", command = "M";
+    curve.x.forEach((x, index) => {
+      // A line has a gap where its value is not finite.
+      if (curve.y[index] === null) {
+        command = "M";
+        return;
+      }
+      const point = [this.toPixel(x), panel.toPixel(curve.y[index])];
+      points.push(point);
+      path += command + point.map((pixel) => pixel.toFixed(1)).join(" ");
+      command = "L";
+    });
     const dash = curve.kind === "dotted" ? "2 4" : "none";
-    const path = points.map((point) => point.map((pixel) => pixel.toFixed(1)).join(" ")).join("L");
-    element("path", { class: "line", d: `M${path}`, stroke: colourOf(curve), "stroke-dasharray": dash }, plot);
+    element("path", { class: "line", d: path, stroke: colourOf(curve), "stroke-dasharray": dash }, plot);
     // Few points are shown as such: a line of one point would not be seen.
     if (curve.kind === "dotted" || points.length < 3) {
       for (const [cx, cy] of points) element("circle", { cx, cy, r: 3, fill: colourOf(curve) }, plot);

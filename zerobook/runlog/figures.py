@@ -165,7 +165,7 @@ def _curve(columns: Columns, name: str, title: str, colour: str, most: int) -> C
     return Curve(name=title, x=steps, y=values, colour=colour)
 
 
-def thin(steps: list[int], values: list[float | None], most: int = POINTS) -> tuple[list[float], list[float | None]]:
+def thin(steps: Sequence[float], values: Sequence[float | None], most: int = POINTS) -> tuple[list[float], list[float | None]]:
     """Return at most ``most`` of the points: of each chunk the lowest and the highest, in order. Drops non-finite values."""
     points = []
     for step, value in zip(steps, values, strict=True):
@@ -177,7 +177,7 @@ def thin(steps: list[int], values: list[float | None], most: int = POINTS) -> tu
     return thinned_steps, [value for _, value in points]
 
 
-def _extremes(points: list[tuple[int, float]], chunk_length: int) -> list[tuple[int, float]]:
+def _extremes(points: list[tuple[float, float]], chunk_length: int) -> list[tuple[float, float]]:
     """Return the lowest and the highest point of each chunk, in order."""
     extremes = []
     for start in range(0, len(points), chunk_length):
@@ -297,9 +297,9 @@ def _moments(events: list[Event], name: str, symbol: str) -> Curve:
 
 
 def _line(name: str, points: list[tuple[float, float]], colour: str) -> Curve:
-    points = _every_nth(points, TIME_POINTS)
-    times = [time for time, _ in points]
-    return Curve(name=name, x=times, y=[value for _, value in points], colour=colour)
+    values = [value for _, value in points]
+    drawn_times, drawn_values = thin([time for time, _ in points], values, TIME_POINTS)
+    return Curve(name=name, x=drawn_times, y=drawn_values, colour=colour)
 
 
 # --- speed and memory over time
@@ -392,7 +392,8 @@ def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
     # Of steps that were done again, the last time counts.
     by_last_step = {event["steps"][1]: event for event in history.of("metrics") if event.get("seconds")}
     log_points = sorted(by_last_step.values(), key=lambda event: event["steps"][1])
-    log_points = _every_nth(log_points, 400)
+    # At most 400 of them, evenly chosen.
+    log_points = log_points[:: max(1, math.ceil(len(log_points) / 400))]
     steps = [event["steps"][1] for event in log_points]
     times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for event in log_points:
@@ -420,8 +421,3 @@ def _step_times(history: History) -> Chart | None:
     if totals and totals[-1] > 0:
         largest = 1.25 * totals[int(0.9 * (len(totals) - 1))]
     return Chart(panels=[Panel(title="ms a step", curves=curves, height=240, lowest=0, largest=largest)])
-
-
-def _every_nth(values: list[Any], most: int) -> list[Any]:
-    """Return at most ``most`` of the values, evenly chosen."""
-    return values[:: max(1, math.ceil(len(values) / most))]
