@@ -119,6 +119,8 @@ class Record:
                 sys.exit(f"{path} has results of another machine or of other versions. Give another --out FOLDER.")
             self.parts = earlier["parts"]
             self._calls = earlier["calls"]
+            # This call may run other cases than those.
+            self.unfinished = earlier["unfinished"]
         self._start = time.monotonic()
         self._calls.append({"command": sys.argv[1:], "begun": datetime.now(UTC).isoformat(timespec="seconds")})
 
@@ -276,6 +278,8 @@ def _set_environment(device: str) -> None:
     """Set the variables of this process and its children."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Some images let products in fp32 use TF32, whose errors are above the tolerances.
+    os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "0"
     # All models and data are here. Without a network, requests to the hub could wait for minutes.
     os.environ["HF_HUB_OFFLINE"] = "1"
     folders = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

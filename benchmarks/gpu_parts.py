@@ -214,11 +214,17 @@ def _parity_flags(setting: Setting, kind: str) -> dict[str, object]:
     return flags
 
 
-def largest_difference(curve: list[float], reference: list[float]) -> float:
-    """Return the largest relative difference; infinite where the lengths differ or nothing was measured."""
+def largest_difference(curve: list[float | None], reference: list[float | None]) -> float:
+    """Return the largest relative difference; infinite where the lengths differ, nothing was measured, or a value is not
+    finite, which the runlog records as null."""
     if len(curve) != len(reference) or not curve:
         return math.inf
-    return max(abs(value - expected) / abs(expected) for value, expected in zip(curve, reference, strict=True))
+    differences = []
+    for value, expected in zip(curve, reference, strict=True):
+        if value is None or expected is None or not math.isfinite(value - expected):
+            return math.inf
+        differences.append(abs(value - expected) / abs(expected))
+    return max(differences)
 
 
 # --- precisions

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, gpu_setting, gpu_waits
+from benchmarks import gpu, gpu_models, gpu_parts, gpu_setting, gpu_waits
 from benchmarks.published import trial
 from scripts import gpu_status
 from tests.harness import ROOT
@@ -76,6 +76,10 @@ def test_a_case_starts_only_where_its_expected_seconds_are_left(tmp_path):
     assert list(results.rows("part")) == ["short"]
     assert limits[0] <= 30
     assert list(results.unfinished) == ["part: long"]
+    later_call = record(tmp_path)
+    quiet(later_call).run("part", {"short": cases["short"]})
+    assert list(later_call.unfinished) == ["part: long"], "a call that runs other cases does not say that all have results"
+    results = record(tmp_path)
     quiet(results).run("part", cases)
     assert set(results.rows("part")) == {"long", "short"}
     assert limits[1] == gpu.LIMIT_S
@@ -234,6 +238,34 @@ def test_only_a_budget_on_a_cpu_limits_stacks_and_the_allocator(monkeypatch, on_
 def test_curves_of_another_length_are_not_alike():
     assert gpu_parts.largest_difference([1.0, 2.0], [1.0, 4.0]) == 0.5
     assert math.isinf(gpu_parts.largest_difference([1.0], [1.0, 2.0])) and math.isinf(gpu_parts.largest_difference([], []))
+
+
+@pytest.mark.parametrize("loss", [None, math.nan])
+def test_a_curve_with_a_loss_that_is_not_finite_is_not_alike(loss):
+    """The runlog records such a loss as null. The figures of the case are kept."""
+    assert math.isinf(gpu_parts.largest_difference([1.0, loss], [1.0, 2.0]))
+    assert math.isinf(gpu_parts.largest_difference([1.0, 2.0], [1.0, loss]))
+
+
+def test_the_time_to_start_a_product_counts_once_for_all_of_a_shape(monkeypatch):
+    products = []
+    monkeypatch.setattr(torch, "matmul", lambda inputs, weight: products.append((*inputs.shape, weight.shape[1])))
+
+    def measure(work, device, rounds):
+        work()
+        return 1.0
+
+    monkeypatch.setattr(gpu_models, "seconds", measure)
+    assert gpu_models.rate({(4, 8): 3, (8, 4): 1}, tokens=2, device="cpu") == 2 * 2 * 4 * 8 * (3 + 1) / 2
+    assert products == [(2, 8, 4)] * 3 + [(2, 4, 8)]
+
+
+def test_fp32_is_fp32_on_an_image_that_turns_tf32_on(monkeypatch):
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "HF_HUB_OFFLINE", "PYTHONPATH"):
+        monkeypatch.setenv(name, "1")
+    gpu._set_environment("cuda")
+    line = [sys.executable, "-c", "import torch; print(torch.backends.cuda.matmul.fp32_precision)"]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip() != "tf32"
 
 
 def test_a_table_that_came_through_has_not_died(tmp_path):
