@@ -49,6 +49,10 @@ def test_the_share_of_the_peak(monkeypatch):
     assert peak_flops(strategy) == 8 * 312e12
     plan.precision = "no"
     assert peak_flops(strategy) == 8 * 19.5e12
+    with monkeypatch.context() as patched:
+        # Some images let products in fp32 use the tensor cores.
+        patched.setattr("torch.backends.cuda.matmul", SimpleNamespace(fp32_precision="tf32"))
+        assert peak_flops(strategy) is None
     model.bfloat16()
     assert peak_flops(strategy) == 8 * 312e12, "a base in half precision computes in it"
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Abacus 9000")

@@ -79,13 +79,14 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
 
 
 def peak_flops(strategy: Strategy) -> float | None:
-    """Return the operations per second of all ranks' devices, by their data sheet; None for an unknown device."""
+    """Return the operations per second of all ranks' devices, by their data sheet; None for an unknown device or TF32."""
     if strategy.device.type != "cuda":
         return None
     device = find_device(torch.cuda.get_device_name(strategy.device))
-    if device is None:
-        return None
     # Without mixed precision, torch does not use the tensor cores, unless the weights themselves are in half precision.
     is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in strategy.unwrapped.parameters())
     computes_in_fp32 = strategy.plan.precision == "no" and not is_half
+    # Some images turn TF32 on, whose peak the data sheet of the planner lacks.
+    if device is None or (computes_in_fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32"):
+        return None
     return strategy.world_size * (device.fp32 if computes_in_fp32 else device.flops)
