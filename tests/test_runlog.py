@@ -181,6 +181,7 @@ def test_damage_in_the_middle_is_named_and_the_rest_is_read(tmp_path, capsys):
     assert main(["runlog", "verify", str(tmp_path)]) == 1
     assert "events.jsonl, line 4: its checksum does not fit." in capsys.readouterr().out
     assert [e["seq"] for e in History.read(tmp_path).events] == [0, 1, 2, 4, 5, 6]
+    assert "line 4 is damaged" in capsys.readouterr().err, "a view that lacks an event says so"
     log = RunLog(tmp_path)
     assert log.event("note", text="", by="") == 7
     log.close()
@@ -644,6 +645,13 @@ def test_a_log_that_lacks_a_field_is_one_sentence_with_its_file(run, capsys, fie
     error = capsys.readouterr().err
     assert code == 2 and error.startswith(f"RunLogError: {file}") and field in error
     assert not (run / "runlog" / "report.html").exists()
+
+
+def test_a_log_whose_starts_are_damaged_has_a_page(run):
+    file = run / "runlog" / "events.jsonl"
+    file.write_bytes(b"".join(encode(event) for event in stream(file) if event["type"] != "run_start"))
+    assert main(["runlog", "report", str(run)]) == 0
+    assert "DAMAGE at step 18" in (run / "runlog" / "report.html").read_text()
 
 
 def test_a_line_without_the_fields_of_every_event_is_found(run, capsys):

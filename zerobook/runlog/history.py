@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import socket
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from zerobook.errors import RunLogError
 from zerobook.runlog.events import Event, ending_types
-from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, stream
+from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, mapped, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 from zerobook.utils import locks
 from zerobook.utils.reading import open_regular
+from zerobook.utils.terminal import say
 
 _RECENT_S = 180.0
 
@@ -40,7 +42,7 @@ def add_log_name_to_errors(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise RunLogError(
             f"{folder / EVENTS}: an event lacks a field, or has another kind of value than Zerobook writes "
             f"({type(error).__name__}: {error}). zerobook runlog verify reads every line."
@@ -49,19 +51,12 @@ def add_log_name_to_errors(folder: Path) -> Iterator[None]:
 
 def last_of(file: Path, event_types: Iterable[str]) -> dict[str, Event]:
     """Return the newest event of each type, without reading the events between them."""
-    newest: dict[str, Event] = {}
-    # An empty file cannot be mapped.
-    if not file.stat().st_size:
-        return newest
-    with open_regular(file) as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as log:
-        for event_type in event_types:
-            event = _newest_of_type(log, event_type)
-            if event is not None:
-                newest[event_type] = event
-    return newest
+    with open_regular(file) as handle, mapped(handle) as log:
+        newest = {event_type: _newest_of_type(log, event_type) for event_type in event_types}
+    return {event_type: event for event_type, event in newest.items() if event is not None}
 
 
-def _newest_of_type(log: mmap.mmap, event_type: str) -> Event | None:
+def _newest_of_type(log: mmap.mmap | bytes, event_type: str) -> Event | None:
     """Return the newest sound event of a type. Searches backwards: the log may have millions of lines."""
     # A quote inside a JSON string is escaped, so the pattern matches keys only.
     pattern = b'"type":"%b"' % event_type.encode()
@@ -132,13 +127,19 @@ class History:
 
     folder: Path
     events: list[Event]
-    damaged: list[Damage] = field(default_factory=list)
 
     @classmethod
     def read(cls, run: str | Path) -> History:
         folder = folder_of(run)
         damaged: list[Damage] = []
-        return cls(folder, list(stream(folder / EVENTS, damaged)), damaged)
+        events = list(stream(folder / EVENTS, damaged))
+        if damaged:
+            say(
+                f"WARNING: {folder / EVENTS}: line {damaged[0].line} is damaged and left out. zerobook runlog verify names all "
+                "damaged lines.",
+                file=sys.stderr,
+            )
+        return cls(folder, events)
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event["type"] in kinds]

@@ -96,7 +96,7 @@ def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the records, newest first, and None for a damaged line. Reads no more of the file than needed."""
     if not file.exists():
         return
-    with open_regular(file) as handle, _mapped(handle) as content:
+    with open_regular(file) as handle, mapped(handle) as content:
         # A last line without a newline is still being written, or was torn.
         line_end = content.rfind(b"\n")
         while line_end >= 0:
@@ -106,7 +106,7 @@ def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
 
 
 @contextmanager
-def _mapped(handle: BinaryIO) -> Iterator[mmap.mmap | bytes]:
+def mapped(handle: BinaryIO) -> Iterator[mmap.mmap | bytes]:
     """Return a context with the content of a file, without reading all of it."""
     # An empty file cannot be mapped.
     if not os.fstat(handle.fileno()).st_size:
@@ -147,7 +147,7 @@ def repair(file: Path) -> dict[str, Any] | None:
     """Move the bytes after the last newline to ``FILE.torn``. Return what was done; None if there are none."""
     if not file.exists():
         return None
-    with open_regular(file) as handle, _mapped(handle) as content:
+    with open_regular(file) as handle, mapped(handle) as content:
         torn = content[content.rfind(b"\n") + 1 :]
     if not torn:
         return None

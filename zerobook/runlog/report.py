@@ -83,7 +83,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     starts = history.of("run_start")
     log_points = history.of("metrics")
     cards = [(f"{spent.ratio:.1%}", "effective training time"), (duration(spent.total), "since the first event")]
-    if log_points:
+    if log_points and starts:
         cards.append((f"{log_points[-1]['steps'][1]:,} / {starts[-1]['total_steps']:,}", "steps"))
     losses = [event["loss"] for event in history.current_evaluations() if "loss" in event]
     if losses:

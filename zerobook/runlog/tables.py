@@ -142,10 +142,9 @@ def attempt_table(history: History) -> Table:
         seconds = attempt[-1]["monotonic"] - attempt[0]["monotonic"]
         # An attempt may hold the crash event of the one before it.
         endings = [event for event in attempt if event["type"] in types and not event.get("of_attempt")]
-        ended = endings[-1] if endings else None
         why = ""
-        if ended is not None and ended["type"] != "run_end":
-            why = sentence(ended)
+        if endings and endings[-1]["type"] != "run_end":
+            why = sentence(endings[-1])
         rows.append([_seq(start), str(start["attempt"]), duration(seconds), history.ending(attempt), why])
     return Table("Attempts", ["seq", "attempt", "lasted", "ended", "why"], rows)
 
