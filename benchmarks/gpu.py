@@ -266,7 +266,9 @@ def main() -> None:
         show = partial(print, flush=True)
         at_once = max(1, min(MOST_AT_ONCE, (os.cpu_count() or 1) // CORES_OF_A_CASE))
         runner = Runner(record, until, at_once, show)
-        signal.signal(signal.SIGTERM, partial(stop_on_signal, runner, folder))
+        # Ctrl-C reaches the cases, too: without this, those beside each other would be recorded as failed.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, partial(stop_on_signal, runner, folder))
         for name, part in chosen.items():
             runner.run(name, cases[name], at_once=part.at_once)
     _show_end(record)

@@ -10,8 +10,9 @@ import pytest
 from zerobook.cli.main import main
 from zerobook.cli.runlog import runlog
 from zerobook.errors import RunLogError
+from zerobook.runlog.jsonl import encode, stream
 from zerobook.runlog.lifecycle import begin
-from zerobook.runlog.writer import RunLog
+from zerobook.runlog.writer import EVENTS, RunLog
 
 CONFIG = {"model_name_or_path": "org/base", "train_file": "/data/chats.jsonl", "num_train_epochs": 1.0, "lora_r": 16}
 
@@ -81,6 +82,13 @@ def test_many_runs_and_runs_with_nothing_measured_stay_within_80_columns(tmp_pat
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert all(out.count(f" {seed} ") for seed in range(6)), "every run has its column"
+
+
+def test_a_run_whose_start_is_damaged_is_compared(runs, capsys):
+    file = runs[0] / "runlog" / EVENTS
+    file.write_bytes(b"".join(encode(event) for event in stream(file) if event["type"] != "run_start"))
+    assert main(["runlog", "compare", *map(str, runs)]) == 0
+    assert "30 of 30" in capsys.readouterr().out
 
 
 def test_another_commit_of_the_recipe_is_a_difference(tmp_path, capsys):

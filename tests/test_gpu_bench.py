@@ -149,7 +149,8 @@ def test_first_calls_at_new_lengths_are_timed(order):
 
 
 @pytest.mark.launch
-def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path, number):
     line = [
         sys.executable,
         "benchmarks/gpu.py",
@@ -170,8 +171,8 @@ def test_a_stop_of_the_machine_leaves_no_process_and_what_has_ended(tmp_path):
     while not (children := psutil.Process(process.pid).children(recursive=True)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    process.terminate()
-    assert process.wait(60) == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
     assert not psutil.wait_procs(children, timeout=30)[1]
     rows = json.loads((tmp_path / "CPU.json").read_text())["parts"]["machine"]
     assert list(rows) == ["libraries"], "a case that was killed has no result"

@@ -30,7 +30,7 @@ RESULTS: dict[str, Callable[[Any], str]] = {
     "held-out loss": lambda run: _text(run["loss"], "{:.4f}".format),
     "lowest held-out loss": lambda run: _text(run["best_loss"], "{:.4f}".format),
     "at step": lambda run: _text(run["best_step"], "{:,}".format),
-    "steps": lambda run: "-" if run["step"] is None else f"{run['step']:,} of {run['total_steps']:,}",
+    "steps": lambda run: "-" if None in (run["step"], run["total_steps"]) else f"{run['step']:,} of {run['total_steps']:,}",
     "tokens/s": lambda run: _text(run["tokens_per_second"], "{:,.0f}".format),
     "memory of rank 0": lambda run: _text(run["memory"], size),
     "trained parameters": lambda run: _text(run["trained_parameters"], count),
