@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from zerobook.checkpoint.resolution import resolve_resume
 from zerobook.cli.inspect_data import inspect
 from zerobook.cli.main import main
 from zerobook.errors import DataError
+from zerobook.evaluation import held_out
 from zerobook.runlog import figures
 from zerobook.runlog.facts import run_results
 from zerobook.runlog.history import History
@@ -206,3 +208,13 @@ def test_a_record_without_a_fingerprint_is_read():
     del record["held_out_fingerprint"]
 
     assert Progress.from_json(record).held_out_fingerprint == ""
+
+
+# --- no loss that could be the lowest
+def test_a_run_whose_held_out_losses_are_not_finite_stops_early_and_writes_its_last_model(run, monkeypatch):
+    monkeypatch.setattr(held_out, "losses", lambda *arguments: {"loss": math.nan, "tokens": 3})
+
+    finished = run(**EVERY_STEP | {"early_stopping_patience": 2, "max_train_steps": 4, "final_model": "best"})
+
+    assert (finished.event("early_stop")["step"], finished.event("early_stop")["best"]) == (2, None)
+    assert (finished.output / "model" / "config.json").is_file()

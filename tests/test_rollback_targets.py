@@ -248,6 +248,10 @@ def test_a_save_that_fails_ends_the_run_as_a_failure_that_is_started_again(tiny,
     with pytest.raises(CheckpointError, match="Input/output error") as ended:
         train(tmp_path / "run", **flags(tiny))
     assert ended.value.exit_code == 1
+    best = {"final_model": "best", "save_steps": 0, "validation_file": tiny / "few.jsonl"}
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        train(tmp_path / "best", **flags(tiny) | best)
+    assert (tmp_path / "best" / "model" / "config.json").is_file(), "the weights of the last step are not lost"
 
 
 @pytest.mark.parametrize("under_torchrun, limit", [(True, None), (False, None), (True, "3600")])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -290,14 +291,16 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     state.earlier_losses = _losses_behind(log, progress.step)
 
 
-def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int:
-    """Return the step of the undamaged checkpoint with the lowest held-out loss. Collective."""
+def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int | None:
+    """Return the step of the undamaged checkpoint with the lowest held-out loss; None if none has one. Collective."""
 
-    def find() -> int:
-        # Read every byte, since a damaged checkpoint must not be saved instead of the last step.
-        best = resolve_resume(manager.folder.parent, "best", thorough=True).checkpoint
-        assert best is not None
-        return store.step_of(best)
+    def find() -> int | None:
+        best = None
+        # A save that failed, or losses that are not finite, must not cost the model of the last step.
+        with suppress(CheckpointError):
+            # Read every byte, since a damaged checkpoint must not be saved instead of the last step.
+            best = resolve_resume(manager.folder.parent, "best", thorough=True).checkpoint
+        return None if best is None else store.step_of(best)
 
     return strategy.on_main(find, takes_long=True)
 

@@ -313,11 +313,12 @@ class Trainer(TrainerView):
     def _load_best(self) -> None:
         """Load the checkpoint with the lowest held-out loss, whose model is to be written. Collective."""
         step = resume.find_best_step(self.manager, self.strategy)
-        if step == self.progress.step:
-            return
-        self.result, _ = self.manager.load(step)
-        self.hooks.load_state_dicts(self, self.manager.load_hook_states(step))
-        self.console.say(f"the model of step {step} is written: {self.result.eval_loss:.4f} is the lowest held-out loss")
+        if step is None:
+            self.console.say("WARNING: no checkpoint has a held-out loss, so the model of the last step is written")
+        elif step != self.progress.step:
+            self.result, _ = self.manager.load(step)
+            self.hooks.load_state_dicts(self, self.manager.load_hook_states(step))
+            self.console.say(f"the model of step {step} is written: {self.result.eval_loss:.4f} is the lowest held-out loss")
 
     def close(self) -> None:
         """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""
@@ -507,9 +508,9 @@ class Trainer(TrainerView):
         best = self.progress.best_eval_loss
         count = self.progress.evaluations_without_progress
         self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
-        self.console.say(
-            f"early stopping at step {step}: {counted(count, 'evaluation')} without a lower held-out loss than {best:.4f}"
-        )
+        # There is no lowest loss if none was finite.
+        lowest = "" if best is None else f" than {best:.4f}"
+        self.console.say(f"early stopping at step {step}: {counted(count, 'evaluation')} without a lower held-out loss{lowest}")
 
     def _recover(self, action: RecoveryAction) -> None:
         """Carry out a recovery action. Call on every rank with the same ``action``."""
