@@ -116,10 +116,11 @@ class CheckpointManager:
 
     @property
     def resumes_in_place(self) -> bool:
-        """True if the run resumes from a checkpoint in its own folder, so that its step is saved already."""
-        if self.checkpoint is None:
-            return False
-        return self.checkpoint.resolve() == self.path_of(store.step_of(self.checkpoint)).resolve()
+        """True if the run resumes from a checkpoint in its own folder, so that its step is saved already.
+
+        One that was set aside counts too: see `take_back`.
+        """
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == self.folder.resolve()
 
     def check_space(self, steps: int, result_bytes: int, *, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) if the checkpoints of the next ``steps`` will not fit onto the disk.
@@ -236,7 +237,7 @@ class CheckpointManager:
     def take_back(self) -> None:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
         checkpoint = self.checkpoint
-        if checkpoint is None or checkpoint.parent.resolve() != self.folder.resolve():
+        if checkpoint is None or not self.resumes_in_place:
             return
         was_set_aside = store.step_of(checkpoint) < 0
         if was_set_aside:
