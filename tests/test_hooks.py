@@ -17,6 +17,7 @@ from recipes.causal_lm import CausalLMConfig
 from tests.alone import train
 from tests.harness import read_tensors
 from zerobook.checkpoint import store
+from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.checkpoint.save import Saver
 from zerobook.config_sources import parse
 from zerobook.errors import ConfigError
@@ -191,6 +192,77 @@ def test_an_action_after_which_a_run_goes_on_is_carried_out_before_the_save_at_a
     (checkpoint,) = store.list_complete(tmp_path / "run" / "checkpoints")
     progress = json.loads((checkpoint / "progress.json").read_text())
     assert (progress["step"], [cut[:2] for cut in progress["rate_cuts"]]) == (3, [[3, 0.5]])
+
+
+class GoesBackAtTheWarning(SavesAtTheWarning):
+    def on_log(self, trainer, records):
+        if records[-1].step == 3:
+            return RecoveryAction(
+                kind="skip", rule="a test", reason="a test", options=(), onset=3, noticed=3, to_step=2, steps=(3, 3)
+            )  # fmt: skip
+
+
+class StopsAtTheWarning(SavesAtTheWarning):
+    def on_log(self, trainer, records):
+        if records[-1].step == 3:
+            return RecoveryAction(kind="stop", rule="a test", reason="a test", options=(), onset=3, noticed=3)
+
+
+@pytest.mark.parametrize("hook, code, left_out", [("GoesBackAtTheWarning", 75, 2), ("StopsAtTheWarning", 76, 0)])
+def test_an_action_against_a_spike_is_carried_out_before_the_run_leaves_at_a_warning(tiny, tmp_path, hook, code, left_out):
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", **flags(tiny, hook, logging_steps=100, save_steps=2, max_train_steps=6))
+
+    decisions = RecoveryState.read(tmp_path / "run")
+    assert ended.value.code == code
+    assert sum(end - start for start, end in decisions.skip_ranges) == left_out
+    assert "step-000003" not in [folder.name for folder in store.list_complete(tmp_path / "run" / "checkpoints")]
+
+
+class ComparesCopies(Hook):
+    """Notes the steps at which the ranks' copies of the weights are compared, and receives a warning at step 3."""
+
+    warns = True
+
+    def on_start(self, trainer):
+        trainer.spikes.check_replicas = CALLS.append
+
+    def after_step(self, trainer, record):
+        if record.step == 3 and self.warns:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class ComparesCopiesAtTheEnd(ComparesCopies):
+    warns = False
+
+
+def test_copies_of_the_weights_are_compared_before_the_last_save_too(tiny, tmp_path):
+    held_out = {"validation_file": tiny / "few.jsonl", "eval_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e9}
+    train(tmp_path / "end", **flags(tiny, "ComparesCopiesAtTheEnd", save_steps=0))
+    stopped = train(tmp_path / "stopped", **flags(tiny, "ComparesCopiesAtTheEnd", save_steps=0, on_spike="log", **held_out))
+    with pytest.raises(SystemExit):
+        train(tmp_path / "warned", **flags(tiny, "ComparesCopies", save_steps=0))
+
+    assert [4, stopped.event("early_stop")["step"], 3] == CALLS
+
+
+class Counts(Hook):
+    def state_dict(self, trainer):
+        return {"step": trainer.progress.step}
+
+    def load_state_dict(self, trainer, state):
+        CALLS.append(state["step"])
+
+
+def test_a_run_that_resumes_from_an_abandoned_checkpoint_has_its_hooks_state(tiny, tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    train(tmp_path / "run", **flags(tiny, "Counts", save_steps=2))
+    train(tmp_path / "run", **flags(tiny, "Counts", save_steps=2, resume_from_checkpoint=checkpoints / "step-000002"))
+    abandoned = checkpoints / "step-000004.abandoned"
+
+    train(tmp_path / "run", **flags(tiny, "Counts", resume_from_checkpoint=abandoned, max_train_steps=5))
+
+    assert CALLS == [2, 4]
 
 
 class Sends(Hook):

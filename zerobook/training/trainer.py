@@ -375,7 +375,7 @@ class Trainer(TrainerView):
             # Evaluate before the save: the checkpoint records its held-out loss.
             if is_last or evaluates or (saves and self.timetable.is_evaluation_due(step)):
                 self.evaluate()
-            if saves:
+            if saves or is_last or self._out_of_patience():
                 # A copy of the weights that has come to differ must not be saved.
                 action = self.spikes.check_replicas(step)
                 if action is not None and action.kind != "none":
@@ -526,9 +526,9 @@ class Trainer(TrainerView):
         if action.goes_back:
             # The state of hooks goes back too. An average of the weights, for example, contains weights of the spike.
             self.hooks.load_state_dicts(self, self.manager.load_hook_states(action.to_step))
-            # The last evaluation and the last save were made at steps that are now abandoned.
+            # The last evaluation was made at a step that is now abandoned.
             self._evaluated_step = None
-            self._saved_step = None
+            self._saved_step = self.progress.step
             self.timetable.went_back(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
@@ -590,14 +590,12 @@ class Trainer(TrainerView):
 
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
-        step = self.progress.step
         reason = self.preemption.received
-        # The log point sees a spike in the steps since the last one.
-        action = self._log_point()
-        if action is not None and action.goes_on:
+        # The log point sees a spike in the steps since the last one. It counts as treated, so treat it now.
+        action = self._log_point() or self.spikes.check_replicas(self.progress.step)
+        if action is not None and action.kind not in ("none", "save"):
             self._recover(action)
-            action = None
-        if (action is None or action.kind == "save") and self._saved_step != step:
+        if self._saved_step != self.progress.step:
             self.save()
         self.manager.finish(self.log)
         self.console.close_bar()
