@@ -451,6 +451,7 @@ LORA = ["--model_name_or_path", "m", "--dataset_name", "d"]
         ([], 2e-4, 0.03),
         (["--adapter", "ia3"], 3e-3, 0.03),
         (["--num_warmup_steps", "5"], 2e-4, 0.0),
+        (["--num_warmup_steps", "0"], 2e-4, 0.0),
         (["--learning_rate", "1e-5", "--warmup_ratio", "0.1"], 1e-5, 0.1),
     ],
 )

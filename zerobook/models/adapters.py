@@ -79,7 +79,7 @@ class AdapterConfig(RecipeConfig):
             return {}
         learning_rate = IA3_RATE if self.adapter == "ia3" else LORA_RATE
         # A number of warm-up steps takes the place of the ratio.
-        warmup_ratio = 0.0 if self.num_warmup_steps else LORA_WARMUP
+        warmup_ratio = 0.0 if "num_warmup_steps" in self.model_fields_set else LORA_WARMUP
         return {"learning_rate": learning_rate, "warmup_ratio": warmup_ratio}
 
     @field_validator("adapter", mode="before")
