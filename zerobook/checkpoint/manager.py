@@ -230,10 +230,6 @@ class CheckpointManager:
         assert checkpoint is not None
         return state.read_hook_states(checkpoint, self.strategy)
 
-    def unlock(self) -> None:
-        """Let another run use the folder."""
-        store.unlock(self.folder)
-
     def take_back(self) -> None:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
         checkpoint = self.checkpoint

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs, ProjectConfiguration
 
 from zerobook.config import RecipeConfig
@@ -23,6 +24,7 @@ from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, meet, ops
 from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parse_flags
 from zerobook.launch.accelerate_file import FileCheck
+from zerobook.launch.process import launched
 from zerobook.launch.resolve import Hardware, resolve, together
 from zerobook.launch.worker_environment import plain_environment
 from zerobook.strategy import ReplicatedStrategy, Strategy
@@ -99,6 +101,9 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     - DeepSpeed is told to use the CPU.
     - accelerate offers FSDP2 for GPUs only, so `_build_fully_sharded` sets the distributed type itself.
     """
+    # accelerate keeps the precision of the last run in a script or a notebook, and this one may have another.
+    if not launched():
+        AcceleratorState._reset_state(reset_partial_state=True)
     _prepare_process(plan)
     # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
     group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)

@@ -160,8 +160,6 @@ def train(
 
 def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedTokenizerBase) -> Progress:
     """Train, save the model, and print the next commands. Return the final progress. Collective."""
-    from accelerate.state import AcceleratorState
-
     from zerobook.models.save import save_model
 
     config = trainer.config
@@ -174,8 +172,6 @@ def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedToken
         # A launched process ends now, and the system closes its files. A script or a notebook goes on.
         if not launched():
             trainer.close()
-            # accelerate keeps the precision of the first run in a process, and the next run may have another.
-            AcceleratorState._reset_state(reset_partial_state=True)
     return progress
 
 

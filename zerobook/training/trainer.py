@@ -6,6 +6,7 @@ from typing import Any, SupportsFloat
 
 import torch
 
+from zerobook.checkpoint import store
 from zerobook.checkpoint.manager import CheckpointManager
 from zerobook.checkpoint.progress import Progress
 from zerobook.config import RecipeConfig
@@ -17,7 +18,7 @@ from zerobook.data.prepare import PreparedData
 from zerobook.errors import CheckpointError, ConfigError, DivergenceError
 from zerobook.health.position import during, enter
 from zerobook.health.watch import Watch
-from zerobook.launch.process import leave
+from zerobook.launch.process import launched, leave
 from zerobook.monitor import preemption
 from zerobook.monitor.events import EPOCH_WINDOW
 from zerobook.monitor.policy import RecoveryAction
@@ -131,11 +132,17 @@ class Trainer(TrainerView):
             raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
         if config.final_model == "best" and not self.data.held_out:
             raise ConfigError("final_model: best needs held-out data. Give --validation_split_percentage above 0.")
-        policy_state = self._open_run(model)
-        self._prepare_models(model, reference_model, sources)
-        self._build_parts(policy_state)
-        self._record_start(sources)
-        self._load_checkpoint()
+        try:
+            policy_state = self._open_run(model)
+            self._prepare_models(model, reference_model, sources)
+            self._build_parts(policy_state)
+            self._record_start(sources)
+            self._load_checkpoint()
+        except BaseException:
+            # A script or a notebook goes on, and may train in this folder again.
+            if not launched():
+                self.close()
+            raise
         if self.progress.step and self.progress.global_batch != self.state.layout.global_batch:
             self.spikes.expect(self.progress.step + 1, "a step has another number of samples than before the resume")
         # Set these after the load, which logs the checkpoint's values beside them.
@@ -156,8 +163,8 @@ class Trainer(TrainerView):
         strategy = self.strategy
         self.pace = Pace(strategy.device)
         self.console = Console(silent=not strategy.is_main)
-        self.manager = CheckpointManager(strategy, self.config)
         self.log = NullRunLog(self.config.output_dir)
+        self.manager = CheckpointManager(strategy, self.config)
         strategy.on_main(self._open_log)
         self.runlog_hook = RunlogHook(self.log) if strategy.is_main else None
         if self.watch:
@@ -323,7 +330,7 @@ class Trainer(TrainerView):
     def close(self) -> None:
         """Close the runlog, unlock the run's folder and restore the signal handlers, for a process that goes on."""
         self.log.close()
-        self.manager.unlock()
+        store.unlock(store.folder_of(self.config.output_dir))
         if hasattr(self, "preemption"):
             self.preemption.restore()
 
