@@ -274,6 +274,21 @@ def test_a_limit_that_a_person_set_is_not_changed_on_a_tight_disk(tiny, tmp_path
         train(tmp_path / "run", **flags(tiny, save_total_limit=2))
 
 
+@pytest.mark.parametrize("save_steps", ["epoch", 0.25])
+def test_a_resumed_run_needs_space_for_the_checkpoints_that_are_left_alone(
+    tiny, tmp_path, monkeypatch, checkpoint_bytes, save_steps
+):
+    four = flags(tiny, num_train_epochs=4, save_steps=save_steps, validation_split_percentage=0)
+    del four["max_train_steps"]
+    train(tmp_path / "run", **four)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000048")
+
+    leave_room(monkeypatch, 2.5, checkpoint_bytes)
+    run = train(tmp_path / "run", **four, resume_from_checkpoint="auto")
+
+    assert checkpoints_of(run) == [12, 24, 36, 48]
+
+
 @pytest.fixture(scope="module")
 def checkpoint_bytes(tiny, tmp_path_factory):
     """The bytes of the tensors in a checkpoint of these runs."""

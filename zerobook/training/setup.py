@@ -136,8 +136,10 @@ def _compile(model: nn.Module, sources: ConfigSources) -> str:
 
 def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState) -> None:
     """Refuse a run whose checkpoints and model will not fit onto the disk, see `CheckpointManager.check_space`."""
-    steps = state.end_step - state.progress.step
-    manager.check_space(steps, bytes_of_result(strategy, state.config), has_held_out=bool(state.data.held_out))
+    # There are none left if a resumed run is made shorter than it was.
+    steps = max(0, state.end_step - state.progress.step)
+    result_bytes = bytes_of_result(strategy, state.config)
+    manager.check_space(steps, steps / state.end_step, result_bytes, has_held_out=bool(state.data.held_out))
 
 
 def make_timetable(
