@@ -50,6 +50,21 @@ def told(run):
     return [(s["step"], s["learning_rate"], s["ids"], s["loss"]) for s in run.steps]
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "warm_up", "is_noted"),
+    [
+        ("constant", {"num_warmup_steps": 2}, True),
+        ("constant", {"num_warmup_steps": 0, "warmup_ratio": 0.1}, True),
+        ("constant", {"num_warmup_steps": 0}, False),
+        ("constant_with_warmup", {"num_warmup_steps": 2}, False),
+    ],
+)
+def test_a_warm_up_that_a_constant_rate_does_not_have_is_noted(tiny, tmp_path, capfd, scheduler, warm_up, is_noted):
+    train(tmp_path / "run", **flags(tiny) | {"lr_scheduler_type": scheduler, "save_steps": 0} | warm_up)
+
+    assert ("constant has no warm-up" in capfd.readouterr().out) == is_noted
+
+
 def test_a_run_that_goes_on_keeps_its_schedule_whatever_was_left_out(tiny, tmp_path, monkeypatch, capfd):
     whole = train(tmp_path / "whole", hooks=f"{__name__}:LeavesOut", **flags(tiny))
     assert "the run ends at step 10; its schedule is still that of 12 steps" in capfd.readouterr().out

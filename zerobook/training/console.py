@@ -61,7 +61,11 @@ class Console(Hook):
         # Sizes of whole weights, of which a rank may hold a part.
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
-        if config.num_warmup_steps > state.total_steps:
+        # The default ratio of adapters is no wish of the user.
+        sets_warm_up = config.num_warmup_steps or ("warmup_ratio" in config.model_fields_set and config.warmup_ratio)
+        if config.lr_scheduler_type == "constant" and sets_warm_up:
+            self.say("  note: lr_scheduler_type constant has no warm-up; constant_with_warmup has one")
+        elif config.num_warmup_steps > state.total_steps:
             self.say(
                 f"  note: {config.num_warmup_steps} warm-up steps are more than the run has; the rate stays below its peak"
             )
