@@ -223,14 +223,14 @@ def test_a_run_without_flags_says_when_it_saves_and_has_a_checkpoint_before_its_
 
     said = capfd.readouterr().out
     assert checkpoints_of(run) == [10, 14]
-    assert "checkpoints: by step 10" in said and "2 are kept" in said
+    assert "checkpoints: by step 10" in said and "kept: 2" in said
 
 
 @pytest.mark.parametrize(
     ("room", "kept", "words"),
     [
-        (4.5, [10, 14], "2 are kept"),
-        (3.5, [14], "1 is kept"),
+        (4.5, [10, 14], "kept: 2"),
+        (3.5, [14], "kept: 1"),
         (2.5, [14], "cannot be rolled back"),
         (1.5, [14], "saves at its end only"),
     ],
@@ -264,7 +264,7 @@ def test_a_resumed_run_on_a_tight_disk_keeps_the_checkpoint_that_it_has(tiny, tm
     leave_room(monkeypatch, 1.5, checkpoint_bytes)
     run = train(tmp_path / "run", **flags(tiny, resume_from_checkpoint="auto", max_train_steps=30))
 
-    assert checkpoints_of(run) == [30] and "1 is kept" in capfd.readouterr().out
+    assert checkpoints_of(run) == [30] and "kept: 1" in capfd.readouterr().out
 
 
 def test_a_limit_that_a_person_set_is_not_changed_on_a_tight_disk(tiny, tmp_path, monkeypatch, checkpoint_bytes):

@@ -122,7 +122,7 @@ class CheckpointManager:
         """
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == self.folder.resolve()
 
-    def check_space(self, steps: int, left: float, result_bytes: int, *, has_held_out: bool) -> None:
+    def check_space(self, steps: int, *, left: float, result_bytes: int, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) if the checkpoints of the next ``steps`` will not fit onto the disk.
 
         Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.

@@ -359,7 +359,7 @@ def describe_saves(save_steps: Interval | str, keep: int | None) -> str:
             "checkpoints: at the end only. A run that is killed cannot resume, and starts again at step 0; a spike cannot be "
             "rolled back"
         )
-    limit = _describe_limit(keep)
+    limit = f"kept: {keep or 'all'}"
     if save_steps == AUTOMATIC:
         return (
             f"checkpoints: by step {FIRST_STEP}, then {SAVES_A_RUN} a run or fewer, at most {LONGEST_S / 60:.0f} minutes "
@@ -370,9 +370,3 @@ def describe_saves(save_steps: Interval | str, keep: int | None) -> str:
     if isinstance(save_steps, float):
         return f"checkpoints: every {save_steps:g} of the run; {limit}"
     return f"checkpoints: every {save_steps} steps; {limit}"
-
-
-def _describe_limit(keep: int | None) -> str:
-    if keep is None:
-        return "all are kept"
-    return "1 is kept" if keep == 1 else f"{keep} are kept"

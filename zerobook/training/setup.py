@@ -138,8 +138,12 @@ def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState)
     """Refuse a run whose checkpoints and model will not fit onto the disk, see `CheckpointManager.check_space`."""
     # There are none left if a resumed run is made shorter than it was.
     steps = max(0, state.end_step - state.progress.step)
-    result_bytes = bytes_of_result(strategy, state.config)
-    manager.check_space(steps, steps / state.end_step, result_bytes, has_held_out=bool(state.data.held_out))
+    manager.check_space(
+        steps,
+        left=steps / state.end_step,
+        result_bytes=bytes_of_result(strategy, state.config),
+        has_held_out=bool(state.data.held_out),
+    )
 
 
 def make_timetable(
