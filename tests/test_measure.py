@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
@@ -165,6 +166,35 @@ def test_a_recipe_of_ones_own_is_loaded_from_where_the_run_was_started(tiny, tmp
     (tmp_path / "recipe.py").unlink()
     with pytest.raises(ConfigError, match=r"recipe"):
         evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=True)
+
+
+def test_the_optimizer_of_the_run_is_not_loaded(tiny, tmp_path, capsys):
+    optimizer = tmp_path / "mine.py"
+    optimizer.write_text("from zerobook.optimizer import SGD\n\n\nclass Mine(SGD):\n    pass\n")
+    run = train(
+        tmp_path / "run", model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl", block_size=64, max_train_steps=1,
+        validation_file=tiny / "few.jsonl", optimizer=f"{optimizer}:Mine", momentum=0.5, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    optimizer.write_text("raise SystemExit('it ran')")
+
+    found = measured(capsys, run.output, "--file", tiny / "few.jsonl")
+
+    assert found["held_out"]["loss"] == pytest.approx(run.event("eval")["loss"], rel=1e-6)
+
+
+def test_a_run_of_another_machine_is_measured_without_its_folders(tiny, tmp_path, capsys):
+    there = tmp_path / "there"
+    run = train(
+        there / "run", model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl", validation_file=tiny / "few.jsonl",
+        block_size=64, max_train_steps=1, cache_dir=there / "cache",
+    )  # fmt: skip
+    (there / "run").rename(tmp_path / "here")
+    shutil.rmtree(there)
+    there.write_text("Nobody can make a folder in a file.")
+
+    found = measured(capsys, tmp_path / "here", "--file", tiny / "few.jsonl")
+
+    assert found["held_out"]["loss"] == pytest.approx(run.event("eval")["loss"], rel=1e-6)
 
 
 def test_the_best_model_needs_held_out_data(tiny, tmp_path):

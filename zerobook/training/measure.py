@@ -34,6 +34,9 @@ _NOT_OF_THE_RUN = {
     "config_name",
     "adapter_path",
     "hooks",
+    "optimizer",
+    "output_dir",
+    "cache_dir",
     "eval_tasks",
     "resume_from_checkpoint",
     "report_to",
@@ -41,7 +44,8 @@ _NOT_OF_THE_RUN = {
     "expect",
     "policy",
 }
-"""Keys of the run's config that are not used: the data come from the file, and the tokenizer from the saved model."""
+"""Keys of the run's config that are not used: the data come from the file, and the tokenizer from the saved model. Nothing is
+trained, and the run's folders may be those of another machine."""
 
 
 def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:
