@@ -102,6 +102,8 @@ def test_everything_wrong_is_reported_at_once(tmp_path):
         ([*BASE, "--chat_template", "x" * 300], "expected a path"),
         (["--model_name_or_path", "m", "--train_file", "x" * 300], "train_file: got"),
         ([*BASE, "--output_dir", "x" * 300], "output_dir: got"),
+        ([*BASE, "--output_dir", ""], "output_dir: got ''"),
+        ([*BASE, "--validation_file", ""], "validation_file: got ''"),
         ([*BASE, "5"], "5: a value without a flag"),
         ([*BASE, "--config", "nowhere.yaml"], "nowhere.yaml: the config cannot be read (No such file"),
     ],

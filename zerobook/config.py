@@ -391,8 +391,9 @@ class RecipeConfig(_Keys):
             return value
         if info.field_name == "chat_template" and re.search(r"{[{%#]|\n", value):
             raise PydanticCustomError("choice", "Input should be a file: write the template into FILE.jinja, and name that")
+        # An empty text is mostly a variable that a script has not set: it would mean the working folder, or nothing.
         # The system answers a longer name with an error of its own.
-        if "\0" in value or any(len(name.encode()) > LONGEST_NAME for name in value.split("/")):
+        if not value or "\0" in value or any(len(name.encode()) > LONGEST_NAME for name in value.split("/")):
             raise PydanticCustomError("choice", "Input should be a path")
         return value
 
