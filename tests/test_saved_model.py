@@ -628,7 +628,9 @@ def test_everything_of_a_model_is_on_the_disk_before_its_run_counts_as_finished(
     train(tmp_path / "run", **short(tiny))
     before_the_end = order[: order.index("run_end")]
     assert {file.name for file in (tmp_path / "run" / "model").iterdir()} <= set(before_the_end)
-    assert before_the_end[-1] == "run", "the new name in the folder is flushed last"
+    # The last sample of the memory may come in between.
+    flushed = [name for name in before_the_end if name != "machine"]
+    assert flushed[-1] == "run", "the new name in the folder is flushed last"
 
 
 def test_a_run_without_room_for_its_model_is_refused_before_it_trains(tiny, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """``zerobook runlog act``: give a command to a live run, and wait for its answer."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import socket

@@ -9,8 +9,6 @@ zerobook checkpoint import outputs/checkpoint-500 --output outputs/run
 zerobook checkpoint export outputs/run/checkpoints/step-000600 --to trainer --output outputs/checkpoint-600
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

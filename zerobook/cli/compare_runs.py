@@ -1,7 +1,5 @@
 """``zerobook runlog compare``: runs, or two attempts of one, in one table."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

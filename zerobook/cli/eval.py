@@ -1,7 +1,5 @@
 """``zerobook eval``: the held-out loss of a run's model, and accuracies on task files and tasks of lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ zerobook export outputs/run --checkpoint best --output adapter --keep_adapter
 zerobook export outputs/run --output exported --push me/my-model --private
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -5,8 +5,6 @@ zerobook init my-training
 The files are copies to be edited. A clone has them at its root.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil

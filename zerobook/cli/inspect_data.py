@@ -8,8 +8,6 @@ It shows the format, the lengths of the samples, the lines that a run would trun
 are in both the training and the held-out data.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """``zerobook launch``: ``accelerate launch`` with names and short errors, and for runs that go on when machines are lost."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The ``zerobook`` command. Nothing heavy is imported before a subcommand is chosen."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -13,8 +13,6 @@ zerobook runlog act outputs/run COMMAND      give a command to a live run: rollb
 status, show and compare print JSON with --json.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

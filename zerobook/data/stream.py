@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 
 from zerobook.data.sampler import Mixture, Permutation, SampleOrder
-from zerobook.data.views import PreparedRows, Row
+from zerobook.data.views import PreparedRows, Row, View
 from zerobook.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ class Stream:
     def __len__(self) -> int:
         # The rows of an epoch are not counted.
         return 0
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The first shard of each dataset."""
+        return tuple(self.open_shard(dataset, 0).views[0] for dataset in range(len(self.counts)))
 
     def order(
         self,

@@ -1,7 +1,5 @@
 """A clock that does not run while this process is suspended."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Decision which rank blocks a run, from the heartbeats of all ranks. A state machine without clocks, sockets or threads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 

@@ -3,8 +3,6 @@
 Each rank listens at a port. The system refuses connections to it once the process has ended, and makes them while it hangs.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

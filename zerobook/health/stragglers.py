@@ -1,7 +1,5 @@
 """Ranks that are slower than the others, from what heartbeats say. Synchronous training is as slow as the slowest."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

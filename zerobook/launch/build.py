@@ -103,7 +103,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     """
     # accelerate keeps the precision of the last run in a script or a notebook, and this one may have another.
     if not launched():
-        AcceleratorState._reset_state(reset_partial_state=True)
+        AcceleratorState._reset_state()
     _prepare_process(plan)
     # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
     group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
