@@ -10,6 +10,7 @@ import yaml
 
 from tests.distributed.test_parity import largest_difference
 from tests.harness import ROOT, launch, reseal, sampled, seen, sequence
+from zerobook.data.files import SHARD_BYTES
 
 STEPS = 12
 
@@ -55,8 +56,10 @@ def test_a_killed_run_on_a_stream_goes_on_anywhere(tiny, tmp_path, cache):
     lines = (tiny / "chats.jsonl").read_text().splitlines(keepends=True)
     folder = tmp_path / "shards"
     folder.mkdir()
+    # Smaller files share a shard. Blank lines are no samples.
+    blank_lines = (" " * (SHARD_BYTES // 64) + "\n") * 32
     for shard in range(6):
-        (folder / f"{shard}.jsonl").write_text("".join(lines[shard:48:6]))
+        (folder / f"{shard}.jsonl").write_text(blank_lines + "".join(lines[shard:48:6]))
     streamed = flags(tiny, cache) | dict(train_file=folder, streaming=True, packing=False, block_size=64)
     whole = launch("zero2", 2, "causal_lm", tmp_path / "whole", spy={}, **streamed)
     hashes = sequence(seen(whole.output), 1, STEPS)
