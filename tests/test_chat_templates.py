@@ -304,7 +304,7 @@ def test_what_a_template_leaves_out_is_counted(tokenizer):
 
 
 def test_a_thought_that_a_marked_template_forgets_is_counted(tokenizer):
-    """As the templates of Nemotron 3 for training."""
+    """The templates of Nemotron 3 for training forget thoughts of earlier turns."""
     forgets = MARKED.replace("{{ m.content }}", "{{ m.thinking if loop.last }}{{ m.content }}", 1)
     messages = chat("a", "b", "c", "d").messages
     messages[1]["thinking"] = "hm"

@@ -321,7 +321,7 @@ def test_a_template_that_reads_lists_of_parts_writes_no_text(tokenizer):
 
 
 def test_a_part_that_the_template_changes_is_context(tokenizer):
-    """As Llama 3.1 writes a result, as JSON, and as Qwen3 forgets the thoughts of earlier turns."""
+    """Llama 3.1 writes a result as JSON, and Qwen3 forgets the thoughts of earlier turns."""
     template = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | tojson if m['role'] == 'tool' else m['content'] }}")
     forgets = CHATML.replace("{{ m['content'] }}", "{{ m.thinking if loop.last }}{{ m['content'] }}")
 

@@ -712,15 +712,15 @@ class RecipeConfig(_Keys):
         """The most checkpoints that are kept, besides those that are protected; None for all."""
         return KEPT_AUTOMATICALLY if self.limits_checkpoints_itself else self.save_total_limit
 
-    def checkpoints_at_once(self, steps: int | None, *, left: float = 1.0, has_held_out: bool = True) -> int | None:
+    def checkpoints_at_once(self, steps: int | None, *, share_left: float = 1.0, has_held_out: bool = True) -> int | None:
         """Return how many new checkpoints are on the disk at the same time; None if that depends on the number of steps.
 
         Args:
             steps: that are left of the run; None if they are not known.
-            left: the same as a share of the run.
+            share_left: ``steps`` as a share of the run.
             has_held_out: there are held-out data, so that one checkpoint is the best.
         """
-        saves = self._saves(steps, left)
+        saves = self._saves(steps, share_left)
         if self.kept_checkpoints is None:
             return saves
         # The best and the newest that is proven good are protected as well; one more is there while it is written.
@@ -731,14 +731,14 @@ class RecipeConfig(_Keys):
             return most
         return min(saves, most)
 
-    def _saves(self, steps: int | None, left: float) -> int | None:
+    def _saves(self, steps: int | None, share_left: float) -> int | None:
         """Return the most checkpoints that a run writes in its last ``steps`` steps. Its end is always saved."""
         if self.save_steps == 0:
             return 1
         if isinstance(self.save_steps, float):
-            return 1 + int(left / self.save_steps)
+            return 1 + int(share_left / self.save_steps)
         if self.save_steps == "epoch" and self.max_train_steps is None:
-            return max(1, math.ceil(self.num_train_epochs * left))
+            return max(1, math.ceil(self.num_train_epochs * share_left))
         if steps is None:
             return None
         # An automatic interval may be a single step, and so may an epoch.

@@ -122,13 +122,13 @@ class CheckpointManager:
         """
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == self.folder.resolve()
 
-    def check_space(self, steps: int, *, left: float, result_bytes: int, has_held_out: bool) -> None:
+    def check_space(self, steps: int, *, share_left: float, result_bytes: int, has_held_out: bool) -> None:
         """Raise `ConfigError` (or warn) if the checkpoints of the next ``steps`` will not fit onto the disk.
 
         Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.
 
         Args:
-            left: the same as a share of the run.
+            share_left: ``steps`` as a share of the run.
             result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
             has_held_out: there are held-out data, so that one checkpoint is the best.
         """
@@ -137,7 +137,7 @@ class CheckpointManager:
         checkpoint_bytes = bytes_of_state(strategy)
         # A finished run that is started again saves nothing.
         is_saved = steps == 0 and self.resumes_in_place
-        count = 0 if is_saved else config.checkpoints_at_once(steps, left=left, has_held_out=has_held_out)
+        count = 0 if is_saved else config.checkpoints_at_once(steps, share_left=share_left, has_held_out=has_held_out)
         assert count is not None, "the number of steps is known here"
         # Pruning the checkpoints that are there makes room.
         prunable = 0

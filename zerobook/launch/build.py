@@ -101,9 +101,9 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     - DeepSpeed is told to use the CPU.
     - accelerate offers FSDP2 for GPUs only, so `_build_fully_sharded` sets the distributed type itself.
     """
-    # accelerate keeps the precision of the last run in a script or a notebook, and this one may have another.
-    if not launched():
-        AcceleratorState._reset_state()
+    # accelerate keeps the device and the precision of an earlier run in a script or a notebook, and this one may have others.
+    if AcceleratorState._shared_state and not launched():
+        AcceleratorState._reset_state(reset_partial_state=True)
     _prepare_process(plan)
     # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
     group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)

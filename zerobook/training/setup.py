@@ -140,7 +140,7 @@ def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState)
     steps = max(0, state.end_step - state.progress.step)
     manager.check_space(
         steps,
-        left=steps / state.end_step,
+        share_left=steps / state.end_step,
         result_bytes=bytes_of_result(strategy, state.config),
         has_held_out=bool(state.data.held_out),
     )

@@ -321,7 +321,7 @@ class Trainer(TrainerView):
         """Load the checkpoint with the lowest held-out loss, whose model is to be written. Collective."""
         step = resume.find_best_step(self.manager, self.strategy)
         if step is None:
-            self.console.say("WARNING: no checkpoint has a held-out loss, so the model of the last step is written")
+            self.console.say("WARNING: no undamaged checkpoint has a held-out loss, so the model of the last step is written")
         elif step != self.progress.step:
             self.result, _ = self.manager.load(step)
             self.hooks.load_state_dicts(self, self.manager.load_hook_states(step))
@@ -599,8 +599,11 @@ class Trainer(TrainerView):
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
         reason = self.preemption.received
         # The log point sees a spike in the steps since the last one. It counts as treated, so treat it now.
-        action = self._log_point() or self.spikes.check_replicas(self.progress.step)
-        if action is not None and action.kind not in ("none", "save"):
+        action = self._log_point()
+        if action is None or action.kind in ("none", "save"):
+            # The state is saved below, and a copy of the weights that has come to differ must not be.
+            action = self.spikes.check_replicas(self.progress.step)
+        if action is not None and action.kind != "none":
             self._recover(action)
         if self._saved_step != self.progress.step:
             self.save()

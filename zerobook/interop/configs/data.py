@@ -164,7 +164,8 @@ def torchtune_dataset(foreign: Foreign, value: Any) -> Flags:
         component = part["_component_"].rpartition(".")[2]
         if component in TORCHTUNE_TEXTS:
             raise NoCounterpart(
-                f"The column {TORCHTUNE_TEXTS[component]} is learnt as text. Rename it to text, and remove the others."
+                f"The column {TORCHTUNE_TEXTS[component]} is learnt as text. Rename it to text in a copy of the "
+                "data, remove the other columns, and name the copy as dataset_name."
             )
         entries += _entries(foreign, part, part.get("source") or TORCHTUNE_SOURCES.get(component))
         learns_all.add(part.get("train_on_input", component in LEARN_ALL))
