@@ -377,3 +377,28 @@ def test_layers_that_are_not_resharded_are_sent_once_and_stay_in_memory(tmp_path
     assert 0.6 < unsharded.sent / resharded.sent < 0.75, "the backward pass gathers nothing"
     layer_bytes = (unsharded.memory.device.buffers - resharded.memory.device.buffers) / 3
     assert layer_bytes > 3e9, "three more layers of 0.86 billion fp32 weights"
+
+
+def planned_moments(*, accumulation: int, **spread) -> dict[str, int]:
+    """Return what one of two ranks allocates at each moment, without activations: a layer of 6 M and a head of 2 M."""
+    weights = [Weight("layer", (6 * M,), 4, True, unit="layers.0"), Weight("head", (2 * M,), 4, True)]
+    sharding = ShardingSpec(name="", ranks=2, ranks_per_node=2, precision="bf16", reduce_bucket_elements=0, **spread)
+    trace = Trace(0, [TimelinePoint(0, 0), TimelinePoint(2 * M, 0), TimelinePoint(8 * M, 0)])
+    return peak_memory(
+        ModelWeights(weights, [weights]), sharding, trace, accumulation=accumulation, gpus_per_node=2, on_gpu=False
+    ).moments
+
+
+@pytest.mark.parametrize(
+    "spread, gradient_bytes",
+    # The partition of the last rank has a part of both weights, whose gradients are complete.
+    [({"kind": "deepspeed", "stage": 2}, 2 * 8 * M), ({"kind": "fsdp", "stage": 3, "shard_ranks": 2}, 4 * 4 * M)],
+)
+def test_shards_of_the_gradients_of_earlier_micro_batches_stay(spread, gradient_bytes):
+    alone = planned_moments(accumulation=1, **spread)
+    summed = planned_moments(accumulation=2, **spread)
+
+    assert summed["forward and loss"] - alone["forward and loss"] == gradient_bytes
+    # ZeRO-2 adds the gradients up at the end of a backward pass; FSDP2 adds each of them when it is reduced.
+    growth = gradient_bytes if spread["kind"] == "deepspeed" else 0
+    assert summed["backward"] - alone["backward"] == growth

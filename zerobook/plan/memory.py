@@ -193,8 +193,8 @@ def _gradient_bytes(
     if sharding.kind == "ddp":
         # Gradients are views of buckets that are not freed, except those of earlier micro-batches.
         return 2 * final_bytes if accumulation > 1 else final_bytes
-    if sharding.kind == "single" and accumulation > 1:
-        # the gradients of the previous micro-batch
+    if sharding.kind in ("single", "fsdp") and accumulation > 1:
+        # the sum of earlier micro-batches
         return final_bytes
     if sharding.is_zero3:
         # ZeRO-3 allocates them at the start.
@@ -203,7 +203,11 @@ def _gradient_bytes(
     if sharding.kind == "deepspeed" and sharding.stage == 1 and accumulation > 1:
         return model.trained_elements * sharding.compute_bytes
     # Gradients come one after the other in the backward pass.
-    return final_bytes * gradient_elements // max(model.trained_elements, 1)
+    new_bytes = final_bytes * gradient_elements // max(model.trained_elements, 1)
+    # ZeRO-2 adds them to those of earlier micro-batches after the backward pass (DeepSpeed 0.19.8, stage_1_and_2.py).
+    if sharding.stage == 2 and accumulation > 1:
+        new_bytes += final_bytes
+    return new_bytes
 
 
 def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements: int, *, is_backward: bool) -> int:
