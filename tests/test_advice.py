@@ -14,6 +14,7 @@ from zerobook.plan.advise import Advice, Request, advise
 from zerobook.plan.hardware import Cluster, cluster
 from zerobook.plan.rows import SAME_RATE
 from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.units import size
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 full = pytest.mark.full
@@ -106,6 +107,8 @@ def test_offload_is_recommended_where_nothing_fits_without_it_and_lora_is_the_al
     request, advice = ask("causal_lm", WIDE, where, {"per_device_train_batch_size": 8, "optimizer": "adamw"})
     assert advice.best is not None and advice.best.row.file == "zero2_offload" and advice.best.method == "full"
     assert advice.alternative is not None and advice.alternative.method == "lora"
+    assert f"{size(advice.best.row.memory.host)} of host RAM a node" in dict(advice.describe(where))["memory"]
+    assert "host RAM" not in advice.alternative.describe(where)
     assert_best_of_table(request, advice, where)
 
 

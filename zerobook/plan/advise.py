@@ -164,9 +164,12 @@ class Candidate:
     def describe_memory(self, cluster: Cluster) -> str:
         assert self.row.memory is not None
         memory = f"{self.row.memory.total / 1e9:.1f} of {cluster.device.memory / 1e9:.0f} GB a GPU"
-        if not self.row.tight:
-            return memory
-        return f"{memory}, which is tight: a tenth of such runs need more than {self.row.memory.high / 1e9:.1f}"
+        if self.row.tight:
+            memory += f", which is tight: it may need up to {self.row.memory.high / 1e9:.1f}"
+        # Optimizer state or activations may be in host memory, which is not checked if nobody says how much there is.
+        if self.row.memory.host:
+            memory += f", and {size(self.row.memory.host)} of host RAM a node"
+        return memory
 
     def describe_time(self) -> str:
         assert self.row.time is not None
