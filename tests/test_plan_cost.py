@@ -167,6 +167,16 @@ def test_samples_are_counted_in_the_tokens_of_the_models_tokenizer(tiny, tmp_pat
     assert read_lengths(config) is None
 
 
+@pytest.mark.parametrize(
+    "flags, rows", [({}, 38), ({"max_train_samples": 10}, 10), ({"max_train_samples": 39}, 38), ({"validation_file": "x"}, 40)]
+)
+def test_rows_that_are_held_out_or_left_out_are_not_trained_on(tmp_path, flags, rows):
+    file = write_chats(tmp_path, [1] * 40)
+    config = made("lora_finetune", WIDE, train_file=file, num_train_epochs=1, **flags).config
+    run = plan_whole_run(fitting_row(), config, 1, cluster(), None, None)
+    assert run is not None and run.steps == rows
+
+
 def test_padded_rows_are_planned_as_long_as_the_longest_sample(tiny, tmp_path, capsys):
     file = write_chats(tmp_path, [1, 2, 40])
     longest = max(read_lengths(made("lora_finetune", tiny / "llama", train_file=file).config))

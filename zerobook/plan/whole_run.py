@@ -81,9 +81,11 @@ def plan_whole_run(
         steps = config.max_train_steps
         basis = "max_train_steps"
     elif tokens is None and basis:
-        # A part is held out.
-        trained_rows = rows * (1 - config.validation_split_percentage / 100)
-        steps = math.ceil(config.num_train_epochs * math.ceil(trained_rows / samples))
+        # A part is held out, and another may be left out.
+        if not config.validation_file:
+            rows *= 1 - config.validation_split_percentage / 100
+        rows = min(rows, config.max_train_samples or rows)
+        steps = math.ceil(config.num_train_epochs * math.ceil(rows / samples))
         basis = f"{config.num_train_epochs:g} epochs, with {basis}"
     elif tokens is None and price is None:
         return None
