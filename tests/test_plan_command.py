@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
 
@@ -294,6 +295,21 @@ def test_the_advice_ends_with_a_launch_line_that_can_be_typed(capsys, memory, re
     flags = [word.replace("$TRAIN_FILE", str(ROOT / "README.md")) for word in words[place + 1 :]]
     config, *_ = parse(recipe_class(str(ROOT / "recipes" / f"{recipe}.py")).config_class, flags)
     assert config.learning_rate == 1e-4 and config.row_length == 256 and config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("memory, recipe", [("80GB", "mine"), ("9GB", "lora_finetune")])
+def test_the_launch_line_names_files_from_any_folder(tmp_path, monkeypatch, capsys, memory, recipe):
+    own = tmp_path / "own" / "recipes" / "mine.py"
+    own.parent.mkdir(parents=True)
+    own.write_text((ROOT / "recipes" / "causal_lm.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    line = ["plan", "--gpus", "2", "--gpu_memory", memory, "--strategies", "zero2", "--recommend", "own/recipes/mine.py"]
+
+    code = main([*line, "--model_name_or_path", str(WIDE), "--block_size", "256", "--per_device_train_batch_size", "1"])
+
+    words = shlex.split(capsys.readouterr().out.rstrip().splitlines()[-1])
+    assert code == 0 and Path(words[6]).stem == recipe
+    assert Path(words[3]).is_file() and Path(words[6]).is_file()
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -18,7 +18,7 @@ from zerobook.plan import formulas, table
 from zerobook.plan.failures import RATES, FailurePlan, plan_failures
 from zerobook.plan.hardware import Cluster, nearest
 from zerobook.utils.devices import find_device
-from zerobook.utils.shipped import find, names, shipped
+from zerobook.utils.shipped import find, names, path_from_here, shipped
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
 
@@ -397,19 +397,17 @@ def _launch_line(request: Request, words: list[str], best: Candidate, cluster: C
     """
     from zerobook.plan.rows import launch_flags
 
-    file = request.file
     config = request.recipe.config
     if best.recipe is not None:
         # The other recipe's flags have other names, so only those that it knows are repeated.
-        file = file.with_name(f"{best.recipe}.py")
         words = []
         for key in type(config).model_fields:
             if key in type(best.config).model_fields and request.sources.is_set(key):
                 words += _flag_words(key, getattr(config, key))
-    strategy = f"accelerate_configs/{best.row.file}.yaml"
+    strategy = path_from_here(shipped(f"accelerate_configs/{best.row.file}.yaml"))
     line = ["accelerate", "launch"]
     line += launch_flags(strategy, cluster, machine_rank="$RANK_OF_THIS_MACHINE", address="$FIRST_MACHINE")
-    line.append(f"recipes/{file.name}" if file.parent.name == "recipes" else str(file))
+    line.append(path_from_here(request.recipe_file(best.recipe)))
     line += words
     for key, value in best.flags.items():
         line += _flag_words(key, value)

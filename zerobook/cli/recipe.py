@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 import shlex
 from dataclasses import replace
@@ -16,7 +15,7 @@ import yaml
 from zerobook.cli.arguments import Parser, add_hardware, described, positive
 from zerobook.errors import ConfigError
 from zerobook.plan import table
-from zerobook.utils.shipped import shipped
+from zerobook.utils.shipped import path_from_here, shipped
 from zerobook.utils.terminal import say
 from zerobook.utils.units import count, counted
 
@@ -223,23 +222,16 @@ def _default_name(model: str, method: str, cluster: Cluster) -> str:
     return f"{model_name}_{method}_{nodes}{cluster.gpus}x{device_name}.yaml"
 
 
-def _shipped_path(name: str) -> str:
-    """Return a shipped file's path, from the working folder if it is inside."""
-    file = shipped(name)
-    folder = Path.cwd()
-    return os.path.relpath(file, folder) if file.is_relative_to(folder) else str(file)
-
-
 def _launch_line(best: Candidate, request: Request, cluster: Cluster, file: Path) -> str:
     """Return the arguments of ``accelerate launch`` as a line of a shell."""
     from zerobook.plan.rows import launch_flags
 
-    strategy = _shipped_path(f"accelerate_configs/{best.row.file}.yaml")
+    strategy = path_from_here(shipped(f"accelerate_configs/{best.row.file}.yaml"))
     # The line is for the first machine; address and port are examples, which a person replaces.
     words = launch_flags(strategy, cluster, machine_rank="0", address="10.0.0.1")
     if cluster.nodes > 1:
         words += ["--main_process_port", "29500"]
-    words += [_shipped_path(f"recipes/{best.recipe or request.file.stem}.py"), "--config", str(file)]
+    words += [path_from_here(request.recipe_file(best.recipe)), "--config", str(file)]
     return shlex.join(words)
 
 

@@ -27,6 +27,7 @@ from zerobook.plan.whole_run import WholeRun, plan_whole_run
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.bars import tqdm
+from zerobook.utils.shipped import find
 from zerobook.utils.units import duration, size, with_range
 
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
@@ -47,7 +48,7 @@ _ACTIVATIONS = {"none": "activations kept", "full": "activations recomputed", "o
 class Request:
     """A run to be advised on: a recipe with its config, the source of each value, and the strategy files to compare."""
 
-    # the recipe's file; other recipes stand beside it
+    # the recipe's file
     file: Path
     recipe: Recipe[Any]
     sources: ConfigSources
@@ -86,6 +87,10 @@ class Request:
             settings = {"load_in_4bit": True} | settings
         return recipe, settings
 
+    def recipe_file(self, recipe: str | None) -> Path:
+        """Return the file of the request's recipe, or of another that is named, which may stand in another folder."""
+        return self.file if recipe is None else find(recipe, "recipes")
+
     def plan(
         self, recipe: str | None, flags: dict[str, Any], cluster: Cluster, files: list[Path]
     ) -> tuple[TracedJob, list[Row]]:
@@ -96,7 +101,7 @@ class Request:
         """
         recipe_type = type(self.recipe)
         if recipe is not None:
-            recipe_type = recipe_class(str(self.file.with_name(f"{recipe}.py")))
+            recipe_type = recipe_class(str(self.recipe_file(recipe)))
         config, sources = changed(self.recipe.config, self.sources, recipe_type.config_class, flags)
         description = f"planning micro-batch {config.per_device_train_batch_size}, {_describe_activations(config)}"
         progress = tqdm(files, desc=description, unit=" files", leave=False)

@@ -6,6 +6,7 @@ other projects have a folder ``recipes`` of their own in site-packages.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from zerobook.errors import ConfigError
@@ -58,6 +59,11 @@ def find(name: str, folder: str, *, beside: Path = Path()) -> Path:
         f"{name}: there is no such file, and none of this name is shipped.{nearest(name, known)} There are "
         f"{', '.join(sorted(known))}."
     )
+
+
+def path_from_here(file: Path) -> str:
+    """Return a file's path as it is typed in the working folder."""
+    return os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
 
 
 def clone() -> Path | None:
