@@ -1,7 +1,5 @@
 """Hardware that a plan is made for: GPUs, nodes and the links between them. Imports nothing heavy."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Host RAM of a rank beside its states: buffers of offload, and what pinned memory needs more than its contents."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zerobook.plan.sharding import ShardingSpec

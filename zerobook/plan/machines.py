@@ -1,7 +1,5 @@
 """Machines that a run could be trained on, compared: the fastest run that fits each of them, its hours and its cost."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Measurement of a few steps under every strategy file, in fresh processes: what they hold and send, compared with the
 plan."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

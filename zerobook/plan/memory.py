@@ -1,7 +1,5 @@
 """Peak memory of a rank's GPU in a step, and of a node's host RAM, from states, activations and buffers."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Rows of a plan, one for every strategy file: whether the run fits, what it holds and sends, how long a step takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

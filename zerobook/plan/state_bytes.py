@@ -7,8 +7,6 @@ updates. The `OptimizerSpec` of an optimizer says which state it keeps. All of t
 accelerate 1.15.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A whole run: its steps, its hours and its cost, each with the range of the planned rate."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
