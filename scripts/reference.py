@@ -32,7 +32,7 @@ priority, and a note says so. You can also use a file that `accelerate config`
 wrote. The header of each file has the source of its figures.
 
 Two more files, in `accelerate_configs/published/`, are those of [two published examples](../../ds_configs/published/README.md).
-Their DeepSpeed files fix fp16.
+Their DeepSpeed files set fp16.
 """
 STEP_FIELDS = {name: COMMON_FIELDS[name] for name in ("attempt", "branch", "crc")}
 """Fields of a line of ``steps.jsonl`` besides those of `StepRecord`."""

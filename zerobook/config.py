@@ -277,7 +277,10 @@ class RecipeConfig(_Keys):
         [], description="task files (.jsonl) and tasks of lm-evaluation-harness (names or .yaml), measured at every evaluation"
     )
     early_stopping_patience: int | None = Field(
-        None, ge=1, description="end the run after this many evaluations in a row without a lower held-out loss"
+        None,
+        ge=1,
+        description="end the run after this many evaluations in a row without a lower held-out loss; needs eval_steps, "
+        "neither auto nor 0",
     )
     final_model: Literal["last", "best"] = Field(
         "last", description="the model that is written: of the last step, or of the checkpoint with the lowest held-out loss"
