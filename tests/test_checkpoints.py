@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -412,6 +413,21 @@ def test_each_kind_of_damage_is_found_and_walked_past(tmp_path, capsys, kind):
     assert said[0].endswith("step-000001: undamaged") and words in said[1]
     with pytest.raises(CheckpointError, match=f"Use --resume_from_checkpoint {good}"):
         resolve_resume(tmp_path, str(bad), thorough=True)
+
+
+def test_a_checkpoint_that_is_pruned_while_others_are_verified_is_not_damaged(tmp_path, capsys, monkeypatch):
+    for step in (1, 2):
+        save_all(tmp_path, step, spread({9}, 2))
+    first, second = store.list_complete(store.folder_of(tmp_path))
+    read = store.find_damage
+
+    def find_damage(checkpoint, **flags):
+        shutil.rmtree(second, ignore_errors=True)
+        return read(checkpoint, **flags)
+
+    monkeypatch.setattr(store, "find_damage", find_damage)
+    assert command(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{first}: undamaged"]
 
 
 @pytest.mark.parametrize("name", ["config.json", "progress.json", "tensors.json"])

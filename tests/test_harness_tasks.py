@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.alone import train
 from tests.harness import ROOT, launch
 from zerobook.cli import eval as cli_eval
+from zerobook.cli import export as cli_export
 from zerobook.cli.eval import evaluate
 from zerobook.errors import ConfigError, DivergenceError
 from zerobook.evaluation.harness import HarnessScorer, _harness_model, load_tasks
 from zerobook.evaluation.scorers import fetch_tasks
 from zerobook.evaluation.tasks import TaskScorer, read_task
-from zerobook.utils.terminal import say
 
 QUESTIONS = ROOT / "tests" / "fixtures" / "tasks"
 CHOICES = """
@@ -274,16 +274,13 @@ def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
     assert "zerobook_choices" in capsys.readouterr().out
 
 
-def test_a_skipped_checkpoint_is_not_named_in_the_results(monkeypatch, capsys):
-    def skip(path, which):
-        say("  skipped: the newest one")
-        return path
-
-    monkeypatch.setattr(cli_eval, "find_checkpoint", skip)
+def test_a_skipped_checkpoint_is_not_named_in_the_results(tmp_path, monkeypatch, capsys):
+    resolution = SimpleNamespace(skipped={tmp_path: "the newest one"}, checkpoint=tmp_path)
+    monkeypatch.setattr(cli_export, "resolve_resume", lambda *_, **__: resolution)
     monkeypatch.setattr(cli_eval, "_score_tasks", lambda *_: {"tasks": {}})
-    assert evaluate(["run", "--checkpoint", "auto", "--tasks", "arc_easy", "--json"]) == 0
+    assert evaluate([str(tmp_path), "--checkpoint", "auto", "--tasks", "arc_easy", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["tasks"] == {} and "skipped" in err
+    assert json.loads(out)["tasks"] == {} and "the newest one" in err
 
 
 @pytest.mark.launch

@@ -162,3 +162,12 @@ def test_supervised_tokens_of_all_samples_are_counted(tokenizer, tmp_path):
     file.write_text('{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}\n{"input_ids": [1, 2, 4], "labels": [-100, -100, 4]}\n')
     found = examine(open_source(str(file)).train, CausalEncoder(tokenizer, length=None), length=8)
     assert found.supervised == 3
+
+
+def test_flags_may_stand_before_the_file(tmp_path, capsys):
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(chat(number, 2)) + "\n" for number in (1, 2, 3)))
+    assert main(["data", "inspect", "--json", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["train"]["samples"] == 3
+    with pytest.raises(SystemExit):
+        main(["data", "inspect", str(file), "--max_seq_length", "0"])

@@ -168,6 +168,19 @@ def test_a_recipe_of_ones_own_is_loaded_from_where_the_run_was_started(tiny, tmp
         evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=True)
 
 
+def test_a_recipe_in_the_working_folder_with_a_shipped_ones_name_is_not_run(tiny, tmp_path, monkeypatch):
+    train(
+        tmp_path / "run", model_name_or_path=tiny / "llama", train_file=tiny / "chats.jsonl", block_size=64, max_train_steps=1,
+        validation_split_percentage=0, cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "causal_lm.py").write_text("raise SystemExit('it ran')")
+
+    with pytest.raises(ConfigError, match="--trust_remote_code"):
+        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+
+
 def test_the_optimizer_of_the_run_is_not_loaded(tiny, tmp_path, capsys):
     optimizer = tmp_path / "mine.py"
     optimizer.write_text("from zerobook.optimizer import SGD\n\n\nclass Mine(SGD):\n    pass\n")

@@ -156,7 +156,7 @@ def test_frozen_weights_are_gathered_in_the_papers_figures_too(tiny, capsys):
         ),
         (["--parameters", "7B", "--measure", "{tiny}/llama"], ["--parameters", "--formulas", "--measure", "--here"]),
         (["{tiny}/llama", "--gpus", "8", "--json=x"], ["--gpus: it is zerobook plan's own", "--json: it is", "in front of"]),
-        (["--json", "{tiny}/nowhere/x.json", "{tiny}/llama"], ["--json", "no folder", "nowhere"]),
+        (["--json", "{tiny}/nowhere/x.json", "{tiny}/llama"], ["--json", "a folder", "nowhere"]),
         (
             ["recipes/causal_lm.py", "--model_name_or_path", "{tiny}/bart"],
             ["bart: it is an encoder-decoder", "seq2seq_chatbot"],
@@ -372,6 +372,11 @@ def test_formulas_alone_print_the_papers_table(capsys):
         assert " ".join(line.split()).endswith(f"{total} {less} = {formula}"), "every row has its unit and formula"
     assert "29.5 GB = 2 x 2 P x 63/64 bytes" in traffic and "44.3 GB = 3 x 2 P x 63/64 bytes" in traffic
     assert "105 GB = 14 P bytes" in traffic
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_plan(tmp_path, capsys):
+    assert main(["plan", "--formulas", "--parameters", "7B", "--json", str(tmp_path)]) == 2
+    assert "--json" in capsys.readouterr().err
 
 
 def test_formulas_alone_in_json(capsys):

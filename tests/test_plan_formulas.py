@@ -61,7 +61,7 @@ def test_units(parse, text, expected):
     "parse, text",
     [(units.parse_bytes, t) for t in ("80", "80 Gbps", "GB", "0GB", "-1GB", "1.2.3GB", "80XB", "")]
     + [(units.parse_rate, t) for t in ("400", "400GB", "0Gbps", "fast", "50gb/s", "50GBPS")]
-    + [(units.parse_count, t) for t in ("7.5GB", "0", "many")],
+    + [(units.parse_count, t) for t in ("7.5GB", "0", "many", "7.5")],
 )
 def test_wrong_units_name_the_flag_and_the_value(parse, text):
     with pytest.raises(ConfigError) as caught:

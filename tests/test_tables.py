@@ -229,6 +229,20 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path):
     child = f"import subprocess, time; open({str(mark)!r}, 'w').write(str({child}.pid))"
     code, said = subprocess_launch.run([sys.executable, "-c", f"print('begun', flush=True); {child}; time.sleep(300)"], 5)
     assert code == subprocess_launch.TIMED_OUT and "begun" in said
+    assert_ends(mark)
+
+
+def test_workers_of_a_launcher_that_ended_are_stopped_and_half_a_character_is_read(tmp_path):
+    mark = tmp_path / "pid"
+    code, said = subprocess_launch.run(
+        ["sh", "-c", f"printf 'bar \\342\\226'; setsid sleep 300 & echo $! > {mark}; sleep 1; exit 3"], 60
+    )
+    assert code == 3 and said.startswith("bar ")
+    assert_ends(mark)
+
+
+def assert_ends(mark: Path) -> None:
+    """Wait for the end of the process whose id is in a file."""
     deadline = time.monotonic() + 10
     while psutil.pid_exists(int(mark.read_text())) and time.monotonic() < deadline:
         if psutil.Process(int(mark.read_text())).status() == psutil.STATUS_ZOMBIE:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -29,7 +30,7 @@ from zerobook.cli import chat, doctor
 from zerobook.cli import data as data_command
 from zerobook.cli.eval import print_table
 from zerobook.cli.main import main
-from zerobook.cli.show_rows import show_rows
+from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import DatasetSpec
 from zerobook.config_sources import ConfigSources
 from zerobook.data.batch_loader import BatchLayout
@@ -175,6 +176,24 @@ def test_samples_and_answers_steer_nothing(capsys):
         streamer.on_finalized_text(piece)
     assert capsys.readouterr().out == "a[31mbc"
     assert streamer.text == "a\x1b[31mb\x1b[2Jc\u202e\x07", "the model reads again what it said"
+
+
+def test_a_target_as_long_as_its_source_is_shown_as_supervised(capsys):
+    row = {"input_ids": np.array([5, 6, 7]), "labels": np.array([8, 9, -100])}
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+    show_rows([("x", row)], tokenizer, encoder_decoder=True)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "5 6 7" in lines and "«8 9»" in lines
+
+
+def test_each_length_is_in_one_line_of_the_histogram(capsys):
+    print_histogram(np.arange(1, 14))
+    lengths = 0
+    for line in capsys.readouterr().out.splitlines():
+        low, _, high, *_, count = line.split()
+        assert int(count) == int(high) - int(low) + 1
+        lengths += int(count)
+    assert lengths == 13
 
 
 def test_bars_and_what_is_printed_beside_them_steer_nothing(capsys):

@@ -218,12 +218,15 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
     total = 0
     for checkpoint in checkpoints:
         # The progress bar needs the number of all bytes in advance.
-        if checkpoint.is_dir():
+        with suppress(FileNotFoundError):
             total += sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
     damage = {}
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
         for checkpoint in checkpoints:
-            damage[checkpoint] = store.find_damage(checkpoint, thorough=True, tell=bar.update)
+            reason = store.find_damage(checkpoint, thorough=True, tell=bar.update)
+            # A run that trains may have pruned it meanwhile.
+            if os.path.lexists(checkpoint) or len(checkpoints) == 1:
+                damage[checkpoint] = reason
     if as_json:
         findings = [{"folder": str(checkpoint), "damage": reason} for checkpoint, reason in damage.items()]
         print(json.dumps(findings, indent=2))

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def data(arguments: list[str]) -> int:
     """Run ``zerobook data ARGUMENTS`` and return the exit code."""
     # `inspect` takes either a recipe (a Python file, or the name of a shipped one) or a data file; each has flags of its own.
-    inspects_path = len(arguments) > 1 and arguments[0] == "inspect" and not arguments[1].startswith("-")
-    if inspects_path and not arguments[1].endswith(".py") and arguments[1] not in names("recipes"):
+    names_recipe = any(word.endswith(".py") or word in names("recipes") for word in arguments)
+    if arguments[:1] == ["inspect"] and not names_recipe and arguments[1:] not in ([], ["-h"], ["--help"]):
         from zerobook.cli.inspect_data import inspect
 
         return inspect(arguments[1:])
@@ -56,7 +56,8 @@ def data(arguments: list[str]) -> int:
             print_lengths(name, view.lengths)
             shown = range(min(flags.samples, len(view)))
             rows += [(f"{name}, row {number}", view[number]) for number in shown]
-        show_rows(rows, tokenizer)
+        # The recipe has been run, and is not run again.
+        show_rows(rows, tokenizer, encoder_decoder=recipe_class(flags.recipe).encoder_decoder)
     return 0
 
 

@@ -46,9 +46,7 @@ def evaluate(argv: list[str]) -> int:
     if not (flags.file or flags.tasks):
         parser.error("give --file, --tasks or both")
     if flags.checkpoint:
-        # stdout is for the results, and a skipped checkpoint is named.
-        with redirect_stdout(sys.stderr):
-            flags.path = str(find_checkpoint(flags.path, flags.checkpoint))
+        flags.path = str(find_checkpoint(flags.path, flags.checkpoint))
     files, harness_tasks = split_tasks([name for name in flags.tasks.split(",") if name])
     # Files are read before the model, which takes longer.
     tasks = [read_task(file) for file in files]

@@ -7,6 +7,7 @@ zerobook export outputs/run --output exported --push me/my-model --private
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ def find_checkpoint(name: str, which: str | None) -> Path:
             which = "best"
     resolution = resolve_resume(path, which, thorough=True)
     for reason in resolution.skipped.values():
-        say(f"  skipped: {reason}")
+        say(f"  skipped: {reason}", file=sys.stderr)
     if resolution.checkpoint is None:
         raise CheckpointError(f"{path}: there is no complete checkpoint. Give a run's output_dir, or a checkpoint's folder.")
     return resolution.checkpoint

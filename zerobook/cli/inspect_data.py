@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from zerobook.cli.arguments import Parser
+from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
@@ -64,7 +64,7 @@ def inspect(arguments: list[str]) -> int:
             "in_both": {"count": shared_samples.count, "first": shared_samples.first},
             "splits": split_description,
         }
-        print(json.dumps(findings, indent=2, ensure_ascii=False))
+        print(json.dumps(findings, indent=2))
     else:
         # The description begins with a verb: "trains on ..., holds out ...".
         if split_description:
@@ -127,7 +127,9 @@ def _parser() -> Parser:
     parser = Parser("zerobook data inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", help="a data file, a folder, a hub dataset, or embedded:NAME")
     parser.add_argument("--model", default="embedded:smollm2", help="model whose tokenizer counts (default: %(default)s)")
-    parser.add_argument("--max_seq_length", type=int, default=1024, help="tokens that a sample may have (default: %(default)s)")
+    parser.add_argument(
+        "--max_seq_length", type=positive, default=1024, help="tokens that a sample may have (default: %(default)s)"
+    )
     parser.add_argument("--validation_file", help="held-out data, which are compared with the training data")
     parser.add_argument("--format", help="format of the samples; unset: detected from the columns")
     for flag in ("--text_column", "--summary_column", "--dataset_config_name"):

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from zerobook.cli.arguments import Parser
+from zerobook.cli.arguments import Parser, positive
 from zerobook.errors import ConfigError
 from zerobook.launch import elastic, flag_checks
 from zerobook.launch.accelerate_cli import parse_flags, read_flags, split_at_recipe
 from zerobook.launch.by_name import OTHER_PROGRAMS, written_out
 from zerobook.launch.process import pass_signals_on, quietly
 from zerobook.utils.shipped import names
+from zerobook.utils.terminal import say
 
 DESCRIPTION = """Start a recipe on this machine as accelerate launch does, with the same flags.
 
@@ -48,7 +49,7 @@ def launch(argv: list[str]) -> int:
         add_help=False,
     )
     parser.add_argument("--strategy", metavar="NAME", help="a shipped strategy file's name, such as zero3, or a file")
-    parser.add_argument("--min_machines", type=int, help="the fewest machines that the run goes on with")
+    parser.add_argument("--min_machines", type=positive, help="the fewest machines that the run goes on with")
     if not argv or argv[0] in ("-h", "--help"):
         parser.print_help()
         return 0
@@ -85,7 +86,7 @@ def _start_again(argv: list[str], line: list[str]) -> NoReturn:
     # accelerate has no launch of a number of machines that changes.
     if "--min_machines" in line:
         shown = [sys.executable, *program]
-    print(shlex.join([*shown, *line]), flush=True)
+    say(shlex.join([*shown, *line]))
     os.execv(sys.executable, [sys.executable, *program, *line])
 
 

@@ -77,7 +77,10 @@ def main(argv: list[str] | None = None) -> int:
     sys.excepthook = say_traceback
     try:
         module, function = COMMANDS[flags.command]
-        return getattr(import_module(module), function)(arguments[1:])
+        code = getattr(import_module(module), function)(arguments[1:])
+        # A reader that has closed the output is noticed here at the latest, and not at the interpreter's end.
+        sys.stdout.flush()
+        return code
     except ZerobookError as error:
         say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

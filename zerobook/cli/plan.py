@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
 import re
 import shlex
 import sys
@@ -227,9 +228,9 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
         if flag in plan_flags:
             problems.append(f"{flag}: it is zerobook plan's own. Put it in front of {model_arguments[0]}.")
     if flags.json and flags.json != "-":
-        folder = Path(flags.json).absolute().parent
-        if not folder.is_dir():
-            problems.append(f"--json: {flags.json}: there is no folder {folder}.")
+        file = Path(flags.json).absolute()
+        if file.is_dir() or not os.access(file.parent, os.W_OK):
+            problems.append(f"--json: {flags.json}: no such file can be written. Name a file in a folder that exists.")
     if problems:
         raise ConfigError(problems)
 

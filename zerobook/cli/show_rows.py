@@ -18,10 +18,13 @@ HISTOGRAM_BINS = 12
 HISTOGRAM_CHARACTERS = 60
 
 
-def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase) -> None:
+def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool = False) -> None:
     """Print rows with their titles. Supervised tokens are green on a terminal, and between guillemets elsewhere.
 
     Control characters are shown as escapes. Rows are indented, so that none looks like the title of the next.
+
+    Args:
+        encoder_decoder: a row is a source, of which nothing is supervised, and its target.
     """
     from rich.padding import Padding
     from rich.text import Text
@@ -32,7 +35,7 @@ def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBas
     for title, row in rows:
         out.print(f"\n{title}: {len(row['input_ids'])} tokens", style="bold")
         text = Text()
-        for ids, is_supervised, begins_sample in _segments(row):
+        for ids, is_supervised, begins_sample in _segments(row, encoder_decoder):
             if begins_sample and len(text):
                 text.append("\n")
             piece = visible(cast("str", tokenizer.decode(ids, clean_up_tokenization_spaces=False)), escaped)
@@ -52,7 +55,9 @@ def print_histogram(lengths: np.ndarray) -> None:
     # Not more bins than lengths, so that no line is always empty.
     bins = min(HISTOGRAM_BINS, max(1, len(np.unique(lengths))))
     counts, edges = np.histogram(lengths, bins=bins)
-    for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
+    # Each bin but the last is without its upper edge.
+    last_lengths = [*np.ceil(edges[1:-1]) - 1, edges[-1]]
+    for count, low, high in zip(counts, edges[:-1], last_lengths, strict=True):
         characters = round(HISTOGRAM_CHARACTERS * count / counts.max())
         # A bin that is not empty has a bar.
         if count:
@@ -60,12 +65,11 @@ def print_histogram(lengths: np.ndarray) -> None:
         console().print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {'█' * characters} {count}", style="cyan")
 
 
-def _segments(row: Row) -> list[tuple[np.ndarray, bool, bool]]:
+def _segments(row: Row, encoder_decoder: bool) -> list[tuple[np.ndarray, bool, bool]]:
     """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
     ids = row["input_ids"]
     labels = row["labels"]
-    # A row of an encoder-decoder is a source, of which nothing is supervised, and a target.
-    if len(ids) != len(labels):
+    if encoder_decoder:
         return [(ids, False, True), (labels[labels != IGNORE], True, True)]
     begins = row.get("position_ids", np.arange(len(ids))) == 0
     supervised = labels != IGNORE

@@ -17,7 +17,7 @@ from zerobook.runlog.records import EvaluationRecord
 from zerobook.training.evaluator import Evaluator
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
-from zerobook.utils.shipped import find, names
+from zerobook.utils.shipped import find, names, shipped
 
 ANSWERS = 8
 """Number of prompts of a file that are answered."""
@@ -120,11 +120,12 @@ def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) 
         raise ConfigError(f"{path}: --file measures a run's model as the run does, and there is no run. Give an output_dir.")
     start = starts[-1]
     script = Path(start["argv"][0])
-    name = start["code"].get("file", script.name).removesuffix(".py")
+    # Earlier versions did not record their code.
+    name = start.get("code", {}).get("file", script.name).removesuffix(".py")
     if name in names("recipes"):
         script = find(name, "recipes")
-    elif not trust_remote_code:
-        # The runlog of somebody else may name any file.
+    if not trust_remote_code and script.resolve().parent != shipped("recipes").resolve():
+        # The runlog of somebody else may name any file, and the working folder may have a recipe of a shipped one's name.
         raise ConfigError(f"{path}: its recipe is {script}, whose code would run. Read it, and give --trust_remote_code.")
     kind = recipe_class(str(script))
     if kind.reference_model is not Recipe.reference_model:

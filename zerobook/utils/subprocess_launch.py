@@ -1,11 +1,10 @@
 """Starts a script through ``accelerate launch`` in separate processes, with a time limit, and ends all of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 
 TIMED_OUT = 124
 """Exit status of a command that exceeded its time limit, as in timeout(1)."""
+POLL_SECONDS = 0.1
 
 
 def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -> list[str]:
@@ -50,17 +50,24 @@ def run(
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
     if not runs_on_gpu(os.environ | environment):
         defaults["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryFile("w+") as output:
+    # A command that is stopped may leave a part of a character.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             line, cwd=cwd, env=os.environ | defaults | environment, stdout=output, stderr=subprocess.STDOUT
         )
+        workers: list[psutil.Process] = []
+        deadline = time.monotonic() + limit
         try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = TIMED_OUT
+            while process.poll() is None and time.monotonic() < deadline:
+                # A launcher that crashed leaves its workers, which have another parent then.
+                with suppress(psutil.NoSuchProcess):
+                    workers = psutil.Process(process.pid).children(recursive=True) or workers
+                time.sleep(POLL_SECONDS)
+            code = process.poll()
+            if code is None:
+                code = TIMED_OUT
         finally:
-            # Do this after a regular end, too: a launcher that crashed leaves its workers.
-            kill_family(process)
+            kill_family(process, workers)
         output.seek(0)
         return code, output.read()
 
@@ -76,12 +83,16 @@ def runs_on_gpu(environment: Mapping[str, str]) -> bool:
     return torch.cuda.is_available()
 
 
-def kill_family(process: subprocess.Popen) -> None:
-    """Kill what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own."""
-    family: list[psutil.Process] = []
+def kill_family(process: subprocess.Popen, workers: Sequence[psutil.Process] = ()) -> None:
+    """Kill what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own.
+
+    Args:
+        workers: that are known from before the launcher's end.
+    """
+    family = [*workers]
     # Children are listed before anything is killed: afterwards they have another parent.
     with suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        family += [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
         with suppress(psutil.NoSuchProcess):
             member.kill()

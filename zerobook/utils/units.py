@@ -1,7 +1,5 @@
 """Amounts with units, as users write them: ``80GB``, ``1.5TiB``, ``400Gbps``, ``7.5B``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -57,12 +55,15 @@ def parse_count(text: str, key: str) -> int:
     """Return a number: ``7.5B`` is 7.5 x 10^9.
 
     Raises:
-        ConfigError: no such number, or 0.
+        ConfigError: no such number, 0, or not a whole number, as if a unit was forgotten.
     """
     match = re.fullmatch(rf"\s*({_NUMBER}(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
-    if match is None or not 0 < float(match[1]) < math.inf:
+    number = Fraction(0)
+    if match is not None and float(match[1]) < math.inf:
+        number = Fraction(match[1]) * _COUNTS[(match[2] or "").lower()]
+    if not number or number.denominator != 1:
         raise ConfigError(f"{key}: {text!r} is not a number such as 7.5B, 350M or 7500000000.")
-    return int(Fraction(match[1]) * _COUNTS[(match[2] or "").lower()])
+    return int(number)
 
 
 def with_range(value: float, bounds: tuple[float, float], show: Callable[[float], str]) -> str:

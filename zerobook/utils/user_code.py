@@ -1,7 +1,5 @@
 """Load the user's classes that a config names, from files and modules."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib
@@ -44,7 +42,7 @@ def problem(key: str, spec: str) -> str | None:
         return f"{key}: {spec}: {source} is not valid Python: {error}."
     # A name that stands nowhere in the file is a mistake, unless an import of everything binds it. Any other one is looked for
     # when the file is run.
-    names = set(re.findall(r"[A-Za-z_]\w*", content.decode(errors="replace")))
+    names = set(re.findall(r"[^\W\d]\w*", content.decode(errors="replace")))
     if name in names or b"import *" in content:
         return None
     return f"{key}: {spec}: {source} has no {name}.{nearest(name, names)}"
