@@ -184,21 +184,31 @@ def _read_rows(path: Path) -> tuple[str, list[Row]]:
 def _read_folder(path: Path) -> tuple[str, list[Row]]:
     if (path / "runlog" / EVENTS).exists():
         # Steps that were abandoned are left out: another attempt or branch did them again.
-        return "a run of Zerobook", list(History.read(path).steps(current=True))
+        rows = []
+        for record in History.read(path).steps(current=True):
+            # The runlog has null for a loss that is not finite.
+            loss = math.nan if record["loss"] is None else record["loss"]
+            rows.append(record | {"loss": loss})
+        return "a run of Zerobook", rows
     states = [*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]
     if states:
         # Each checkpoint has the history up to its step, so the newest has the most.
         return _read_file(max(states, key=lambda state: state.stat().st_size))
     # A run that was resumed has several event files in its folder. Their names begin with the time.
-    event_files = sorted(path.rglob("events.out.tfevents.*"))
-    folders = sorted({str(file.parent) for file in event_files})
+    rows_of = {file: _read_file(file)[1] for file in sorted(path.rglob("events.out.tfevents.*"))}
+    # A tracker writes the run's settings into a folder of their own.
+    files = [file for file, rows in rows_of.items() if any(map(_names_loss, rows))] or list(rows_of)
+    folders = sorted({str(file.parent) for file in files})
     if len(folders) != 1:
         raise DataError(
             f"{path}: a folder has to hold the runlog, the trainer_state.json or the TensorBoard event files of one run. "
             f"Folders with event files: {', '.join(folders[:5]) or 'none'}."
         )
-    scalars = [row for file in event_files for row in _read_file(file)[1]]
-    return "event files of TensorBoard", scalars
+    return "event files of TensorBoard", [row for file in files for row in rows_of[file]]
+
+
+def _names_loss(row: Row) -> bool:
+    return any(_column_name(name) in COLUMNS["loss"] for name in row)
 
 
 def _read_file(path: Path) -> tuple[str, list[Row]]:

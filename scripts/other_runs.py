@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.log_detector import LogDetector
 from scripts.other_logs import OtherLog, read_log
 from zerobook.config import RecipeConfig
 from zerobook.monitor.finding import Finding, Point
@@ -83,6 +84,8 @@ def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Seq
         detector={},
         policy={},
     )
+    # The log may hold several runs.
+    monitor.detector = LogDetector()
     judgements: list[Judgement] = []
     saved: list[int] = []
     # Checkpoints that may become proven good, and those that are.

@@ -23,6 +23,7 @@ from scripts.other_logs import COLUMNS, read_log
 from scripts.other_runs import judge_run
 from zerobook.errors import DataError
 from zerobook.monitor.finding import Point
+from zerobook.runlog.writer import RunLog
 
 SAMPLES = Path(__file__).parent / "fixtures" / "logs"
 """What transformers 5.23 wrote about a run of 40 steps, logged every second step and evaluated every tenth."""
@@ -98,6 +99,26 @@ def test_event_files_of_several_runs_are_refused_by_name(tmp_path):
 
     with pytest.raises(DataError, match=r"first.*second"):
         read_log(tmp_path)
+
+
+def test_the_settings_beside_the_event_files_of_a_tracker_are_no_second_run(tmp_path):
+    shutil.copytree(SAMPLES / "runs", tmp_path / "run")
+    (tmp_path / "run" / "1764400000.12").mkdir()
+    settings = event_file([(0, "hparams/learning_rate", 1e-3)])
+    (tmp_path / "run" / "1764400000.12" / "events.out.tfevents.1.host.1.0").write_bytes(settings)
+
+    assert [record["step"] for record in read_log(tmp_path).records] == STEPS
+
+
+def test_losses_of_a_run_that_are_not_finite_are_points(tmp_path):
+    log = RunLog(tmp_path)
+    step = {"grad_norm": 1.0, "learning_rate": 1e-3, "tokens": 1, "ids": []}
+    losses = [2.0, 2.1, math.nan]
+    log.steps([{**step, "step": number, "loss": loss, "cursor": [0, 1]} for number, loss in enumerate(losses, 1)])
+    log.event("run_end", status="finished")
+    log.close()
+
+    assert [str(record["loss"]) for record in read_log(tmp_path).records] == ["2.0", "2.1", "nan"]
 
 
 def test_event_files_of_a_resumed_run_are_one_curve(tmp_path):
@@ -291,6 +312,25 @@ def test_the_page_of_a_folder_of_trainer_is_written_into_it(tmp_path, capsys):
 
 def points(losses):
     return [Point(step=step, loss=loss) for step, loss in enumerate(losses, 1)]
+
+
+def test_a_second_run_in_a_log_is_not_a_spike():
+    losses = [2 + 3 * math.exp(-step / 20) + 0.01 * (step % 3) for step in range(100)]
+
+    judgements = judge_run(points(losses + losses), range(10, 200, 10)).judgements
+
+    assert not any(judgement.action for judgement in judgements)
+    assert judgements[-1].finding.kind == "reset"
+
+
+def test_norms_of_zero_do_not_end_the_judgement():
+    curve = []
+    for step in range(1, 121):
+        rate = 1e-3 if step < 60 else 2e-3
+        loss = 2.0 + 0.01 * (step % 3) + 0.8 * (step >= 62)
+        curve.append(Point(step=step, loss=loss, grad_norm=0.0, learning_rate=rate))
+
+    assert judge_run(curve, range(10, 120, 10)).judgements
 
 
 def test_losses_that_stay_not_finite_are_one_rollback():

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from zerobook.checkpoint import manager as manager
 from zerobook.checkpoint import save, store
 from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.checkpoint.resolution import resolve_resume
+from zerobook.data import files
 from zerobook.errors import CheckpointError
 from zerobook.monitor.finding import Finding
 from zerobook.monitor.policy import RecoveryAction
@@ -90,11 +92,48 @@ def test_a_save_under_way_prunes_before_the_run_decides_where_to_go_back_to(tiny
     assert not store.list_aside(store.folder_of(run.output), "abandoned")
 
 
+class EndsAfterItsRollback(Diverging):
+    def on_log(self, trainer, records):
+        if self.done and records[-1].step == 7:
+            raise InterruptedError
+        return super().on_log(trainer, records)
+
+
+def test_a_resume_is_not_compared_with_what_a_rollback_abandoned(tiny, tmp_path):
+    with pytest.raises(InterruptedError):
+        train(tmp_path / "run", hooks=f"{__name__}:EndsAfterItsRollback", policy="replay", **flags(tiny))
+    run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny) | {"logging_steps": 4})
+    check = [event for event in run.events if event["type"] == "verify" and event["after"] == "steps done again"][-1]
+    assert check["attempt"] == 2 and check["steps"] == [7, 7], "steps 8 and 9 are of the abandoned branch"
+
+
 class LeavesAllOut(Hook):
     def on_log(self, trainer, records):
         if records[-1].step != 8:
             return None
         return RecoveryAction(kind="leave_out", rule="a test", reason="a test", options=(), onset=8, noticed=8, steps=(1, 8))
+
+
+class LeavesLittleOut(LeavesAllOut):
+    def on_log(self, trainer, records):
+        action = super().on_log(trainer, records)
+        return action and replace(action, steps=(8, 8))
+
+
+def test_leaving_samples_out_opens_no_shard_of_a_stream_again(tiny, tmp_path, monkeypatch):
+    lines = (tiny / "chats.jsonl").read_text().splitlines(keepends=True)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    monkeypatch.setattr(files, "SHARD_BYTES", 1000)
+    for shard in range(8):
+        (folder / f"{shard}.jsonl").write_text("".join(lines[shard:24:8]))
+    streamed = flags(tiny) | {"train_file": folder, "streaming": True, "save_steps": 0}
+
+    run = train(tmp_path / "run", hooks=f"{__name__}:LeavesLittleOut", **streamed)
+
+    assert run.event("skip")["samples"] == 2
+    opened = [event["shard"] for event in run.events if event["type"] == "shard"]
+    assert len(opened) == len(set(opened)) > 2
 
 
 @pytest.mark.parametrize("shape", [{}, {"packing": True}, {"num_train_epochs": 5}])

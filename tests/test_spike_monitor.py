@@ -24,8 +24,11 @@ class FakeKeeper:
 
     def __init__(self):
         self.whole, self.proven, self.protected = [], [], ()
+        self.saver = SimpleNamespace(writing_step=None)
 
     def finish(self, log): ...
+
+    def report(self, log): ...
 
     def is_whole(self, step):
         return True
@@ -111,6 +114,17 @@ def test_a_checkpoint_is_good_once_training_went_on_well_from_it(tmp_path):
     assert run.manager.proven == [10], "20 has had no ten steps yet"
     run.go(30, 45)
     assert run.manager.proven == [10, 20, 30]
+
+
+def test_a_checkpoint_that_takes_long_to_write_is_proven_once_it_is_complete(tmp_path):
+    run = Run(tmp_path)
+    run.go(1, 10)
+    run.manager.saver.writing_step = 10
+    run.go(11, 25)
+    assert run.manager.proven == []
+    run.manager.saver.writing_step = None
+    run.go(26, 29)
+    assert run.manager.proven == [10]
 
 
 def test_a_loss_that_rises_evenly_lowers_the_rate_from_before_the_rise(tmp_path):
@@ -210,6 +224,12 @@ def test_usual_losses_behind_a_precursor_prove_nothing(tmp_path):
     assert again.go(51, 80, s57=(2.0, 40.0), **HIGH).kind == "skip" and again.events("verify")[-1]["step"] == 62
 
 
+def test_a_decision_counts_the_steps_up_to_the_log_point(tmp_path):
+    run = Run(tmp_path)
+    measure = run.go(1, 80, **HIGH)
+    assert measure.noticed < 70 and f"{70 - measure.to_step} steps abandoned" in measure.rule
+
+
 def test_a_step_is_decided_on_once(tmp_path):
     """An absurd loss asks by itself at the very step at which the replay sees it come again."""
     run = Run(tmp_path)
@@ -228,6 +248,9 @@ def test_gradients_that_are_not_finite_four_times_and_again(tmp_path):
     assert run.go(51, 80, **bad).kind == "skip"
     fresh = Run(tmp_path / "fp16", precision="fp16")
     assert fresh.go(1, 80, **bad) is None, "fp16's scaler overflows by design"
+    lost = Run(tmp_path / "lost", precision="fp16")
+    overflows = {f"s{step}": (2.0, math.inf) for step in range(62, 150)}
+    assert lost.go(1, 150, **overflows).kind == "replay", "no update is applied any more"
 
 
 def test_a_loss_that_is_not_finite_is_not_applied_under_fp16_either(tmp_path):
@@ -268,6 +291,9 @@ def test_replicas_are_compared_before_a_save(tmp_path):
     measure = run.spikes.check_replicas(50)
     assert (measure.kind, measure.to_step) == ("replay", 30) and run.events("spike")[-1]["step"] == 50
     assert run.events("decision")[-1]["parent"] == run.events("spike")[-1]["seq"]
+    run.back(measure)
+    run.go(31, 60)
+    assert run.events("verify") == [], "no loss shows whether the copies differ again"
 
 
 def test_weights_that_are_lost_are_given_up(tmp_path):

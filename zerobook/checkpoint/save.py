@@ -96,7 +96,15 @@ class Saver:
         self.keep_best = True
         self._host_blocks: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
+        self._saving_step: int | None = None
         self._results: list[Saved] = []
+
+    @property
+    def writing_step(self) -> int | None:
+        """Step of the checkpoint that is written in the background at the moment; None if there is none."""
+        if self._thread is None or not self._thread.is_alive():
+            return None
+        return self._saving_step
 
     def save(self, progress: Progress, config: dict[str, Any], hooks: HookState | None = None) -> None:
         """Save the state after a whole step. Collective.
@@ -145,6 +153,7 @@ class Saver:
             start=start,
         )
         if self.background:
+            self._saving_step = progress.step
             self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint", daemon=True)
             self._thread.start()
         else:

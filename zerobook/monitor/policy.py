@@ -124,7 +124,12 @@ class RecoveryPolicy:
         return {"rollbacks": self.rollbacks, "trouble": trouble, "flag": self._flag, "on_spike": self.on_spike}
 
     def decide(
-        self, finding: Finding, proven: Sequence[int], unproven: Sequence[int] = (), hardware: str | None = None
+        self,
+        finding: Finding,
+        proven: Sequence[int],
+        unproven: Sequence[int] = (),
+        hardware: str | None = None,
+        step: int = 0,
     ) -> RecoveryAction:
         """Return the action against a finding that needs one. `record` it if it is taken.
 
@@ -132,6 +137,7 @@ class RecoveryPolicy:
             proven: steps of the checkpoints that were proven good.
             unproven: steps of the other complete checkpoints.
             hardware: a known hardware fault, in words.
+            step: the newest one that the run has done, if it is later than the one at which the finding was noticed.
         """
         onset = finding.onset
         trouble = self._trouble_at(onset)
@@ -170,7 +176,13 @@ class RecoveryPolicy:
             quality = "the last checkpoint before it, which is not proven good yet"
         if checkpoints:
             return self._decide_rollback(
-                undecided, trouble, checkpoints, quality, is_hardware=hardware is not None, is_slow=finding.is_slow
+                undecided,
+                trouble,
+                checkpoints,
+                quality,
+                max(step, finding.step),
+                is_hardware=hardware is not None,
+                is_slow=finding.is_slow,
             )
         rule = f"there is no checkpoint from before step {first - LEAD + 1}"
         # Finite weights may recover by themselves. With a faulty rank or NaN there is no hope of that.
@@ -184,6 +196,7 @@ class RecoveryPolicy:
         trouble: Trouble | None,
         checkpoints: list[int],
         quality: str,
+        step: int,
         *,
         is_hardware: bool,
         is_slow: bool,
@@ -193,6 +206,7 @@ class RecoveryPolicy:
         Args:
             checkpoints: steps of checkpoints from before the spike.
             quality: what the newest of them is, in words.
+            step: the newest one that the run has done.
             is_hardware: a fault of the hardware is known.
             is_slow: the loss has risen over many steps, so no samples are left out.
         """
@@ -204,8 +218,7 @@ class RecoveryPolicy:
             last = max(last, trouble.last)
             earlier_actions = trouble.tried
         to_step = max(checkpoints)
-        abandoned = undecided.noticed - to_step
-        kind = self._next_action(earlier_actions, abandoned, is_slow=is_slow)
+        kind = self._next_action(earlier_actions, step - to_step, is_slow=is_slow)
         # If the hardware is known to be faulty, the data are blamed only after two replays.
         if is_hardware and earlier_actions.count("replay") < 2:
             kind = "replay"
@@ -221,9 +234,9 @@ class RecoveryPolicy:
         # One checkpoint further back each time.
         if kind in ("lower_rate", "further_back") and trouble is not None:
             to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
-        cost = f"{counted(undecided.noticed - to_step, 'step')} abandoned"
+        cost = f"{counted(step - to_step, 'step')} abandoned"
         if self.total_steps is not None:
-            cost += f", {max(0, self.total_steps - undecided.noticed)} left"
+            cost += f", {max(0, self.total_steps - step)} left"
         return replace(
             undecided,
             kind=kind,

@@ -166,7 +166,8 @@ class SpikeMonitor:
             return False
         norms = [past.grad_norm for past in self._history if past.step >= finding.onset and past.grad_norm is not None]
         # The detector has logarithms of norms.
-        if norms and max(norms) > MOST_NORM * math.exp(self.detector.norm.level()):
+        has_level = len(self.detector.norm.accepted) > 0
+        if norms and has_level and max(norms) > MOST_NORM * math.exp(self.detector.norm.level()):
             return False
         newest_level = median(excursion.losses[-3:])
         rise = newest_level - excursion.base
@@ -176,7 +177,9 @@ class SpikeMonitor:
         # A moderate rise at most doubles the loss. A loss near 0 is measured in units of its noise.
         return rise < max(abs(excursion.base), 10 * excursion.unit) and not still_rises
 
-    def decide(self, finding: Finding, proven: Sequence[int], unproven: Sequence[int], hardware: str | None) -> RecoveryAction:
+    def decide(
+        self, finding: Finding, proven: Sequence[int], unproven: Sequence[int], hardware: str | None, step: int = 0
+    ) -> RecoveryAction:
         """Return the action against a finding; the arguments are those of `RecoveryPolicy.decide`.
 
         Pass the action to ``policy.record`` if it is taken.
@@ -185,7 +188,7 @@ class SpikeMonitor:
         onset = self.detector.onset()
         if onset is not None and onset < finding.onset:
             finding = replace(finding, onset=onset)
-        return self.policy.decide(finding, proven, unproven, hardware)
+        return self.policy.decide(finding, proven, unproven, hardware, step)
 
     def go_back(self, action: RecoveryAction, detector: dict[str, Any]) -> dict[int, float]:
         """Forget the steps after ``action.to_step``. Return step -> loss of those that must have the same loss when repeated.
@@ -206,9 +209,11 @@ class SpikeMonitor:
             point = self._history.pop()
             # If a step was done several times, the newest time counts.
             before.setdefault(point.step, point)
+        # Without a disturbance, as where copies of the weights differ, the losses do not show whether it comes again.
+        is_disturbed = self.detector.onset() is not None
         self.detector = Detector(self.settings, detector)
         self._replay = None
-        if action.kind == "replay":
+        if action.kind == "replay" and is_disturbed:
             self._replay = _Replay(action.onset, action.noticed, before, base, high)
 
         # Losses are the same up to the first step that is suspect, or whose samples are left out.

@@ -8,8 +8,6 @@ Daly    A higher order estimate of the optimum checkpoint interval for restart d
         2006
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ ZeRO    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 ZeRO++  Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, arXiv:2306.10209
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -3,8 +3,6 @@
 Imports nothing heavy, so that it takes a tenth of a second.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -7,8 +7,6 @@ module that shares the weight, or for a module that activation checkpointing run
 decisions. Read from DeepSpeed 0.19.8, `PartitionedParameterCoordinator`, and counted in live runs.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

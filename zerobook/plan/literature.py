@@ -4,8 +4,6 @@ The formulas themselves are in `zerobook.plan.formulas`. This module applies the
 is the number of the model's parameters, T of the trained ones where others are frozen.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zerobook.plan import formulas

@@ -257,8 +257,8 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in manager.skipped.values():
         say(f"skipped: {reason}")
-    # The progress was read before, for the sample order and the schedule.
-    _, bytes_read = manager.load()
+    # The progress was read before, for the sample order and the schedule. It has decisions of later attempts, too.
+    loaded, bytes_read = manager.load()
     progress = state.progress
     verified, differing = state.verify(progress.following)
     if not strategy.is_main:
@@ -288,7 +288,9 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
     if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
         say("  an earlier version or another trainer wrote the checkpoint; its warm-up was one step behind this one's")
-    state.earlier_losses = _losses_behind(log, progress.step)
+    # The repeated steps may have other samples than before if some were left out since.
+    if progress.skip_ranges == loaded.skip_ranges:
+        state.earlier_losses = _losses_behind(log, progress.step)
 
 
 def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int | None:
@@ -362,11 +364,18 @@ def amount(samples: int) -> str:
 
 
 def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
-    """Return step -> loss of the steps after ``step`` at the end of the log, which earlier attempts did."""
+    """Return step -> loss of the steps after ``step`` at the end of the log, which earlier attempts did.
+
+    Steps that a rollback abandoned are left out: their losses may be those of a spike.
+    """
     losses: dict[int, float] = {}
+    branches = set()
     for record in backwards(log.folder / STEPS):
         # Stop at a damaged record, since the steps before it may be of an older branch.
         if record is None or record["step"] <= step:
+            break
+        branches.add(record["branch"])
+        if len(branches) > 1:
             break
         if record["loss"] is not None:
             # The newest loss of a step comes first.

@@ -47,6 +47,8 @@ class Recovery:
         self.spikes = spikes
         self.log = log
         self.say = say
+        # The last step after which samples were left out without going back. Earlier steps may have other samples if repeated.
+        self._reordered_step = 0
 
     def checked(self, action: RecoveryAction) -> RecoveryAction:
         """Return ``action``, or one that stops the run if ``action`` would leave no samples to train on."""
@@ -78,6 +80,10 @@ class Recovery:
         else:
             progress.skip_ranges = skip_ranges
             progress.rate_cuts = rate_cuts
+            if left_out:
+                self._reordered_step = progress.step
+            # A stream opens only the shards that it has not passed.
+            progress.stream = state.loader.order.passed
             # A new loader takes the changed order from the next step on.
             state.build_loader()
         if left_out and state.end_step < state.total_steps:
@@ -144,8 +150,7 @@ class Recovery:
         if action.rate_factor:
             # The first loss comes before the first update at the lower rate. Later ones differ.
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
-        elif action.by is not None and skip_ranges != loaded.skip_ranges:
-            # Since the checkpoint, a user has had samples left out, so the repeated steps may have other samples.
+        elif to_step < self._reordered_step:
             losses = {}
         state.earlier_losses = losses
         state.build_loader()

@@ -16,6 +16,9 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.strategy.replicas import Replicas
 
+MOST_OVERFLOWS = 40
+"""Steps in a row without a finite gradient that a search for the loss scale may take under fp16. It halves the scale each time,
+and begins at 2^16 (torch 2.13, DeepSpeed 0.19.8) or, in some files of DeepSpeed, at 2^32."""
 _EVENTS = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
 """Kind of a finding -> type of its event; ``spike`` for all others."""
 
@@ -73,6 +76,10 @@ class SpikeHandler:
         self._unproven: list[int] = []
         self._pinned_step: int | None = None
         self._replay_cause: int | None = None
+        # Steps in a row whose gradient was not finite.
+        self._overflows = 0
+        # The newest step that was given to it.
+        self._step = 0
 
     def expect(self, step: int, what: str, *, window: int = WINDOW) -> None:
         """Announce an event, such as another mixture from ``step`` on. Call it on every rank, before that step is logged.
@@ -87,6 +94,7 @@ class SpikeHandler:
         Steps after one that leads to a rollback are not processed: they will be done again.
         """
         combined = None
+        self._step = records[-1].step
         for record in records:
             action = self._see_step(record)
             if action is None:
@@ -114,6 +122,7 @@ class SpikeHandler:
         differing = self.strategy.differing_replicas()
         if differing is None:
             return None
+        self._step = step
         level = self.monitor.detector.loss.level()
         reason = "the ranks' copies of the weights differ"
         finding = Finding(kind="divergence", step=step, onset=step, points=1, base=level, peak=level, reason=reason)
@@ -136,12 +145,12 @@ class SpikeHandler:
         # A save in progress may prune the checkpoint to go back to.
         manager.finish(self.log)
         proven, unproven = strategy.on_main(manager.steps)
-        action = self.monitor.decide(finding, proven, unproven, hardware)
+        action = self.monitor.decide(finding, proven, unproven, hardware, self._step)
         while action.to_step is not None and not manager.is_whole(action.to_step):
             # The checkpoint is damaged, so the decision is made without it.
             proven = [step for step in proven if step != action.to_step]
             unproven = [step for step in unproven if step != action.to_step]
-            action = self.monitor.decide(finding, proven, unproven, hardware)
+            action = self.monitor.decide(finding, proven, unproven, hardware, self._step)
         self.monitor.policy.record(action)
         self._report_decision(action, hardware)
         return action
@@ -174,6 +183,7 @@ class SpikeHandler:
         to_step = action.to_step
         self._unproven = [step for step in self._unproven if step <= to_step]
         self._replay_cause = cause
+        self._overflows = 0
         return self.monitor.go_back(action, detector)
 
     def cursors(self, first: int, last: int) -> list[tuple[int, int]]:
@@ -204,13 +214,16 @@ class SpikeHandler:
     def _point_of(self, record: StepRecord) -> Point:
         """Return the detector's point.
 
-        A step whose loss or gradient is not finite is not applied. Under fp16, a gradient that is not finite is no sign of
-        trouble: the loss scaler tries larger scales regularly.
+        A step whose loss or gradient is not finite is not applied. Under fp16, a few gradients that are not finite are no sign
+        of trouble: the loss scaler tries larger scales regularly.
         """
         norm = float(record.grad_norm)
         loss = float(record.loss)
-        scales_loss = self.strategy.plan.precision == "fp16"
-        is_skipped = not math.isfinite(loss) or (not math.isfinite(norm) and not scales_loss)
+        self._overflows += 1
+        if math.isfinite(norm):
+            self._overflows = 0
+        may_overflow = self.strategy.plan.precision == "fp16" and self._overflows <= MOST_OVERFLOWS
+        is_skipped = not math.isfinite(loss) or not (math.isfinite(norm) or may_overflow)
         return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, is_skipped=is_skipped)
 
     # --- reports
@@ -298,9 +311,13 @@ class SpikeHandler:
             self.log.event("checkpoint", state="unpinned", step=self._pinned_step)
             self._pinned_step = None
         newest = step - self.monitor.settings.patience - LEAD
-        proven = [saved for saved in self._unproven if saved <= newest]
-        self._unproven = [saved for saved in self._unproven if saved > newest]
+        # A checkpoint that takes long to write is proven once it is complete.
+        writing = self.manager.saver.writing_step
+        proven = [saved for saved in self._unproven if saved <= newest and saved != writing]
+        self._unproven = sorted(set(self._unproven) - set(proven))
         if proven and self.strategy.is_main:
+            # The report of a save takes back what was known of its step, so it comes first.
+            self.manager.report(self.log)
             self.manager.prove(proven, self.log)
 
     def _pin_checkpoint(self) -> None:

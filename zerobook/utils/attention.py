@@ -1,7 +1,5 @@
 """The kernels that compute torch's scaled dot product attention (SDPA) on CUDA: which comes first, and which share keys."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Progress bars, and lines that are printed while a bar is shown."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

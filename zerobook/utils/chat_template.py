@@ -1,7 +1,5 @@
 """Chat templates by name, for models that have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("chat_templates")

@@ -1,7 +1,5 @@
 """Checks of the programs and headers that torch compiles kernels with."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

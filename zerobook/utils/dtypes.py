@@ -1,7 +1,5 @@
 """The dtypes that the names of precisions stand for."""
 
-from __future__ import annotations
-
 import torch
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

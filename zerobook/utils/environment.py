@@ -1,7 +1,5 @@
 """Values of environment variables."""
 
-from __future__ import annotations
-
 
 def is_true(value: object) -> bool:
     """Return whether a variable is set to a word for true."""

@@ -1,7 +1,5 @@
 """File modes, and folders that get their names only when they are complete and durable."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

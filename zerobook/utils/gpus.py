@@ -5,8 +5,6 @@ torch reports "no GPU" if there is none, if the driver is too old for it, and if
 torch has no kernels is reported as any other, with a warning, and the first computation on it fails.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from ctypes.util import find_library

@@ -1,7 +1,5 @@
 """Host memory while weights are read and sharded: what the allocator keeps, and what copies of a model need."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Models and datasets on the Hugging Face hub: their commits, and files that are downloaded before anything waits for them."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Messages of libraries that a user can do nothing about."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

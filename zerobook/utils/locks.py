@@ -1,7 +1,5 @@
 """File locks (flock), and file systems that have none."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math

@@ -1,7 +1,5 @@
 """A limit on the memory that a piece of work takes from this process."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

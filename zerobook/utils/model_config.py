@@ -1,7 +1,5 @@
 """Facts from a transformers config, also if it is composed of the configs of several models."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names that are spelt like a wrong one, as the end of an error message."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from itertools import islice

@@ -16,8 +16,6 @@ Only names were read, in July to November 2026, from these files:
 - FastChat at 0e6d3e4 (2025-04-12): fastchat/train/{train,train_lora}.py, scripts/train_vicuna_7b.sh
 """
 
-from __future__ import annotations
-
 _LENGTH = ("max_seq_length", "block_size", "max_source_length")
 _BATCH = ("per_device_train_batch_size",)
 _RATE = ("learning_rate",)

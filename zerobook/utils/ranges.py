@@ -1,7 +1,5 @@
 """Sorted [start, end) ranges of whole numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

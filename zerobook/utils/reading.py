@@ -1,7 +1,5 @@
 """Reading of files that somebody else may have written: regular files of bounded size, and JSON of bounded depth."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Other values in the place of attributes, for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ In a clone they are beside the package, where users type their paths. A wheel ha
 other projects have a folder ``recipes`` of their own in site-packages.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Versions of the software with which a run, a benchmark or a table was made."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import PackageNotFoundError, version
 

@@ -3,8 +3,6 @@
 A link in the place of a file that is written there can lead to any file of the user.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Values as people write them, in YAML and in flags: ``none``, a list in one text, a whole number such as ``1e3``."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reader of YAML and JSON files that users write: recipe configs and strategy files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

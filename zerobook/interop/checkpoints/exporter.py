@@ -1,7 +1,5 @@
 """Write a checkpoint in the form of another trainer, which continues it there."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ The run's folder appears when it is complete: a checkpoint in `zerobook.checkpoi
 that the other trainer logged. Weights and moments are read and written piece by piece.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Iterator

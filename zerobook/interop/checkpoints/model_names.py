@@ -1,7 +1,5 @@
 """The names of a model's weights, in the orders in which optimizers number them. No weights are loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

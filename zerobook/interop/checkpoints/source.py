@@ -1,7 +1,5 @@
 """A checkpoint of another trainer as it is read, and the progress that its trainer recorded beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ torch's ``weights_only`` loader makes tensors and plain values. The few classes 
 classes of this module, which hold values and do nothing. A file that names any other class is refused.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import threading

@@ -4,8 +4,6 @@ Each rank's partition is read as segments of weights, and the imported checkpoin
 is gathered, and any number of ranks can be read at the same time.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Iterator

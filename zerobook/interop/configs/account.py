@@ -1,7 +1,5 @@
 """The account of an import, as text: what became of each key, grouped by kind."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from typing import Any

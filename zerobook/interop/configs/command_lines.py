@@ -1,7 +1,5 @@
 """Command lines of other trainers, read as configs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import dropwhile

@@ -1,7 +1,5 @@
 """Functions that the tables name in ``by`` for data sets, as those of `zerobook.interop.configs.translations`."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """A config of another trainer while it is imported."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

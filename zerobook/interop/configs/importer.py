@@ -1,7 +1,5 @@
 """Import of a config: each of its keys becomes a line of the account, and the recipe's values and files are gathered."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How a foreign run is spread over devices: its DeepSpeed JSON or its FSDP settings, as a strategy file."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -21,8 +21,6 @@ With none of them, the key around this one says what it means here. All other en
 written ``outer.inner``, and in a list of mappings ``outer[].inner``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path

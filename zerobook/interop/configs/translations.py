@@ -4,8 +4,6 @@ A function takes the config and the value of the key. It returns flag -> value, 
 that together mean one thing have the same function, which reads all of them from the config.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
