@@ -2,9 +2,10 @@
 # Status: written from the documentation of its parts; not built here.
 #
 #   docker build -t zerobook .
-#   docker run --gpus all --ipc=host --ulimit memlock=-1 -v "$HOME/.cache:/root/.cache" -v "$PWD/data:/data" \
+#   docker run --gpus all --ipc=host --ulimit memlock=-1 -v zerobook-cache:/root/.cache -v "$PWD/data:/data" \
 #     -v "$PWD/outputs:/zerobook/outputs" -it zerobook
-# The first volume keeps downloaded models and prepared data for the next container.
+# The first volume keeps downloaded models and prepared data for the next container. -e HF_TOKEN is for gated models. Files in outputs
+# belong to root: sudo chown -R "$USER" outputs gives them to you.
 # The CUDA version of the image is that of PyPI's torch (requirements-gpu.txt): compilers of another major version are refused.
 # The driver of the host has to be 580 or newer (docs.nvidia.com/deploy/cuda-compatibility, CUDA 13.x).
 FROM nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04

@@ -28,7 +28,7 @@ JOB = [RECIPE, CONFIG, STRATEGY, "--max_train_steps", "5"]
 STUBS = {
     # starts node.sh once for every node, and sends signals on, as srun does
     "srun": """#!/bin/bash
-shift 2  # --export=ALL --kill-on-bad-exit=0
+while [[ $1 == --* ]]; do shift; done
 echo "$SRUN_CPUS_PER_TASK" >> "$RECORD/srun"
 nodes=()
 for ((id = 0; id < SLURM_NNODES; id++)); do SLURM_NODEID=$id "$@" & nodes+=($!); done

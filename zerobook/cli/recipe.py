@@ -284,8 +284,6 @@ def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: P
     values = {
         **planned_values,
         "num_train_epochs": 3,
-        "save_steps": 100,
-        "save_total_limit": 2,
         "output_dir": f"outputs/{file.stem}",
     }
     for key, value in values.items():
