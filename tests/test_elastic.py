@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_torchrun_gets_a_range_of_machines_and_accelerates_environment(started, 
     assert dict(os.environ) == before
 
 
+def test_a_machine_that_is_not_the_first_needs_neither_a_number_nor_the_port(started):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        machines = ["--num_machines", "4", "--num_processes", "8", "--main_process_ip", "10.0.0.1"]
+        port = ["--main_process_port", str(server.getsockname()[1])]
+        assert main(["launch", "--min_machines", "2", "--multi_gpu", *machines, *port, "recipe.py"]) == 0
+    assert started
+
+
 def test_typed_settings_of_the_rendezvous_are_kept(started):
     main(
         ["launch", "--min_machines=2", *file("ddp"), *MACHINES, "--max_restarts", "7", "--rdzv_conf", "join_timeout=60", "x.py"]
@@ -53,7 +62,7 @@ def test_typed_settings_of_the_rendezvous_are_kept(started):
 @pytest.mark.parametrize("least, flags, said", [
     (5, [], "--min_machines: 5, and --num_machines is 4"), (0, [], "--min_machines: 0"),
     (1, ["--num_machines", "1"], "--num_machines is 1"), (1, ["--num_processes", "6"], "6 is no multiple of --num_machines 4"),
-    (1, ["--rdzv_backend", "etcd"], "--rdzv_backend: etcd"),
+    (1, ["--rdzv_backend", "etcd"], "--rdzv_backend: etcd"), (1, ["--main_process_ip", ""], "--main_process_ip: not given"),
 ])  # fmt: skip
 def test_what_cannot_be_a_range_is_refused(started, least, flags, said):
     with pytest.raises(ConfigError, match=said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -25,12 +26,13 @@ from tests.calls import function_calls
 from zerobook.errors import LaunchError
 from zerobook.health import clock, position
 from zerobook.health.exchange import Exchange
-from zerobook.health.judge import GPU_SILENT, Beat, Judge, Verdict, describe
+from zerobook.health.judge import GPU_SILENT, NO_BEAT, Beat, Judge, Verdict, describe
 from zerobook.health.position import Window
 from zerobook.health.presence import Presence, listen
 from zerobook.health.watch import EXIT_CODE, Watch, is_connection_error
 from zerobook.launch.meet import meet
 from zerobook.utils import messages
+from zerobook.utils.messages import SignedStore
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT, INTERVAL, GRACE = 30.0, 1.0, 10.0
@@ -443,6 +445,49 @@ def test_an_error_is_told_to_the_others_and_the_missing_one_is_named():
     watches[0].stop()
     position.reset()
     assert found[0] is not None and found[0].kind == "silent" and found[0].ranks == [1]
+
+
+def test_an_error_of_ones_own_that_names_a_connection_is_passed_on():
+    """Another service's, as of a tracker. In one process nobody is asked; the others would call this rank the failed one."""
+    error = RuntimeError("DataLoader timed out")
+    watches = [Watch(dist.PrefixStore("x", dist.HashStore()), 0, size, 3.0, local=[0]) for size in (1, 2)]
+    watches[1]._exchange.verdict = Verdict("failed", [0], ["here"], "failed", 1, 20.0, [])
+    started = time.monotonic()
+    assert [watch.failed(error) for watch in watches] == [None, None]
+    assert time.monotonic() - started < 3
+    for watch in watches:
+        watch.stop()
+    position.reset()
+
+
+def test_a_process_that_ended_is_named_before_those_that_it_made_fail():
+    """With the default of ``hang_timeout``: it sent a heartbeat and ended between two looks of rank 0."""
+    store = SignedStore(dist.HashStore(), "secret")
+    servers = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(3)]
+    exchanges = [Exchange(store, rank, 3, 300.0, 0.0) for rank in range(3)]
+    numbers = itertools.count(1)
+
+    def beat(rank, phase="backward", error=""):
+        return NO_BEAT._replace(
+            number=next(numbers), host=f"host{rank}", pid=1, phase=phase, step=7, entered=30, seconds=1.0, limit=300.0,
+            error=error, endpoint=servers[rank].getsockname()[:2],
+        )  # fmt: skip
+
+    exchanges[1].send(beat(1))
+    exchanges[0].step(beat(0), 0.0)
+    exchanges[2].send(beat(2))
+    servers[2].close()
+    lost = "RuntimeError: [gloo] Connection closed by peer"
+    seconds = 0.0
+    while exchanges[0].verdict is None and seconds < 60:
+        seconds += 5.02
+        exchanges[1].send(beat(1, "failed", lost))
+        exchanges[0].step(beat(0, "failed", lost), seconds)
+    for server in servers:
+        server.close()
+
+    assert exchanges[0].verdict is not None
+    assert (exchanges[0].verdict.kind, exchanges[0].verdict.ranks) == ("ended", [2])
 
 
 def test_heartbeats_tell_where_the_device_is_and_the_rank_of_a_stuck_gpu_is_named():

@@ -24,8 +24,9 @@ BEATS_PER_TIMEOUT = 30
 """Heartbeats in ``hang_timeout`` seconds, unless `MAX_INTERVAL_S` asks for more."""
 MAX_INTERVAL_S = 5.0
 """Seconds between two heartbeats, at most."""
-GRACE_S = 10.0
-"""Seconds that the other ranks have to end by themselves after one failed: their launcher may stop them."""
+GRACE_S = 20.0
+"""Seconds that the other ranks have to end by themselves after one failed: their launcher may stop them. The end of a process
+that made the failed one fail is found before that."""
 GONE_INTERVALS = 2.5
 """Intervals without a heartbeat after which a rank counts as gone, if a connection to some rank is broken."""
 MISSED_INTERVALS = 1.5

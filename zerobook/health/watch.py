@@ -27,7 +27,7 @@ from zerobook.health.exchange import CONNECTION_ERRORS, GONE_INTERVALS, Exchange
 from zerobook.health.judge import GPU_SILENT, NO_BEAT, Beat, Kind, Verdict, describe
 from zerobook.health.presence import listen
 from zerobook.health.stragglers import Slow
-from zerobook.utils.terminal import say
+from zerobook.utils.terminal import plain, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -117,15 +117,18 @@ class Watch:
         It waits for the verdict if the error is that of a connection: the other end then stops sending heartbeats.
         """
         # One line, and no long one: rank 0 reads the heartbeats of all ranks.
-        self._error = f"{type(error).__name__}: {error}".splitlines()[0][:MAX_ERROR_LENGTH]
+        self._error = plain(f"{type(error).__name__}: {error}".splitlines()[0])[:MAX_ERROR_LENGTH]
         position.enter("failed")
         self._wake.set()
-        if is_connection_error(error):
+        if self.world_size > 1 and is_connection_error(error):
             self._has_verdict.wait(5 * self.interval + 1)
             silence = self._clock.now() - self._exchange.pulse_time
             # Rank 0 judges. If it is gone itself, no verdict comes.
             if self.verdict is None and self.rank != 0 and silence > GONE_INTERVALS * self.interval:
                 self._exchange.verdict = self._verdict_on_main("silent", silence)
+        # The error is this rank's own if no other one is gone.
+        if self.verdict is not None and self.rank in self.verdict.ranks:
+            return None
         return self.verdict
 
     def take_slow(self) -> list[Slow]:

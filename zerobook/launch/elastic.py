@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zerobook.errors import ConfigError
 from zerobook.launch import accelerate_file
+from zerobook.launch.flag_checks import machine_problems
 from zerobook.launch.worker_environment import distributed_environment
 
 BACKEND = "c10d"
@@ -37,6 +38,7 @@ def launch(least: int, arguments: list[str]) -> None:
     import torch.distributed.run as torchrun
     from accelerate.commands import launch as accelerate_launch
     from accelerate.utils import patch_environment
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
     parser = accelerate_launch.launch_command_parser()
     args = parser.parse_args(arguments)
@@ -55,9 +57,14 @@ def launch(least: int, arguments: list[str]) -> None:
     # torchrun starts the same number of processes on each machine.
     if args.num_processes % most:
         raise ConfigError(f"--num_processes: {args.num_processes} is no multiple of --num_machines {most}.")
-    # The address becomes the rendezvous, not rank 0's.
+    # The address becomes the rendezvous, not rank 0's. Only the machine that has it listens there, and accelerate looks for
+    # another program at the port where the rank is 0.
     args.same_network = False
     args.deepspeed_multinode_launcher = "standard"
+    args.machine_rank = args.machine_rank or int(not _matches_machine_hostname(str(args.main_process_ip)))
+    problems = list(machine_problems(args, resolves=False))
+    if problems:
+        raise ConfigError(problems)
     environ = distributed_environment(args, defaults, from_file)
     script = ["--training_script", args.training_script, "--training_script_args", args.training_script_args]
     torchrun_args = accelerate_launch._filter_args(args, torchrun.get_args_parser(), script)

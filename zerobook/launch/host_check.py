@@ -198,13 +198,11 @@ def _exchange(store: Store, here: Place, key: str, value: object, kind: Any, pat
         return [messages.read(store.get(key_of_host), kind) for key_of_host in keys]
     except RuntimeError as error:
         # The store may be gone, and then it does not say who came.
-        absent = "all ranks, since the first host has ended"
+        reason = "The first host has ended, and has printed why."
         with suppress(RuntimeError):
             absent = ", ".join(str(number) for number, key_of_host in enumerate(keys) if not store.check([key_of_host]))
-        raise ConfigError(
-            f"No host came with --machine_rank {absent} within {patience:.0f} s. Run the same command on all hosts, with "
-            "the same --num_machines."
-        ) from error
+            reason = f"No host came with --machine_rank {absent} within {patience:.0f} s."
+        raise ConfigError(f"{reason} Run the same command on all hosts, with the same --num_machines.") from error
 
 
 def _check_shared_folder(store: Store, here: Place, output_dir: Path | None, first_host: str, name: str) -> str | None:

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from zerobook.errors import LaunchError, ZerobookError
 from zerobook.utils import messages
-from zerobook.utils.terminal import say
+from zerobook.utils.terminal import plain, say
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -135,7 +135,7 @@ def tell_refusal(reason: str, exit_code: int) -> None:
     environ = os.environ
     if _has_started.is_set() or not tells_hosts(environ):
         return
-    refusal = Refusal(host=socket.gethostname(), reason=reason[:4000], exit_code=exit_code)
+    refusal = Refusal(host=socket.gethostname(), reason=plain(reason)[:4000], exit_code=exit_code)
     with suppress(RuntimeError):
         # The first reason stays: errors of other ranks may be its consequence.
         _store(CONNECT_S).compare_set(_REFUSAL, "", json.dumps(refusal))

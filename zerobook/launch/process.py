@@ -127,6 +127,7 @@ def quietly(launcher: Callable[[], None]) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from zerobook.launch import agent
 
@@ -153,7 +154,7 @@ def quietly(launcher: Callable[[], None]) -> int:
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     except SignalException as error:
         return 128 + int(error.sigval)
-    except DistError as error:
+    except (DistError, RendezvousError) as error:
         reason = str(error).partition("\n")[0]
         say(f"The launchers of the machines did not meet: {reason}. Is each of them started?", file=sys.stderr)
         return 1

@@ -68,7 +68,11 @@ class Preemption:
         self.received = signal.Signals(number).name
 
     def due(self, step: int) -> bool:
-        """Return whether ``step``, just done, is the last one. Every rank calls it after every step; no collective."""
+        """Return whether the step just done is the last one. Every rank calls it after every step; no collective.
+
+        Args:
+            step: steps done, those of abandoned branches included, so that it grows after a rollback too.
+        """
         if self.strategy.world_size == 1:
             return self.received is not None
         store = dist.distributed_c10d._get_default_store()

@@ -393,7 +393,7 @@ class Trainer(TrainerView):
             # Saves in the background end at any time.
             if config.async_save and self.strategy.is_main:
                 self.manager.report(self.log)
-            if not is_last and self.preemption.due(step):
+            if not is_last and self.preemption.due(step + progress.redone):
                 self._leave_early()
         return None
 
