@@ -147,6 +147,9 @@ def main() -> None:
         (Path(spec["output"]) / "losses.json").write_text(json.dumps(losses))
     # Nobody else does. The reduction of the losses comes after all ranks have opened the buffers.
     remove_buffer_name(os.environ)
+    # gloo's threads may abort an interpreter that ends with them.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """The state of hooks in a checkpoint: tensors in pieces beside those of the optimizer, all other values in `HOOKS`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The checkpoints of a run: find, load, save, protect and report them."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

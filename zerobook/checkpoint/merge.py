@@ -1,7 +1,5 @@
 """The table of all ranks' pieces, in which each element of each tensor must occur once."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from math import prod
 from typing import Any

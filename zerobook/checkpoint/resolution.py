@@ -1,7 +1,5 @@
 """Which checkpoint ``--resume_from_checkpoint`` refers to, and the messages if there is none to take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

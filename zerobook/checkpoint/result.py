@@ -1,7 +1,5 @@
 """The files behind the name of a trained model: a run's folder, its model or adapter, a checkpoint, an exported folder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

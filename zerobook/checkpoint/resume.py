@@ -1,7 +1,5 @@
 """Checks of the run's folder and checkpoint before a start, and a resume on another number of processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Ranks communicate through files only, so that a thread can write while the train
 are flushed to disk, it writes ``rank-N.json`` into the staging folder, or ``rank-N.failed`` with the reason of an error.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

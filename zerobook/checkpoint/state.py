@@ -4,8 +4,6 @@ Only trained weights are kept: frozen ones come from the model that the config n
 shards of the strategy that wrote it. Any range of a tensor can be read, so every other strategy can resume from it.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 from contextlib import suppress

@@ -12,8 +12,6 @@ checkpoints/.step-...               being written, replaced or deleted; `sweep` 
 If a name is taken, a number is added: ``step-000018.abandoned-2``.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import math

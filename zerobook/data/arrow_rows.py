@@ -4,8 +4,6 @@ A column of Arrow has one type. Objects that differ between rows become one type
 gets a null for every key that only others have. In descriptions and calls of tools, the model would learn these nulls.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 _TOOL_KEYS = ("tools", "tool_calls", "function_call")

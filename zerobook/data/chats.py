@@ -1,7 +1,5 @@
 """Turns, tool calls and tools of published chats, in the form that chat templates read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any

@@ -27,7 +27,7 @@ from zerobook.plan.whole_run import WholeRun, plan_whole_run
 from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.bars import tqdm
-from zerobook.utils.shipped import find
+from zerobook.utils.shipped import shipped
 from zerobook.utils.units import duration, size, with_range
 
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
@@ -88,8 +88,9 @@ class Request:
         return recipe, settings
 
     def recipe_file(self, recipe: str | None) -> Path:
-        """Return the file of the request's recipe, or of another that is named, which may stand in another folder."""
-        return self.file if recipe is None else find(recipe, "recipes")
+        """Return the file of the request's recipe, or of a shipped one that is named."""
+        # A recipe of this name in the working folder is not run: nobody named it.
+        return self.file if recipe is None else shipped(f"recipes/{recipe}.py")
 
     def plan(
         self, recipe: str | None, flags: dict[str, Any], cluster: Cluster, files: list[Path]

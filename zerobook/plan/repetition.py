@@ -6,8 +6,6 @@ three periods and the last one run. If the second and the third period consist o
 were left out. Otherwise the caller traces the complete model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

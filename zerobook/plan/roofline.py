@@ -5,8 +5,6 @@ Communication overlaps with the passes in part; the optimizer's step and offload
 engineering values or fitted to published runs: docs/measured/plan_accuracy.md compares the times with those runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 

@@ -1,7 +1,5 @@
 """Token lengths of the samples of a run's data, where the data and the model's tokenizer are on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -345,7 +345,7 @@ def _loads_shards() -> Iterator[None]:
     - It also calls the initialisation of modules with loaded weights, which then changes nothing. That of Pegasus computes
       positions from the shape of the weight. So only modules with a weight that the file lacks are initialised.
     - Weights that the config ties are not tied if the file has both with different values, as that of Flan-T5 has. Without
-      elements all are equal, so they are gathered.
+      elements all are equal, so they are gathered to be compared.
     """
     import deepspeed
     from transformers import PreTrainedModel
@@ -358,11 +358,14 @@ def _loads_shards() -> Iterator[None]:
         if not tensors or not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
             original_initialise(model, module, is_custom_code)
 
-    def tie(model: PreTrainedModel, *arguments: Any, **options: Any) -> None:
-        names = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        tied = [parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name in names]
-        with deepspeed.zero.GatheredParameters(tied):
-            original_tie(model, *arguments, **options)
+    def tie(model: PreTrainedModel, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        compared: list[nn.Parameter] = []
+        for names in model.all_tied_weights_keys.items():
+            # Only if the file has both are their values compared.
+            if missing_keys is not None and missing_keys.isdisjoint(names):
+                compared += map(model.get_parameter, names)
+        with deepspeed.zero.GatheredParameters(compared):
+            original_tie(model, missing_keys, recompute_mapping)
 
     initialises_rest = replaced(PreTrainedModel, "_initialize_weights", initialise)
     with initialises_rest, replaced(PreTrainedModel, "tie_weights", tie):

@@ -4,7 +4,6 @@ In a clone they are beside the package, where users type their paths. A wheel ha
 other projects have a folder ``recipes`` of their own in site-packages.
 """
 
-import os
 from pathlib import Path
 
 from zerobook.errors import ConfigError
@@ -60,8 +59,11 @@ def find(name: str, folder: str, *, beside: Path = Path()) -> Path:
 
 
 def path_from_here(file: Path) -> str:
-    """Return a file's path as it is typed in the working folder."""
-    return os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
+    """Return a file's path as it is typed in the working folder, where ``zerobook init`` may have copied shipped files."""
+    for folder in SUFFIXES:
+        if file.parent == shipped(folder):
+            return str(find(file.stem, folder))
+    return str(file)
 
 
 def clone() -> Path | None:
