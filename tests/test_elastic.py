@@ -6,6 +6,7 @@ import os
 import socket
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from tests.harness import ROOT
 from zerobook.cli.main import main
@@ -49,6 +50,16 @@ def test_a_machine_that_is_not_the_first_needs_neither_a_number_nor_the_port(sta
         port = ["--main_process_port", str(server.getsockname()[1])]
         assert main(["launch", "--min_machines", "2", "--multi_gpu", *machines, *port, "recipe.py"]) == 0
     assert started
+
+
+def test_machines_that_do_not_meet_get_a_sentence(monkeypatch, capsys):
+    def run(args):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.\nC++ frames")
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    assert main(["launch", "--min_machines", "2", *file("ddp"), *MACHINES, "recipe.py"]) == 1
+    said = capsys.readouterr().err
+    assert "has failed" in said and "C++" not in said and "Traceback" not in said
 
 
 def test_typed_settings_of_the_rendezvous_are_kept(started):

@@ -72,6 +72,11 @@ def test_the_loss_on_a_file_is_that_of_the_runs_own_evaluation(tiny, tmp_path, c
         assert 0 < fewer["held_out"]["tokens"] < own["tokens"] and len(fewer["samples"]) == 1
 
 
+def test_a_run_of_an_earlier_version_needs_no_record_of_its_code(tiny):
+    with pytest.raises(ConfigError, match="its recipe is recipe"):
+        evaluate_on(str(ROOT / "tests/fixtures/before/run"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+
+
 def test_rows_longer_than_the_models_positions_are_refused(tiny, tmp_path):
     """The run's own rows are shorter than its limit for them."""
     short = tmp_path / "short.jsonl"

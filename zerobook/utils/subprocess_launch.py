@@ -13,7 +13,8 @@ import psutil
 
 TIMED_OUT = 124
 """Exit status of a command that exceeded its time limit, as in timeout(1)."""
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.5
+"""Seconds between two looks at the workers of a command. Each look reads the list of all processes, beside what is measured."""
 
 
 def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -> list[str]:
