@@ -1,7 +1,5 @@
 """Examination of a data file before any run: formats, lengths before cutting, samples that are cut or lost, duplicates."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field

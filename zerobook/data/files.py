@@ -1,7 +1,5 @@
 """Files of samples: JSON lines, JSON arrays, tables, Parquet and text, also compressed, read one sample at a time."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import errno

@@ -4,8 +4,6 @@ A folder that was downloaded from the hub has the same splits here as ``datasets
 matched against patterns, so a README cannot name files outside of its folder.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

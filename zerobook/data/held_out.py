@@ -1,7 +1,5 @@
 """Messages about held-out data on which no loss can be measured, for runs and for ``zerobook data inspect``."""
 
-from __future__ import annotations
-
 _OTHER_DATA = "or name other data with --validation_file."
 
 

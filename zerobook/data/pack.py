@@ -1,7 +1,5 @@
 """Best-fit-decreasing bin packing, which chooses the samples that share a row."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -4,8 +4,6 @@ A few kilobytes of Parquet can decompress to many gigabytes: a page of zeros, on
 nulls. pyarrow has no limit for what it allocates, so the operating system has to limit the process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

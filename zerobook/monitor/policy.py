@@ -76,7 +76,17 @@ class Trouble:
     onset: int
     last: int
     tried: list[ActionKind]
-    to_step: int
+    to_step: int | None
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a decision on a rollback depends on. ``step`` is the newest one that the run has done."""
+
+    finding: Finding
+    trouble: Trouble
+    step: int
+    is_hardware: bool
 
 
 class RecoveryPolicy:
@@ -139,9 +149,7 @@ class RecoveryPolicy:
             hardware: a known hardware fault, in words.
             step: the newest one that the run has done, if it is later than the one at which the finding was noticed.
         """
-        onset = finding.onset
-        trouble = self._trouble_at(onset)
-        reason = f"{finding.kind} since step {onset}: {finding.reason}"
+        reason = f"{finding.kind} since step {finding.onset}: {finding.reason}"
         if hardware:
             reason += f"; {hardware}"
         undecided = RecoveryAction(
@@ -149,98 +157,74 @@ class RecoveryPolicy:
             rule="",
             reason=reason,
             options=(),
-            onset=onset,
+            onset=finding.onset,
             noticed=finding.step,
         )
-
-        # Actions that need no checkpoint.
-        if self.on_spike == "log":
-            return replace(undecided, rule="on_spike is log")
-        if self.on_spike == "stop":
-            return replace(undecided, kind="stop", rule="on_spike is stop")
-        if self.on_spike == "skip" and finding.is_slow:
-            return replace(undecided, rule="on_spike is skip, and after a slow rise no samples are suspect")
-        if self.on_spike == "skip":
-            steps = (max(1, onset - LEAD + 1), finding.step)
-            return replace(undecided, kind="leave_out", rule="on_spike is skip", steps=steps)
+        if self.on_spike in ("log", "stop", "skip"):
+            return self._decide_without_checkpoint(undecided, finding)
         if self.rollbacks >= self.max_rollbacks:
             rule = f"{self.rollbacks} rollbacks, and max_rollbacks is {self.max_rollbacks}"
             return replace(undecided, kind="stop", rule=rule)
 
         # Find a checkpoint from before the spike. Steps of the same trouble that were treated before are suspect, too.
-        first = onset if trouble is None else min(onset, trouble.onset)
-        checkpoints = [step for step in proven if step <= first - LEAD]
+        trouble = self._trouble_with(finding.onset, finding.step)
+        newest_sound = trouble.onset - LEAD
+        checkpoints = [step for step in proven if step <= newest_sound]
         quality = "the last proven good checkpoint"
         if not checkpoints:
-            checkpoints = [step for step in unproven if step <= first - LEAD]
+            checkpoints = [step for step in unproven if step <= newest_sound]
             quality = "the last checkpoint before it, which is not proven good yet"
         if checkpoints:
-            return self._decide_rollback(
-                undecided,
-                trouble,
-                checkpoints,
-                quality,
-                max(step, finding.step),
-                is_hardware=hardware is not None,
-                is_slow=finding.is_slow,
-            )
-        rule = f"there is no checkpoint from before step {first - LEAD + 1}"
+            case = _Case(finding, trouble, max(step, finding.step), is_hardware=hardware is not None)
+            return self._decide_rollback(case, undecided, checkpoints, quality)
+        rule = f"there is no checkpoint from before step {newest_sound + 1}"
         # Finite weights may recover by themselves. With a faulty rank or NaN there is no hope of that.
         if hardware is not None or not finding.finite:
             return replace(undecided, kind="stop", rule=rule)
         return replace(undecided, rule=f"{rule}; training goes on")
 
-    def _decide_rollback(
-        self,
-        undecided: RecoveryAction,
-        trouble: Trouble | None,
-        checkpoints: list[int],
-        quality: str,
-        step: int,
-        *,
-        is_hardware: bool,
-        is_slow: bool,
-    ) -> RecoveryAction:
+    def _decide_without_checkpoint(self, undecided: RecoveryAction, finding: Finding) -> RecoveryAction:
+        """Return the action if on_spike is log, stop or skip."""
+        rule = f"on_spike is {self.on_spike}"
+        if self.on_spike == "log":
+            return replace(undecided, rule=rule)
+        if self.on_spike == "stop":
+            return replace(undecided, kind="stop", rule=rule)
+        if finding.is_slow:
+            return replace(undecided, rule=f"{rule}, and after a slow rise no samples are suspect")
+        steps = (max(1, finding.onset - LEAD + 1), finding.step)
+        return replace(undecided, kind="leave_out", rule=rule, steps=steps)
+
+    def _decide_rollback(self, case: _Case, undecided: RecoveryAction, checkpoints: list[int], quality: str) -> RecoveryAction:
         """Return the next action in the order: a rollback, or a stop if all were taken.
 
         Args:
             checkpoints: steps of checkpoints from before the spike.
             quality: what the newest of them is, in words.
-            step: the newest one that the run has done.
-            is_hardware: a fault of the hardware is known.
-            is_slow: the loss has risen over many steps, so no samples are left out.
         """
-        first = undecided.onset
-        last = undecided.noticed
-        earlier_actions: list[ActionKind] = []
-        if trouble is not None:
-            first = min(first, trouble.onset)
-            last = max(last, trouble.last)
-            earlier_actions = trouble.tried
+        trouble = case.trouble
         to_step = max(checkpoints)
-        kind = self._next_action(earlier_actions, step - to_step, is_slow=is_slow)
-        # If the hardware is known to be faulty, the data are blamed only after two replays.
-        if is_hardware and earlier_actions.count("replay") < 2:
-            kind = "replay"
+        kind = self._next_action(case, abandoned=case.step - to_step)
         if kind == "stop":
-            return replace(undecided, kind="stop", rule=f"all was tried at step {first}: {', '.join(earlier_actions)}")
+            rule = f"all was tried at step {trouble.onset}: {', '.join(trouble.tried)}"
+            return replace(undecided, kind="stop", rule=rule)
         steps_left_out = None
         rate_factor = None
         # With on_spike lower_rate, or after a slow rise, no samples are left out.
-        if kind != "replay" and self.on_spike == "rollback" and not is_slow:
-            steps_left_out = (max(1, first - LEAD + 1), last)
+        if kind != "replay" and self.on_spike == "rollback" and not case.finding.is_slow:
+            steps_left_out = (max(1, trouble.onset - LEAD + 1), trouble.last)
         if kind == "lower_rate":
             rate_factor = self.rate_factor
         # One checkpoint further back each time.
-        if kind in ("lower_rate", "further_back") and trouble is not None:
+        if kind in ("lower_rate", "further_back") and trouble.to_step is not None:
             to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
-        cost = f"{counted(step - to_step, 'step')} abandoned"
+        cost = f"{counted(case.step - to_step, 'step')} abandoned"
         if self.total_steps is not None:
-            cost += f", {max(0, self.total_steps - step)} left"
+            cost += f", {max(0, self.total_steps - case.step)} left"
         return replace(
             undecided,
             kind=kind,
-            options=self._options(earlier_actions, is_slow=is_slow),
+            options=self._options(case),
             rule=f"{kind}: {quality}, step {to_step}; {cost}",
             to_step=to_step,
             steps=steps_left_out,
@@ -252,26 +236,23 @@ class RecoveryPolicy:
         if action.to_step is None:
             return
         self.rollbacks += 1
-        # A spike of the same trouble extends it. A new trouble replaces the old one, which the run has passed.
-        trouble = self._trouble_at(action.onset)
-        if trouble is None:
-            trouble = Trouble(onset=action.onset, last=action.noticed, tried=[], to_step=action.to_step)
-        self.trouble = Trouble(
-            onset=min(action.onset, trouble.onset),
-            last=max(action.noticed, trouble.last),
-            tried=[*trouble.tried, action.kind],
-            to_step=action.to_step,
-        )
+        trouble = self._trouble_with(action.onset, action.noticed)
+        self.trouble = replace(trouble, tried=[*trouble.tried, action.kind], to_step=action.to_step)
 
-    def _trouble_at(self, onset: int) -> Trouble | None:
-        """Return the trouble that a spike at ``onset`` belongs to; None for a new one."""
+    def _trouble_with(self, onset: int, noticed: int) -> Trouble:
+        """Return the trouble that a spike belongs to, extended by it; a new one if the last trouble is far away."""
         trouble = self.trouble
         if trouble is None or not trouble.onset - LEAD <= onset <= trouble.last + NEAR:
-            return None
-        return trouble
+            return Trouble(onset=onset, last=noticed, tried=[], to_step=None)
+        return replace(trouble, onset=min(onset, trouble.onset), last=max(noticed, trouble.last))
 
-    def _next_action(self, earlier: Sequence[ActionKind], abandoned: int, *, is_slow: bool) -> ActionKind:
-        """Return the action after the ``earlier`` actions, if going back abandons ``abandoned`` steps."""
+    def _next_action(self, case: _Case, *, abandoned: int) -> ActionKind:
+        """Return the next action, if going back abandons ``abandoned`` steps; stop if all were taken."""
+        earlier = case.trouble.tried
+        is_slow = case.finding.is_slow
+        # If the hardware is known to be faulty, the data are blamed only after two replays.
+        if case.is_hardware and earlier.count("replay") < 2:
+            return "replay"
         if self.on_spike == "lower_rate":
             return "lower_rate"
         order = self._order_after(is_slow=is_slow)
@@ -289,12 +270,12 @@ class RecoveryPolicy:
         """Return the actions that may help. A slow rise has no step that a replay could compare, and no suspect samples."""
         return [action for action in self.order if not is_slow or action not in ("replay", "skip")]
 
-    def _options(self, earlier: Sequence[ActionKind], *, is_slow: bool) -> tuple[ActionKind, ...]:
+    def _options(self, case: _Case) -> tuple[ActionKind, ...]:
         """Return the actions that are left."""
         if self.on_spike == "lower_rate":
             return ("lower_rate", "stop")
-        order = self._order_after(is_slow=is_slow)
-        return tuple(action for action in order if action not in earlier or action == "lower_rate")
+        order = self._order_after(is_slow=case.finding.is_slow)
+        return tuple(action for action in order if action not in case.trouble.tried or action == "lower_rate")
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
