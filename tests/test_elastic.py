@@ -71,7 +71,7 @@ def test_typed_settings_of_the_rendezvous_are_kept(started):
 
 
 @pytest.mark.parametrize("least, flags, said", [
-    (5, [], "--min_machines: 5, and --num_machines is 4"), (0, [], "--min_machines: 0"),
+    (5, [], "and --num_machines is 4"), (0, [], "--min_machines: it is 0"),
     (1, ["--num_machines", "1"], "--num_machines is 1"), (1, ["--num_processes", "6"], "6 is no multiple of --num_machines 4"),
     (1, ["--rdzv_backend", "etcd"], "--rdzv_backend: etcd"), (1, ["--main_process_ip", ""], "--main_process_ip: not given"),
 ])  # fmt: skip

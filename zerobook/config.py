@@ -623,13 +623,13 @@ class RecipeConfig(_Keys):
         # Not every recipe has all of the keys.
         for key in ("train_file", "validation_file", "model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
             value = getattr(self, key, None) or ""
-            # The other keys may also have names on the hub, which are not looked up here.
-            is_local = key.endswith("_file") and not value.startswith("embedded:")
-            if value and (is_local or hub.is_path(value)):
+            # Other keys may have a name on the hub. Only what cannot be such a name is looked up here.
+            names_file = key.endswith("_file") and not value.startswith("embedded:")
+            if value and (names_file or hub.is_path(value)):
                 problems += _missing_path(key, value)
         template = self.chat_template
         if template and not template_file(template).exists():
-            # It may be meant as the name of a shipped one.
+            # It may be the misspelt name of a shipped template.
             near = nearest(template, set(NAMES))
             problems.append(f"chat_template: no such file or folder: {template}, looked for in {Path.cwd()}.{near}")
         return problems

@@ -220,10 +220,11 @@ def sweep(checkpoints: Path) -> None:
 
 
 def _hide(folder: Path) -> Path:
-    """Rename a folder to a hidden name, and return that. No reader takes it, even if its deletion is interrupted."""
-    doomed = _find_free_name(folder.with_name(f".{folder.name.lstrip('.')}.deleted"))
-    folder.rename(doomed)
-    return doomed
+    """Rename a folder that will be deleted to a hidden name, which readers ignore. Return the new path."""
+    # The name of a staging folder begins with a dot already.
+    hidden = _find_free_name(folder.with_name(f".{folder.name.lstrip('.')}.deleted"))
+    folder.rename(hidden)
+    return hidden
 
 
 def _delete(folder: Path) -> None:

@@ -54,8 +54,12 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def act(flags: argparse.Namespace) -> int:
-    """Give a command to a live run, which takes it at its next log point. Exit code 1 if the run refuses it."""
+    """Send a command to a live run, which takes it at its next log point, and print the answer.
+
+    Exit code: 0 if the run accepts it, and 1 if the run refuses it, ends, or has not answered after ``--wait`` seconds.
+    """
     folder = folder_of(flags.run)
+    # A damaged line is read as None.
     newest = next((event for event in backwards(folder / EVENTS) if event is not None), None)
     if newest is None or not _is_live(folder, newest):
         raise RunLogError(f"{flags.run}: the run is not live, so it takes no commands. `zerobook runlog status` has its state.")
@@ -69,7 +73,8 @@ def act(flags: argparse.Namespace) -> int:
     answer = answer or _answer(folder, command_id, newest["seq"])
     if answer is not None:
         say(sentence(answer))
-        return int(not answer["accepted"])
+        return 0 if answer["accepted"] else 1
+    # Either this process or the run removes the command's file, never both.
     if commands.withdraw(folder, command_id):
         state = f"has taken no command for {flags.wait:g} s" if is_being_written(folder) else "has ended"
         say(f"The run {state}: the command is withdrawn, and nothing is done.")

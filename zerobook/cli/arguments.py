@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
             wrong_words = _unrecognized_flags(message)
             valid_words = [flag for action in self._actions for flag in action.option_strings]
         hint = "".join(nearest(word, valid_words) for word in wrong_words)
-        print(f"{self.prog}: {message}.{hint} {self.prog} --help shows what there is.", file=sys.stderr)
+        print(f"{self.prog}: {message}.{hint} {self.prog} --help lists what can be written.", file=sys.stderr)
         sys.exit(2)
 
 

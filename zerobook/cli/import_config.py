@@ -59,7 +59,7 @@ def import_foreign(argv: list[str]) -> int:
     folder = Path(flags.output or f"{command.file.stem}_imported").expanduser()
     require_new(folder, "--output")
     imported = import_config(command.config, command.file, command.trainer, recipe=command.recipe)
-    write(imported, folder)
+    write_import(imported, folder)
     words = shlex.join(launch_words(imported, folder))
     say("\nCheck it, then train; --num_processes is the number of GPUs:")
     say(f"  zerobook doctor {words}\n  zerobook launch {words}")
@@ -70,16 +70,18 @@ def import_foreign(argv: list[str]) -> int:
     return 0 if imported.names_data and not imported.changes_training else 1
 
 
-def write(imported: Imported, folder: Path) -> None:
-    """Write the files of an import, and print the account."""
+def write_import(imported: Imported, folder: Path) -> None:
+    """Write the recipe's YAML, the strategy file and account.txt, and print the last, which says what became of each key."""
     from zerobook.interop.configs.account import account_text
 
     strategy = imported.strategy
     folder.mkdir(parents=True, exist_ok=True)
     header = f"# Imported from {imported.trainer}: {imported.foreign.file.name}. account.txt says what became of each key.\n"
+    # Translations may add files, such as a chat template.
     files = dict(imported.foreign.files)
     files["recipe.yaml"] = header + yaml.safe_dump(imported.values, sort_keys=False, allow_unicode=True)
     files["account.txt"] = account_text(imported)
+    # A shipped strategy file is used by its name.
     if strategy.content is not None:
         files[f"{strategy.name}.yaml"] = yaml.safe_dump(strategy.content, sort_keys=False)
     for name, text in files.items():
@@ -89,7 +91,7 @@ def write(imported: Imported, folder: Path) -> None:
 
 
 def launch_words(imported: Imported, folder: Path) -> list[str]:
-    """Return the arguments of ``zerobook launch`` for the files that `write` wrote."""
+    """Return the arguments of ``zerobook launch`` for the files that `write_import` wrote."""
     strategy = imported.strategy.name
     if imported.strategy.content is not None:
         strategy = str(folder / f"{strategy}.yaml")

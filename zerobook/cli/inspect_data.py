@@ -34,7 +34,7 @@ LOCATIONS_OF_REASON = 5
 def inspect(arguments: list[str]) -> int:
     """Run the command. Return the exit code: 2 if samples cannot be used, since a run with this file would be refused."""
     flags = _parser().parse_args(arguments)
-    encoder = _encoder(flags.model, flags.chat_template)
+    encoder = _make_encoder(flags.model, flags.chat_template)
 
     # Read the training data and the held-out data.
     splits = open_source(flags.file, config_name=flags.dataset_config_name)
@@ -157,18 +157,21 @@ def _held_out_problem(held_out: Examined | None, length: int) -> str | None:
     return unsupervised_problem(held_out.name, f"{len(held_out.lengths)} samples", length, "max_seq_length")
 
 
-def _encoder(model: str, template: str | None) -> CausalEncoder:
+def _make_encoder(model: str, template_name: str | None) -> CausalEncoder:
+    """Return the encoder that a recipe for causal models would use, without a maximum length."""
     from zerobook.checkpoint.result import find_result
     from zerobook.models.load import open_tokenizer
 
-    if template is not None:
+    template = None
+    if template_name is not None:
         try:
-            template = read_text(template_file(template))
+            template = read_text(template_file(template_name))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat_template {template}: it cannot be read: {error}.") from None
-    name = embedded.located(find_result(model).model)
-    tokenizer, _ = open_tokenizer(name, template=template, revision="main", trust_remote_code=False)
+            raise ConfigError(f"--chat_template {template_name}: it cannot be read: {error}.") from None
+    tokenizer_path = embedded.located(find_result(model).model)
+    tokenizer, _ = open_tokenizer(tokenizer_path, template=template, revision="main", trust_remote_code=False)
     encoder = CausalEncoder(tokenizer, length=None)
+    # As in a run, if the tokenizer has no chat template.
     encoder.take_default_template()
     return encoder
 

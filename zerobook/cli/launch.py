@@ -91,11 +91,15 @@ def _start_again(argv: list[str], line: list[str]) -> NoReturn:
 
 
 def _launch(arguments: list[str]) -> None:
-    """Start the processes, or say in one sentence each what accelerate would refuse, drop or wait for."""
+    """Start the processes.
+
+    Raises:
+        ConfigError: with a sentence for each setting that accelerate would refuse, ignore, or wait for without end.
+    """
     flags, script, _ = split_at_recipe(arguments)
-    # Without the file of a recipe, only the flags of accelerate can be checked.
+    # Without a recipe's file (-m, --no_python), only the flags of accelerate can be checked.
     if script is None or not OTHER_PROGRAMS.isdisjoint(flags):
-        problems = flag_checks.check(parse_flags(arguments), starts=True).problems
+        problems = flag_checks.check(parse_flags(arguments), before_start=True).problems
     else:
         problems = _launch_problems(arguments, flags, script)
     if problems:
@@ -103,6 +107,7 @@ def _launch(arguments: list[str]) -> None:
     from accelerate.commands.launch import launch_command
 
     args = parse_flags(arguments)
+    # torchrun passes SIGTERM and Ctrl-C on to its processes. accelerate's launcher of a single process does not.
     if flag_checks.strategy_of(flag_checks.validated(args)) == "single":
         pass_signals_on()
     launch_command(args)
@@ -114,7 +119,7 @@ def _launch_problems(arguments: list[str], flags: list[str], script: str) -> lis
     Processes that start report problems of the recipe's flags and data themselves. Otherwise they are reported here, too.
     """
     accelerate_args, problems = read_flags(flags)
-    problems += flag_checks.check(accelerate_args, starts=True).problems
+    problems += flag_checks.check(accelerate_args, before_start=True).problems
     has_script = Path(script).is_file()
     if has_script and not problems:
         return []

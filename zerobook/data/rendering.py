@@ -234,16 +234,22 @@ class ChatTemplate:
 
     def _convert_arguments(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
-        # Most templates write objects as JSON. One that expects JSON text writes an object as Python does, or refuses it.
-        with suppress(BadSample):
-            if not has_python_arguments(self._render_text(messages, tools=tools), messages):
-                return messages
+        # A template that expects JSON text either fails on an object, or prints it as a Python dict.
+        try:
+            text = self._render_text(messages, tools=tools)
+        except BadSample:
+            reads_objects = False
+        else:
+            reads_objects = not has_python_arguments(text, messages)
+        if reads_objects:
+            return messages
         with_text = with_text_arguments(messages)
-        with suppress(BadSample):
+        try:
             self._render_text(with_text, tools=tools)
-            return with_text
-        # If both forms are refused, the reason is that of the form which most templates read.
-        return messages
+        except BadSample:
+            # Both forms fail. The caller reports the error of objects, which most templates read.
+            return messages
+        return with_text
 
     def _render_text(
         self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None

@@ -5,8 +5,6 @@ epoch ``cursor // size``. So any process can seek to any position at once, and a
 takes the same samples in the same order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -62,6 +60,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
+        """Return a permutation of all numbers of as many bits: the Feistel network, run once."""
         left = values >> self._half
         right = values & self._mask
         # The mixer computes modulo 2 to the 64.

@@ -1,7 +1,5 @@
 """The four canonical samples that rows are converted to, and the errors about rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

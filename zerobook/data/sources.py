@@ -403,10 +403,11 @@ def _join_files(folder: Path, files: list[Path]) -> Source:
         return "\n".join(source.digest() for source in sources if source.total)
 
     def sketch() -> str:
+        """Return a digest of the files' names and sketches. Unlike `digest`, it does not read large files as a whole."""
         sketches = []
         for source in sources:
-            # Files without a sketch are small enough for a digest.
-            make_sketch = source.sketch or source.digest
+            # Only small files have no sketch.
+            make_sketch = source.digest if source.sketch is None else source.sketch
             sketches.append(f"{Path(source.name).name}:{make_sketch()}".encode())
         return digest_of(*sketches)
 

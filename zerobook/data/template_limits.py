@@ -1,7 +1,5 @@
 """Limits on what a chat template takes: one from elsewhere may have no end, or fill the memory."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

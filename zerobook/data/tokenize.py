@@ -1,7 +1,5 @@
 """Conversion of raw samples to token ids, chunk by chunk and in order, on several processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

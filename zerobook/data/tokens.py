@@ -1,7 +1,5 @@
 """Rows of token ids that were made elsewhere: their labels, and the masks that other trainers write beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of tool calls: an object or JSON text, about which chat templates differ."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

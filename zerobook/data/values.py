@@ -1,7 +1,5 @@
 """Values of a row: texts and JSON, checked, and their kinds in words for messages."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ A host reads every file of a folder when a run opens it, and leaves a stamp ther
 when the size or a time of one of them has changed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 `zerobook doctor`, ``--dry-run`` and a launched run all call `check`, so that they agree.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

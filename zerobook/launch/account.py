@@ -4,8 +4,6 @@
 of launches without problems.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,7 +151,11 @@ def _effect_in_yaml(
     sources: ConfigSources,
     typed: dict[str, Any],
 ) -> str:
-    """Return what becomes of a key of the Accelerate YAML. ``typed``: flags of the launcher, which are stronger."""
+    """Return what becomes of a key of the Accelerate YAML.
+
+    Args:
+        typed: the launcher's flags on the command line, which override the file.
+    """
     section = path[0]
     key = path[-1]
     if section == "fsdp_config" and not key.startswith("fsdp"):
@@ -161,7 +163,7 @@ def _effect_in_yaml(
         key = f"fsdp_{key}"
     if value is None or value == {}:
         return "no effect: it is empty"
-    # A section of a strategy that this launch does not have.
+    # The section belongs to a strategy that this launch does not have.
     if len(path) > 1 and STRATEGY_OF_SECTION.get(section, plan.kind) != plan.kind:
         return f"no effect: the strategy is {plan.name}"
     if key in UNUSED:
@@ -170,11 +172,13 @@ def _effect_in_yaml(
         return f"overridden: --{key} {typed[key]}"
     if key == "mixed_precision" and not _is_equal(value, plan.precision):
         return f"overridden: {plan.precision}, from {plan.precision_source}"
+    # accelerate's DeepSpeed section repeats some settings of the recipe, whose values are used.
     if key in RECIPE_KEYS and section == "deepspeed_config":
         if value == "auto":
             return f"filled in: {_recipe_value(key, config, sources)}"
         if float(value) != float(getattr(config, RECIPE_KEYS[key]) or 0):
             return f"overridden: {_recipe_value(key, config, sources)}"
+    # The file can only turn it on or off; the recipe has the kind.
     if key == "fsdp_activation_checkpointing" and bool(value) != (config.activation_checkpointing != "none"):
         source = sources["activation_checkpointing"]
         return f"overridden: {config.activation_checkpointing}, activation_checkpointing from {source}"

@@ -1,7 +1,5 @@
 """torchrun's agent, which starts and restarts the ranks of one host, with two of its habits changed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -3,8 +3,6 @@
 `zerobook.launch.resolve` makes the launch plan. `zerobook.strategy` has a class for each kind of strategy.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -59,7 +57,7 @@ def resolve_this_process(
     flags = parent_flags()
     environ = dict(os.environ)
     precision = None
-    file_check = flag_checks.check(parse_flags(flags), starts=False) if flags else FileCheck([], True)
+    file_check = flag_checks.check(parse_flags(flags), before_start=False) if flags else FileCheck([], True)
     # With a file that cannot be resolved, the rest of the command line is checked as a plain launch.
     if not file_check.is_resolvable:
         environ = plain_environment({})

@@ -3,8 +3,6 @@
 ``zerobook launch`` turns them into the paths and flags of ``accelerate launch``, which knows neither.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``--fast``: settings that make a run faster and compute the same, chosen for the hardware and named in a note."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from zerobook.config import RecipeConfig

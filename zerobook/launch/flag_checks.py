@@ -3,8 +3,6 @@
 `zerobook doctor`, ``zerobook launch`` and, where the processes do start, a launched run call these checks.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import logging
@@ -21,12 +19,13 @@ _WAYS = {
 """Section of a strategy file -> (the strategy that reads its flags, how to choose that)."""
 
 
-def check(typed: argparse.Namespace, *, starts: bool, resolves: bool = False) -> accelerate_file.FileCheck:
+def check(typed: argparse.Namespace, *, before_start: bool, resolves: bool = False) -> accelerate_file.FileCheck:
     """Check a launch before it: its Accelerate config and its flags.
 
     Args:
         typed: the launcher's flags as parsed.
-        starts: the launch is still to begin: its machines have to meet, and what accelerate refuses is a problem as well.
+        before_start: the processes are not started yet. The machines still have to meet, and a refusal of accelerate is a
+            problem, too.
         resolves: see `machine_problems`.
     """
     file_check = accelerate_file.check(typed.config_file)
@@ -37,12 +36,12 @@ def check(typed: argparse.Namespace, *, starts: bool, resolves: bool = False) ->
         args = validated(typed)
     except Exception as error:
         # If the file has a problem, accelerate's error may only repeat it.
-        refusals = [refusal(error)] if starts and not file_check.problems else []
-        return accelerate_file.FileCheck(file_check.problems + refusals, not starts)
+        refusals = [refusal(error)] if before_start and not file_check.problems else []
+        return accelerate_file.FileCheck(file_check.problems + refusals, not before_start)
     path = accelerate_file.path(typed.config_file)
     distributed_type = None if path is None else str(accelerate_file.load(path).get("distributed_type")).upper()
     all_problems = [*file_check.problems, *problems(typed, args, distributed_type)]
-    if starts:
+    if before_start:
         all_problems += machine_problems(args, resolves=resolves)
     return accelerate_file.FileCheck(all_problems, True)
 

@@ -42,7 +42,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             "Write TRANSFORMER_BASED_WRAP, which shards each layer."
         )
     else:
-        _build(plan, environ)
+        _check_plugin_values(plan, environ)
     plan.offload_param = "cpu" if is_true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
     # FSDP2 keeps moments beside the parameters.
     plan.offload_optimizer = plan.offload_param
@@ -77,15 +77,15 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         )
 
 
-def _build(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Build accelerate's plugin, as the launched process will. Add a problem where it refuses the values."""
+def _check_plugin_values(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Add a problem if accelerate's plugin, which the launched process will build, refuses the values."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import patch_environment
 
-    # It warns of keys of FSDP 1, see `VERSION_1`.
+    # The plugin warns of keys of FSDP 1, which the report on the launch has: see `VERSION_1`.
     logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)
     settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
-    # The plugin sets it, and it is not a setting of the file.
+    # If it is unset, the plugin sets it in this process for good. What is set here is taken back after the check.
     settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     try:
         with patch_environment(**settings):

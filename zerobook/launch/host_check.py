@@ -4,8 +4,6 @@ One process a host meets the others at the launch's own address and port. So a w
 firewall have a message of their own, where a launch would wait for minutes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -253,7 +251,7 @@ def _measure_links(store: Store, here: Place, report: HostReport) -> None:
         names = [host["host"] for host in report.hosts]
         between, _ = links.links(names, [values.tolist() for values in of_hosts])
         report.links = links.summary(between, [])
-        report.warnings += links.slow_links(between)
+        report.warnings += links.warn_of_slow_links(between)
     # No host ends the group while another one still uses it.
     dist.barrier()
     dist.destroy_process_group()

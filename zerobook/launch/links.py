@@ -21,7 +21,7 @@ SECONDS = 0.2
 """Seconds that a message may take over the slowest link."""
 REPEATS = 3
 """Measurements of a link. It counts as slow only if all of them say so."""
-SLOW = 4.0
+SLOW_FACTOR = 4.0
 """A link is slow if another link of its kind is this many times as fast."""
 
 
@@ -128,15 +128,16 @@ def links(hosts: Sequence[str], measurements: Sequence[Sequence[float]]) -> tupl
     return between, inside
 
 
-def slow_links(links_of_kind: Sequence[Link]) -> list[str]:
+def warn_of_slow_links(links_of_kind: Sequence[Link]) -> list[str]:
     """Return a warning for each link that is much slower than the fastest of its kind, and not because a host was busy."""
-    best = max((link.rate for link in links_of_kind), default=0.0)
+    fastest_rate = max((link.rate for link in links_of_kind), default=0.0)
     warnings = []
     for link in links_of_kind:
-        if link.free_rate * SLOW < best:
+        # Without the time in which a host's cores were busy: a busy host is no slow link.
+        if link.free_rate * SLOW_FACTOR < fastest_rate:
             warnings.append(
-                f"slow link: {link.sender} sends {speed(link.rate)} to {link.receiver}; the fastest link has {speed(best)}. "
-                "Every step waits for the slowest link."
+                f"slow link: {link.sender} sends {speed(link.rate)} to {link.receiver}; the fastest link has "
+                f"{speed(fastest_rate)}. Every step waits for the slowest link."
             )
     return warnings
 

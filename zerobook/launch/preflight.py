@@ -66,7 +66,7 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
     if strategy.is_main:
         between, inside = links.links(*zip(*measurements, strict=True))
         say(links.summary(between, inside))
-        for warning in (*links.slow_links(between), *links.slow_links(inside)):
+        for warning in (*links.warn_of_slow_links(between), *links.warn_of_slow_links(inside)):
             say(f"  warning: {warning}")
 
 

@@ -43,7 +43,7 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
 def inspect(launch_flags: list[str]) -> Workers:
     """Work out what accelerate would give to rank 0, and every problem of the launch."""
     typed, problems = read_flags(launch_flags)
-    check = flag_checks.check(typed, starts=True, resolves=True)
+    check = flag_checks.check(typed, before_start=True, resolves=True)
     is_resolvable = check.is_resolvable and not problems
     problems += check.problems
     if is_resolvable:

@@ -531,7 +531,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
         # The export of a checkpoint needs the model that the run began with.
         checkpoints = store.list_all(store.folder_of(config.output_dir))
         if recorded is not None and checkpoints:
-            raise ConfigError(_another_start(folder, recorded, record, len(checkpoints)))
+            raise ConfigError(_initial_model_differs(folder, recorded, record, len(checkpoints)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         drop_foreign_attention(model_config)
@@ -612,15 +612,16 @@ def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
     return all(key in before and before[key] == now[key] for key in keys)
 
 
-def _another_start(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
-    """Return the error message about replacing the initial model of checkpoints."""
-    # If no known value differs, all are named.
-    keys = [key for key in now if before.get(key) not in (None, now[key])] or list(now)
+def _initial_model_differs(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
+    """Return the message that a run's checkpoints began from another initial model."""
+    differing_keys = [key for key in now if before.get(key) not in (None, now[key])]
+    # The record may lack the value that differs. Then all are named.
+    keys = differing_keys or list(now)
     old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
     new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)
     return (
         f"config_name: {folder} is the initial model of {counted(checkpoints, 'checkpoint')} of this run. It was made with "
-        f"{old_values}, and this run has {new_values}. With another initial model the checkpoints could not be exported. Use "
+        f"{old_values}, and this run has {new_values}. The export of these checkpoints needs their initial model. Use "
         "the old values (and the old content of the config), or give another --output_dir."
     )
 

@@ -153,7 +153,7 @@ class Detector:
 
     def onset(self) -> int | None:
         """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
-        # Only before the earliest of these steps were the weights undamaged.
+        # From the earliest of these steps on, the weights may be damaged.
         steps = [*self.not_finite[:1], *self.zeros[:1]]
         if self.armed is not None:
             steps.append(self.armed)

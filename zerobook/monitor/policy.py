@@ -247,22 +247,27 @@ class RecoveryPolicy:
         return replace(trouble, onset=min(onset, trouble.onset), last=max(noticed, trouble.last))
 
     def _next_action(self, case: _Case, *, abandoned: int) -> ActionKind:
-        """Return the next action, if going back abandons ``abandoned`` steps; stop if all were taken."""
-        earlier = case.trouble.tried
+        """Return the first action that may help and was not taken yet; stop if none is left.
+
+        Args:
+            abandoned: steps that going back to the newest checkpoint would abandon.
+        """
+        tried_actions = case.trouble.tried
         is_slow = case.finding.is_slow
         # If the hardware is known to be faulty, the data are blamed only after two replays.
-        if case.is_hardware and earlier.count("replay") < 2:
+        if case.is_hardware and tried_actions.count("replay") < 2:
             return "replay"
         if self.on_spike == "lower_rate":
             return "lower_rate"
         order = self._order_after(is_slow=is_slow)
         is_expensive = self.total_steps is not None and abandoned > MOST_REPLAYED * self.total_steps
+        is_replay_useful = not is_expensive and not tried_actions
         # By default, a replay is only the first action, and only if it is cheap. After another action, the samples of the spike
         # are left out already, and a replay would show nothing.
-        if not self._has_own_order and not is_slow and (is_expensive or earlier):
+        if not self._has_own_order and not is_slow and not is_replay_useful:
             order.remove("replay")
         for action in order:
-            if earlier.count(action) < MOST_TIMES.get(action, 1):
+            if tried_actions.count(action) < MOST_TIMES.get(action, 1):
                 return action
         return "stop"
 

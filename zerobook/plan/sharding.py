@@ -130,6 +130,7 @@ def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_no
         "offload_param": plan.offload_param,
     }
     if plan.kind == "fsdp":
+        # It shards what ZeRO stage 3 shards.
         return ShardingSpec(**common, stage=3, shard_ranks=plan.shard, rank_0_loads=plan.rank_0_loads, reshards=plan.reshards)
     if plan.kind != "deepspeed":
         return ShardingSpec(**common)

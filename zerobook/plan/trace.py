@@ -388,7 +388,12 @@ def _trace(
     device: str | None,
     repetitions: Sequence[Repetition] | None,
 ) -> Trace:
-    """Return the trace of the model's passes."""
+    """Run passes on tensors without contents, and return the trace of the complete model.
+
+    Args:
+        run_passes: runs the passes, and calls `StorageCounter.end_piece` where a piece ends.
+        repetitions: equal layers of which ``model`` has few; None if it has all.
+    """
     counter = StorageCounter(shortens=repetitions is not None)
     try:
         _record_visits(model, counter, repetitions or ())
@@ -397,8 +402,10 @@ def _trace(
     finally:
         for hook in counter.hooks:
             hook.remove()
+    # The last piece ends with the passes.
     counter.end_piece(gradient_elements=0)
     pieces = counter.pieces
+    # Add the pieces of the layers and of the chunks of the loss that did not run.
     if repetitions is not None:
         pieces = extend(pieces, [*repetitions, *counter.chunks])
     return _join(pieces, counter.uncounted)

@@ -66,13 +66,13 @@ def read_safetensors_header(file: Path) -> bytes:
     """Return the header of a safetensors file: JSON with the names, shapes and dtypes of its tensors.
 
     Raises:
-        OSError: also if the file is not a regular file, or says that its header is larger than headers are.
+        OSError: also if the file is not a regular file, or announces a header of more than `_MOST_HEADER_BYTES`.
     """
     with open_regular(file) as handle:
         # The first 8 bytes are the header's length.
         size = int.from_bytes(handle.read(8), "little")
         if size > _MOST_HEADER_BYTES:
-            raise OSError(errno.EFBIG, f"its header says that it has {size} bytes", str(file))
+            raise OSError(errno.EFBIG, f"its first 8 bytes announce a header of {size} bytes", str(file))
         return handle.read(size)
 
 

@@ -78,11 +78,12 @@ def _entries(foreign: Foreign, part: dict[str, Any], path: Any) -> list[dict[str
 
 
 def trl_dataset(foreign: Foreign, value: Any) -> Flags:
-    """Return the data set of ``dataset_name`` and ``dataset_train_split``; a mixture comes before it."""
+    """Return the data set of ``dataset_name`` and ``dataset_train_split``; nothing if TRL uses a mixture instead."""
     name = foreign.get("dataset_name")
     if name is None or foreign.get("datasets") or foreign.get("dataset_mixture"):
         return {}
     split = foreign.get("dataset_train_split", "train")
+    # The table translates dataset_config by itself.
     if split == "train":
         return {"dataset_name": path_of(foreign, name)}
     return mixture(_entries(foreign, {"name": foreign.get("dataset_config"), "split": split}, name))
