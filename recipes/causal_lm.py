@@ -34,7 +34,9 @@ class CausalLMConfig(RecipeConfig):
     config_name: str | None = Field(None, description="architecture to train from scratch: hub name or local folder")
     block_size: int = Field(1024, ge=2, description="tokens per block of text; for chats, the maximum number of tokens")
     assistant_only_loss: bool = Field(
-        True, description="of a chat, learn the assistant's turns; false: all tokens, except in completions and marked chats"
+        True,
+        description="of a chat, learn the assistant's turns; false: all tokens of a chat, unless the data says which turns to "
+        "learn (a completion, or a key such as train or weight)",
     )
 
     @property

@@ -38,12 +38,19 @@ class LoraConfig(AdapterConfig):
 
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     assistant_only_loss: bool = Field(
-        True, description="of a chat, learn the assistant's turns; false: all tokens, except in completions and marked chats"
+        True,
+        description="of a chat, learn the assistant's turns; false: all tokens of a chat, unless the data says which turns to "
+        "learn (a completion, or a key such as train or weight)",
     )
     adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
-    learning_rate: float = Field(LORA_RATE, gt=0, description=f"peak learning rate; unset with adapter ia3: {IA3_RATE:g}")
+    learning_rate: float = Field(
+        LORA_RATE, gt=0, description=f"peak learning rate; the default is {IA3_RATE:g} with adapter ia3"
+    )
     warmup_ratio: float = Field(
-        LORA_WARMUP, ge=0, lt=1, description="num_warmup_steps as a share of all steps; unset with num_warmup_steps: 0"
+        LORA_WARMUP,
+        ge=0,
+        lt=1,
+        description="num_warmup_steps as a share of all steps; the default is 0 if num_warmup_steps is set",
     )
     load_in_4bit: bool = Field(False, description="QLoRA: NF4 base weights with double quantisation")
     load_in_8bit: bool = Field(False, description="int8 base weights with a scale for each row; excludes load_in_4bit")

@@ -47,10 +47,10 @@ class Seq2SeqConfig(AdapterConfig):
     )
     num_beams: int = Field(1, ge=1, description="beams of the search; 1 is greedy")
     no_repeat_ngram_size: int | None = Field(
-        None, ge=0, description="n: no sequence of n tokens is generated twice in a text; 0 allows it; unset: the model's own"
+        None, ge=0, description="n: no sequence of n tokens is generated twice in a text; 0: no limit; unset: the model's own"
     )
     encoder_no_repeat_ngram_size: int | None = Field(
-        None, ge=0, description="n: no sequence of n tokens of the source is generated; 0 allows it; unset: the model's own"
+        None, ge=0, description="n: no sequence of n tokens of the source is generated; 0: no limit; unset: the model's own"
     )
     repetition_penalty: float | None = Field(
         None, gt=0, description="divides the scores of tokens that a text already has; 1 is none; unset: the model's own"

@@ -173,8 +173,8 @@ class RecipeConfig(_Keys):
     trust_remote_code: bool = Field(False, description="run the Python code of a hub repository")
     dtype: Dtype = Field(
         "float32",
-        description="dtype of the loaded weights; trained weights have fp32 masters. Unset: float32, or the dtype of "
-        "mixed_precision for a frozen base",
+        description="dtype of the loaded weights; trained weights are kept in fp32. If you do not set it, a frozen base is "
+        "loaded in the dtype of mixed_precision",
     )
     attn_implementation: Literal["auto", "flash_attention_2", "flex_attention", "sdpa", "eager"] = Field(
         "auto", description="attention kernel; auto chooses the fastest that this device supports"
@@ -184,13 +184,15 @@ class RecipeConfig(_Keys):
         description="compile the model's layers with torch.compile: fewer, fused operations, after half a minute at the start",
     )
     fast: bool = Field(
-        False, description="enable the optimisations for this hardware that compute the same; the run prints which ones"
+        False,
+        description="turn on torch_compile and data workers where they help on this hardware; losses stay the same, up to "
+        "rounding; the run prints what it turns on",
     )
     activation_checkpointing: str = Field(
         "none",
-        description="activations that are recomputed in the backward pass: none, full (all of each layer; also true), every:N "
-        "(all of every N-th layer), selective (all except the results of matrix products and attention), or offload (full, "
-        "with the layers' inputs in host memory)",
+        description="activations that are recomputed in the backward pass: none, full (all of each layer; true means the "
+        "same), every:N (all of every N-th layer), selective (all except the results of matrix products and attention), or "
+        "offload (full, with the layers' inputs in host memory)",
         json_schema_extra={"choices": [*CHECKPOINTING], "bare": "full"},
     )
 
@@ -219,9 +221,12 @@ class RecipeConfig(_Keys):
         None, description=f"Jinja file with a chat template, or {', '.join(NAMES[:-1])} or {NAMES[-1]}; unset: the tokenizer's"
     )
     on_bad_sample: Literal["error", "skip"] = Field("error", description="action for a sample that cannot be used")
-    packing: bool = Field(False, description="put several samples into a row, with attention isolated, to reduce padding")
+    packing: bool = Field(
+        False, description="put several samples into a row, to reduce padding; they do not attend to each other"
+    )
     padding_free: bool = Field(
-        False, description="join the samples of a micro-batch into one row without padding, with attention isolated"
+        False,
+        description="join the samples of a micro-batch into one row without padding; they do not attend to each other",
     )
     group_by_length: bool = Field(False, description="put rows of similar length into a batch, to reduce padding")
     cache_dir: str | None = Field(None, description="folder for prepared data; unset: ~/.cache/zerobook")
@@ -246,13 +251,14 @@ class RecipeConfig(_Keys):
     )
     warmup_ratio: float = Field(0.0, ge=0, lt=1, description="num_warmup_steps as a share of all steps")
     warmup_from_zero: bool = Field(
-        False, description="the k-th of N warm-up steps has (k-1)/N of the peak, as in transformers; the first changes nothing"
+        False,
+        description="the k-th of N warm-up steps has (k-1)/N of the peak, as in transformers; the first step has the rate 0",
     )
     optimizer: str = Field(
         "adamw", description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class"
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay, on every trained matrix")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of trained matrices; biases and norms do not decay")
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first beta")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's second beta")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
@@ -269,8 +275,8 @@ class RecipeConfig(_Keys):
     per_device_eval_batch_size: int = Field(8, ge=1, description="held-out samples per batch and process")
     eval_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
-        description="evaluate every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the run's steps; "
-        "0: at the end only; auto: at checkpoints, using at most 5 % of the run's time",
+        description="evaluate every N steps, and at the end; epoch: at each epoch's end; a share such as 0.1: every tenth "
+        "of the run's steps; 0: at the end only; auto: at checkpoints, using at most 5 % of the run's time",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     eval_tasks: list[str] = Field(
@@ -279,8 +285,8 @@ class RecipeConfig(_Keys):
     early_stopping_patience: int | None = Field(
         None,
         ge=1,
-        description="end the run after this many evaluations in a row without a lower held-out loss; needs eval_steps, "
-        "neither auto nor 0",
+        description="end the run after this many evaluations in a row without a lower held-out loss; needs eval_steps "
+        "with a value other than auto and 0",
     )
     final_model: Literal["last", "best"] = Field(
         "last", description="the model that is written: of the last step, or of the checkpoint with the lowest held-out loss"
@@ -288,9 +294,9 @@ class RecipeConfig(_Keys):
     eval_on_start: bool = Field(False, description="evaluate before the first step too")
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
-        description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share, as 0.1: of the "
-        "run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, at most 30 minutes apart, using "
-        "at most 5 % of the run's time",
+        description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share such as 0.1: every "
+        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, at most 30 minutes "
+        "apart, using at most 5 % of the run's time",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     save_total_limit: int | None = Field(
@@ -306,8 +312,9 @@ class RecipeConfig(_Keys):
     )
     on_spike: OnSpike = Field(
         "rollback",
-        description="log: record it only; skip: leave its samples out; rollback: return to a checkpoint, with a stronger "
-        "recovery action each time; lower_rate: return and lower the learning rate; stop: end the run",
+        description="log: record it only; skip: leave out the samples of its steps, without going back; rollback: return to a "
+        "checkpoint, with a stronger recovery action each time; lower_rate: return and lower the learning rate; stop: end the "
+        "run",
     )
     policy: list[PolicyAction] | None = Field(
         None,
@@ -322,14 +329,18 @@ class RecipeConfig(_Keys):
     rollback_lr_steps: int = Field(500, ge=1, description="steps in which the lowered rate returns to its schedule")
     expect: list[str] = Field(
         [],
-        description="events that raise the loss or its noise and damage nothing, such as '200 the mixture changes'",
+        description="planned changes that may raise the loss, each as 'STEP TEXT', such as '200 the mixture changes'; no "
+        "rollback follows a moderate rise",
     )
     logging_steps: int = Field(10, ge=1, description="log losses, gradient norms and rates every N steps")
     profile: str | None = Field(
-        None, description="steps to profile, as 12 or 10-12; each rank writes a Chrome trace into the runlog's folder"
+        None, description="steps to profile, such as 12 or 10-12; each rank writes a Chrome trace into the runlog's folder"
     )
     hang_timeout: float = Field(
-        300.0, ge=0, description="seconds without progress of a process after which the run stops and names it; 0: never"
+        300.0,
+        ge=0,
+        description="the run stops, and names the process, if a process makes no progress for so many seconds; longer for some "
+        "phases, such as evaluations and saves; 0: never",
     )
     report_to: list[Tracker] = Field([], description="experiment trackers, each of which has to be installed")
     project: str | None = Field(None, description="project of the trackers; unset: WANDB_PROJECT, or zerobook")
@@ -460,7 +471,7 @@ class RecipeConfig(_Keys):
             return number
         if number is None or not number.is_integer() or number < 0:
             raise PydanticCustomError(
-                "choice", "Input should be a number of steps, a share of the run as 0.1, epoch, auto, or 0 for none"
+                "choice", "Input should be a number of steps, a share of the run such as 0.1, epoch, auto, or 0 for none"
             )
         return int(number)
 
