@@ -238,7 +238,8 @@ def runlog() -> str:
     """Return the page of events and steps."""
     parts = ["# Files of a runlog\n", NOTE + "\n"]
     parts.append(
-        "`output_dir/runlog/` holds one JSON object a line. Rank 0 writes. [The runlog](../guides/runlog.md) explains it.\n"
+        "`output_dir/runlog/` holds files with one JSON object per line, written by rank 0. [The\n"
+        "runlog](../guides/runlog.md) explains them.\n"
     )
     line = StepRecord(step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=0, cursor=(0, 0), ids=[], metrics={"a": 0.0})
     known = field_docs(StepRecord)

@@ -175,9 +175,9 @@ def test_what_was_saved_inside_or_right_before_a_spike_is_never_good(tmp_path):
 def test_arming_pins_and_calm_lets_go(tmp_path):
     run = Run(tmp_path)
     run.go(1, 50, s48=(2.0, 40.0))
-    assert run.manager.protected == (30,) and [e["state"] for e in run.events("checkpoint")] == ["pinned"]
+    assert run.manager.protected == (30,) and [e["state"] for e in run.events("checkpoint")] == ["protected"]
     run.go(51, 65)
-    assert run.manager.protected == () and [e["state"] for e in run.events("checkpoint")] == ["pinned", "unpinned"]
+    assert run.manager.protected == () and [e["state"] for e in run.events("checkpoint")] == ["protected", "unprotected"]
 
 
 def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):

@@ -74,7 +74,7 @@ class SpikeHandler:
         self._cursors: dict[int, tuple[int, int]] = {}
         # Steps that were saved while the detector was calm, and that are not proven good yet.
         self._unproven: list[int] = []
-        self._pinned_step: int | None = None
+        self._protected_step: int | None = None
         self._replay_cause: int | None = None
         # Steps in a row whose gradient was not finite.
         self._overflows = 0
@@ -230,7 +230,7 @@ class SpikeHandler:
     def _report_finding(self, finding: Finding) -> None:
         self._log_finding(finding)
         if finding.kind == "armed":
-            self._pin_checkpoint()
+            self._protect_checkpoint()
         else:
             self._tell(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
         if finding.kind == "spike":
@@ -306,10 +306,10 @@ class SpikeHandler:
         if not self.monitor.detector.calm:
             return
         # No spike came, so the checkpoint may be pruned again.
-        if self._pinned_step is not None:
+        if self._protected_step is not None:
             self.manager.protect()
-            self.log.event("checkpoint", state="unpinned", step=self._pinned_step)
-            self._pinned_step = None
+            self.log.event("checkpoint", state="unprotected", step=self._protected_step)
+            self._protected_step = None
         newest = step - self.monitor.settings.patience - LEAD
         # A checkpoint that takes long to write is proven once it is complete.
         writing = self.manager.saver.writing_step
@@ -320,12 +320,12 @@ class SpikeHandler:
             self.manager.report(self.log)
             self.manager.prove(proven, self.log)
 
-    def _pin_checkpoint(self) -> None:
+    def _protect_checkpoint(self) -> None:
         """Protect the newest proven checkpoint, since a spike may be coming."""
-        if not self.strategy.is_main or self._pinned_step is not None:
+        if not self.strategy.is_main or self._protected_step is not None:
             return
         proven, _ = self.manager.steps()
         if proven:
-            self._pinned_step = max(proven)
-            self.manager.protect(self._pinned_step)
-            self.log.event("checkpoint", state="pinned", step=self._pinned_step, parent=self.cause)
+            self._protected_step = max(proven)
+            self.manager.protect(self._protected_step)
+            self.log.event("checkpoint", state="protected", step=self._protected_step, parent=self.cause)

@@ -32,7 +32,7 @@ COMMON_FIELDS = {
     "type": "type of the event",
     "utc": "time of day, UTC, ISO 8601 with milliseconds",
     "monotonic": "seconds of a clock that only runs forward; comparable within an attempt",
-    "parent": "seq of the event that caused this one; left out where nothing did",
+    "parent": "seq of the event that caused this one; left out if no event did",
     "crc": "CRC-32 of the bytes of the line before this field",
 }
 """Fields of every event."""

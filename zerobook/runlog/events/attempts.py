@@ -24,7 +24,7 @@ declare(
     "run_start",
     when="An attempt begins.",
     fields={
-        "step": "step that the attempt goes on from; 0 for a new run",
+        "step": "step from which the attempt continues; 0 for a new run",
         "config": "every key of the recipe's config with its value",
         "sources": "source of each value: default, a YAML file, a flag, Python",
         "versions": "versions of Python and of the packages that training uses",
@@ -34,7 +34,7 @@ declare(
         "live": "strategy as read from the live objects: wrapper, ZeRO stage, master dtype, master weights of rank 0",
         "batch": "micro-batch x accumulation x processes = global batch",
         "total_steps": "optimizer steps of the learning-rate schedule",
-        "data": "training rows; of each dataset a report, its format, its ignored columns and its bad samples",
+        "data": "number of training rows; for each dataset its format, statistics, ignored columns and unusable samples",
     },
 )
 def _run_start(event: Event) -> str:
@@ -46,14 +46,14 @@ def _run_start(event: Event) -> str:
 
 declare(
     "env",
-    when="After run_start.",
+    when="Written after run_start.",
     fields={
         "host": "host name of rank 0",
         "platform": "operating system",
         "cpus": "logical CPU cores",
         "host_memory": "bytes of host memory",
         "gpus": "names of the GPUs",
-        "git": "commit of the clone, and whether files differ from it",
+        "git": "commit of the git clone that Zerobook runs from, and how many files differ from it",
     },
     is_quiet=True,
 )
@@ -97,10 +97,10 @@ def _env_diff(event: Event) -> str:
         "world_size": "processes before and now",
         "global_batch": "samples of a step before and now",
         "set_aside": "checkpoints of later steps, which were renamed",
-        "passed_over": "checkpoints that could not be read, with the reason",
+        "passed_over": "skipped checkpoints: why each of them could not be read",
         "bytes_read": "bytes of tensors that each rank read",
-        "verified": "names of what the next step uses as the checkpoint recorded it",
-        "differing": "name: [recorded, found] of what differs",
+        "verified": "names of the inputs of the next step that are equal to the checkpoint's record",
+        "differing": "name: [recorded, found] of the inputs that differ",
     },
 )
 def _resume(event: Event) -> str:
@@ -114,7 +114,7 @@ def _resume(event: Event) -> str:
         "step": "last step",
         "signal": "name of the signal",
         "exit_code": "exit code, 75",
-        "saved": "true where the step was saved",
+        "saved": "true if the step was saved",
     },
     ending=lambda event: "Interrupted" if event.get("signal") == "SIGINT" else "Preempted",
     style="warn",
@@ -132,7 +132,7 @@ def _preempted(event: Event) -> str:
         "step": "last step",
         "rule": "rule that stopped it",
         "why": "finding in words",
-        "reason": "reason, where a person stopped it",
+        "reason": "reason, if a person stopped it",
         "exit_code": "exit code, 76",
         "go_on_from": "newest complete checkpoint from before the spike",
         "set_aside": "checkpoints saved since the spike began, at their new paths",

@@ -7,11 +7,11 @@ from zerobook.runlog.formatting import figure
 from zerobook.utils.units import counted, duration
 
 _FINDING_FIELDS = {
-    "kind": "kind of the finding, see `zerobook.monitor.detector.Finding`",
-    "alarm": "true for a spike, damage or a divergence",
+    "kind": "kind of the finding, see `zerobook.monitor.finding.Finding`",
+    "alarm": "true for a spike, damage, a divergence or a slow rise",
     "step": "step at which it was noticed",
     "onset": "step at which it began",
-    "points": "logged points since the onset",
+    "points": "logged points since the onset; for an outlier, the number of its high points",
     "base": "level of the loss before it, nats per supervised token",
     "peak": "highest loss since the onset",
     "reason": "the reason in words",
@@ -44,7 +44,7 @@ _ACTIONS = {
 
 @declare(
     "anomaly",
-    when="The detector armed, or saw an outlier.",
+    when="The detector was armed, or found an outlier.",
     fields=_FINDING_FIELDS,
     # The detector arms at many harmless log points.
     is_quiet=lambda event: event["kind"] == "armed",
@@ -72,11 +72,11 @@ def _finding(event: Event) -> str:
     fields={
         "id": "name of its file",
         "step": "step at which it was taken",
-        "action": "rollback, lower_rate, skip, save, stop or policy; null where it was malformed",
+        "action": "rollback, lower_rate, skip, save, stop or policy; null if it was malformed",
         "argument": "step, factor, first and last step, or value of on_spike",
         "by": "user who owned the file, and the host that it names",
         "why": "reason that was given",
-        "accepted": "true where it is carried out",
+        "accepted": "true if it is carried out",
         "refused_because": "why it is not",
     },
     style=lambda event: "good" if event["accepted"] else "warn",
@@ -99,7 +99,8 @@ def _command(event: Event) -> str:
     "decision",
     when="A recovery action was chosen against damage or a divergence, or a person commanded it.",
     fields={
-        "action": "replay, skip, lower_rate, further_back, leave_out, stop or none; of a command rollback, cut_rate or save",
+        "action": "replay, skip, lower_rate, further_back, stop or none; leave_out: samples are left out without a rollback; "
+        "of a command also rollback, cut_rate (the rate is lowered without a rollback) or save",
         "rule": "rule that chose it",
         "why": "finding in words",
         "options": "actions that were left",
@@ -117,7 +118,7 @@ def _decision(event: Event) -> str:
 
 @declare(
     "rollback",
-    when="The run goes back to a checkpoint. There is one event before the rollback (`intent`) and one after it (`outcome`).",
+    when="The run goes back to a checkpoint. Written twice: before the rollback (phase `intent`) and after it (`outcome`).",
     fields={
         "phase": "`intent` or `outcome`",
         "action": "recovery action that is carried out",
@@ -125,7 +126,7 @@ def _decision(event: Event) -> str:
         "to_step": "step of the checkpoint",
         "why": "finding in words",
         "step": "step after the rollback",
-        "steps_given_up": "steps that will be done again",
+        "steps_given_up": "number of abandoned steps, which will be done again",
         "seconds": "seconds of the rollback",
         "bytes_read": "bytes of tensors that each rank read",
         "set_aside": "checkpoints of the branch that was abandoned, which were renamed",
@@ -185,9 +186,9 @@ def _lr_change(event: Event) -> str:
         "after": "`steps done again` or `replay`",
         "steps": "first and last step that were compared",
         "largest_relative_difference": "largest relative difference of their losses",
-        "first_apart": "first step whose loss is not the same, bit for bit; null where all are",
+        "first_apart": "first step whose loss is not the same, bit for bit; null if all losses are the same",
         "step": "step of the replay that decided",
-        "reproduced": "true where the spike came again",
+        "reproduced": "true if the spike came again",
         "loss": "loss now",
         "loss_before": "loss of the step when it was done first",
     },

@@ -9,7 +9,7 @@ from zerobook.runlog.formatting import figure
 
 declare(
     "metrics",
-    when="Every log point (`--logging_steps`).",
+    when="Written at every log point (`--logging_steps`).",
     fields={
         "steps": "first and last step since the last log point",
         "loss": "loss of the last step, nats per supervised token",
@@ -20,7 +20,7 @@ declare(
         "all_tokens_per_second": "tokens of the rows per second, without padding, over all ranks",
         "data_wait": "share of the time spent waiting for data, 0 to 1",
         "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
-        "tflops": "10^12 operations of the model per second and device; null where they are not known",
+        "tflops": "10^12 operations of the model per second and device; null if they are not known",
         "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
         "point itself",
         "metrics": "values that hooks and the objective add",
@@ -36,10 +36,10 @@ declare(
         "step": "step of the evaluation",
         "seconds": "seconds it took",
         "loss": "held-out loss, nats per supervised token",
-        "perplexity": "e to the loss, where that is a cross-entropy",
+        "perplexity": "e to the loss, if the loss is a cross-entropy",
         "tokens": "supervised tokens of the held-out data",
         "held_out_fingerprint": "fingerprint of the held-out data; only losses with the same one are comparable",
-        "datasets": "loss, perplexity and tokens of each dataset, where there are several",
+        "datasets": "loss, perplexity and tokens of each dataset, if there are several",
         "metrics": "values of the scorers",
         "samples": "tables of the scorers, such as generated texts",
     },
@@ -53,7 +53,7 @@ def _eval(event: Event) -> str:
 
 declare(
     "memory",
-    when="After the first step.",
+    when="Written after the first step.",
     fields={
         "per_rank_bytes": "of each rank: bytes of weights, gradients and optimizer state, and of files of NVMe offload",
         "trained_parameters": "number of trained parameters",
@@ -64,12 +64,12 @@ declare(
 
 declare(
     "machine",
-    when="Every 30 s.",
+    when="Written every 30 s.",
     fields={
-        "memory_used": "bytes of host memory in use (of the container, where its limit is lower)",
+        "memory_used": "bytes of host memory in use (of the container, if its limit is lower)",
         "memory_total": "bytes of host memory in all",
         "swap_used": "bytes of swap in use",
-        "own": "resident bytes of this process and its children",
+        "own": "resident bytes of this run's process on rank 0 and of its child processes",
         "gpus": "of each GPU: memory used and total (bytes), utilisation (0 to 1), degrees Celsius",
         "allocator": "bytes that torch's CUDA allocator of rank 0 has allocated and reserved, now and at the peak",
     },
@@ -95,7 +95,8 @@ def _memory_warning(event: Event) -> str:
         "host": "host name",
         "ranks": "its ranks that are slow",
         "step": "step of the log point",
-        "seconds": "seconds of a step that it waits for data or takes for forward passes",
+        "seconds": "seconds per step that the slowest of these ranks waits for data (`what`: data) or spends in forward passes "
+        "(forward)",
         "typical": "the same of a typical rank",
     },
     style="warn",
