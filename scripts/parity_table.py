@@ -95,20 +95,26 @@ the other rows of Trainer, Trainer creates it. Written by `make test-full`.
 
 HOST = """# Host RAM while a model is loaded: measured
 
-The additional anonymous and shared memory of all 4 ranks of a host together, while `causal_lm` loads and prepares a Llama.
-The unit is a copy of its weights in fp32. Its file is in bf16 and has 0.43 GB. Pages of the mapped file are page cache, and
-are not included. *Planned* is the planner's figure for loading. On a CPU, the preparation of ZeRO-3 also allocates its master
-copies and gradients, which are kept. Written by `make test-full`.
+The table has the memory (anonymous and shared) that all 4 ranks of a host together allocate in addition while `causal_lm`
+loads and prepares a Llama. The unit is the size of one copy of its weights in fp32 (0.86 GB; the file, in bf16, has 0.43 GB).
+Pages of the mapped file are page cache, and are not included. *Planned* is what `zerobook plan` computes for the column
+*loading, peak*. On a CPU, the preparation of ZeRO-3 also allocates its master copies and gradients, which are kept. Written by
+`make test-full`.
 """
 
 NODES = """# Faults of several hosts: measured
 
-`causal_lm` on two simulated hosts (network namespaces with a link each), with `--hang_timeout` 6 seconds where users have
-300. *Ranks* are those of the first and the second host. *Seconds* begin at the fault. If the run ends, they end when all
-launchers that can end have ended. If it continues, they end when the runlog names the cause. Rows in which ranks train again
-were launched with `--rdzv_backend c10d --max_restarts 3`, and those in which fewer ranks train with `zerobook launch
---min_machines 1`. There, the seconds begin at the fault, or when the host or the link is back. Written by `make test-nodes`.
-Not run on real hosts, and not with NCCL.
+`causal_lm` runs on two simulated hosts (network namespaces with a link each) with `--hang_timeout 6` (15 in the rows *link cut
+for 5 s*; the default is 300). Nothing was run on real hosts or with NCCL. Written by `make test-nodes`.
+
+- *Ranks* are those of the first and of the second host.
+- *Seconds* is the time from the fault until the launcher of the other host has ended (both launchers, if a link is cut or a
+  data loader hangs). If the ranks are restarted, it is the time until the runlog names the cause; after *link cut for 5 s*,
+  the time until the run has done six more steps.
+- *Reported cause* is empty (-) if the run continues without a restart.
+- If ranks train again on all hosts, the run was launched with `--rdzv_backend c10d --max_restarts 3`; if fewer ranks train,
+  with `zerobook launch --min_machines 1`. "7 s later" counts from the fault, or, if the host or the link comes back, from its
+  return.
 """
 
 TRAFFIC = """# Bytes between hosts: planned and measured
@@ -122,21 +128,30 @@ Written by `make test-nodes`.
 
 PLAN = """# Planned against measured
 
-The fourth step of real runs, launched by `accelerate launch` with the project's strategy files, with micro-batches of 2 x 64
-tokens and tiny models of real classes. The figures are bytes, on the rank with the largest error:
+This page compares planned and measured bytes in the fourth step of real runs. (The first steps differ: memory is still being
+allocated.) The runs were launched by `accelerate launch` with the project's strategy files, with micro-batches of 2 x 64 tokens
+and tiny models of real classes. The figures are those of the rank with the largest error:
 
-- weights, gradients and optimizer state between the backward pass and the step, which must be equal to the planned bytes
-- activations that autograd saved in the forward pass
-- bytes sent in the step, counted in the collectives
+- *weights*, *gradients* and *optimizer* state: bytes after the backward pass and before the optimizer step. The test requires
+  that they equal the plan.
+- *activations*: bytes that autograd saved in the forward pass
+- *sent*: bytes sent in the step, counted in the collectives
+- the three columns *error*: planned / measured - 1, for the columns before them
 
-zero3_hpz ran with groups of two, as on two nodes. zero3_nvme_little is zero3_nvme with 10^5 elements of a rank in host RAM.
-In the rows *forgetting*, ZeRO-3 keeps no gathered weights for later (`stage3_max_reuse_distance` and
-`stage3_prefetch_bucket_size` are 0). In the rows *narrow*, the limits are 60,000 elements for reuse and 70,000 for live
-parameters. They have the same effect on a tiny model as the default limits of 10^9 on large models. Written by `make
-test-full`.
+*job* is the model and what is special in the run. `llama`, `gpt2` (two micro-batches in a step), `bart` and `wide` are tiny
+models of which all weights are trained. `bf16` is `llama` with this `--mixed_precision`. `checkpointing`, `selective` (of the
+`gpt2`, with one micro-batch) and `every second layer` (of the `llama`) have `--activation_checkpointing` true, selective and
+every:2. `lora`, `packed lora`, `qlora` and `int8` train adapters of the `llama`, `wide lora` those of `wide`.
+`evaluated first` is `lora` with an evaluation before the first step.
 
-The part `planner` of `python benchmarks/gpu.py all` compares peaks of the CUDA allocator: [gpu.md](gpu.md) says what
-has run.
+`zero3_hpz` ran with groups of two, as on two nodes. `zero3_nvme_little` is `zero3_nvme` with `max_in_cpu` 10^5: so many
+elements per rank stay in host RAM. In the rows named *forgetting*, ZeRO-3 frees gathered weights at once
+(`stage3_max_reuse_distance` and `stage3_prefetch_bucket_size` are 0). In the rows named *narrow*, `stage3_max_reuse_distance`
+is 60,000 and `stage3_max_live_parameters` is 70,000, so that a tiny model reaches these limits, as large models reach the
+defaults of 10^9. Written by `make test-full`.
+
+The part `planner` of `python benchmarks/gpu.py all` compares planned and measured peaks of the CUDA allocator.
+[gpu.md](gpu.md) says whether it has run.
 """
 
 PARITY_FIGURES = {"epsilon": "g", "loss": ".1e", "norm": ".1e", "held_out": ".1e", "weight": ".1e", "fall": ".0%"}
@@ -231,8 +246,8 @@ def main(source: str, target: str) -> None:
         for r in measured if r["table"] == "traffic"
     ]  # fmt: skip
     bases, reasons = quantised(measured)
-    plan_columns = ["strategy file", "ranks", "job", "weights", "gradients", "optimizer", "error"]
-    plan_columns += ["activations", "error", "sent", "error"]
+    plan_columns = ["strategy file", "ranks", "job", "weights", "gradients", "optimizer", "state error"]
+    plan_columns += ["activations", "activations error", "sent", "sent error"]
     columns = [
         "strategy file",
         "recipe",
@@ -254,7 +269,7 @@ def main(source: str, target: str) -> None:
         ("host_memory.md", HOST, ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"], host),
         ("plan_errors.md", PLAN, plan_columns, plan),
         ("traffic.md", TRAFFIC, ["strategy file", "recipe", "ranks", "planned, MB", "measured, MB", "error"], traffic),
-        ("nodes.md", NODES, ["fault", "strategy file", "ranks", "seconds", "named", "what happens"], nodes),
+        ("nodes.md", NODES, ["fault", "strategy file", "ranks", "seconds", "reported cause", "what happens"], nodes),
     ):
         if not rows:
             continue

@@ -147,7 +147,7 @@ def test_a_link_that_comes_back_costs_only_time(tmp_path, tiny, strategy, per_ho
         attempts = [event["attempt"] for event in run.events("run_start")]
     assert attempts == [1]
     record("nodes", fault="link cut for 5 s", strategy=strategy, ranks=f"{per_host} + {per_host}",
-           seconds=round(seconds, 1), named="", ends="goes on, nothing lost")  # fmt: skip
+           seconds=round(seconds, 1), named="", ends="continues, no step is repeated")  # fmt: skip
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -161,7 +161,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, tiny, host, ahead):
         run.until(lambda: run.step() > before + 50 and time.monotonic() > run.faulted + 2 * HANG_S, 60)
         assert not run.ended and not run.events("crash", "straggler")
     record("nodes", fault=f"clock of the {('first', 'second')[host]} host jumps by {ahead} s", strategy="ddp", ranks="1 + 1",
-           seconds=None, named="", ends="goes on, nothing lost")  # fmt: skip
+           seconds=None, named="", ends="continues, no step is repeated")  # fmt: skip
 
 
 def test_a_full_disk_of_one_host_is_named(tmp_path, tiny):

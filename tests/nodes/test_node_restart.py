@@ -50,10 +50,12 @@ RESTARTS = {
     "rank killed": Restart(lambda run: run.signal(run.world_size - 1, signal.SIGKILL)),
     # torchrun waits 30 seconds before it kills a process that does not end
     "rank stopped (SIGSTOP)": Restart(lambda run: run.signal(run.world_size - 1, signal.SIGSTOP), resumes=90),
-    "host killed, and back": Restart(lambda run: run.hosts[1].kill(), back),
+    "host killed, then it is back": Restart(lambda run: run.hosts[1].kill(), back),
     "host gone for good": Restart(lambda run: run.hosts[1].kill(), least=1),
-    "host killed, others go on, and back": Restart(lambda run: run.hosts[1].kill(), back, least=1),
-    "link cut, others go on, and mended": Restart(lambda run: run.hosts[1].cut(), lambda run: run.hosts[1].mend(), least=1),
+    "host killed, others continue, then it is back": Restart(lambda run: run.hosts[1].kill(), back, least=1),
+    "link cut, others continue, then it is back": Restart(
+        lambda run: run.hosts[1].cut(), lambda run: run.hosts[1].mend(), least=1
+    ),
 }
 MATRIX = [
     (name, strategy, per_host)
