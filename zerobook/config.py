@@ -440,7 +440,7 @@ class RecipeConfig(_Keys):
             return None
         steps = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
         if steps is None or int(steps[1]) > int(steps[2] or steps[1]):
-            raise PydanticCustomError("choice", "Input should be a step or a range of steps, as 12 or 10-12")
+            raise PydanticCustomError("choice", "Input should be a step or a range of steps, such as 12 or 10-12")
         return str(value)
 
     @field_validator("resume_from_checkpoint", mode="before")
