@@ -103,6 +103,7 @@ def versions(python: Path) -> str:
 def write_table(folder: Path, python: Path, page: Path | None) -> None:
     from datetime import date
 
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/ is not part of the installed package
     from scripts.detector import COLUMNS, Verdict, headings, load, ours, row, score, total
 
     curves = load(folder)

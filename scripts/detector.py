@@ -39,6 +39,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # scripts/ is not part of the installed package
+
 from scripts.log_detector import LogDetector, LogSettings
 from scripts.other_logs import read_log
 from scripts.other_runs import OtherRun, points_of

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ is not part of the installed package
+
 from tests.harness import ROOT, Run, launch
 from tests.tiny import folder as tiny_models
 from zerobook.utils.terminal import say

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.other_runs import judge_run, points_of
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "replays.md"
+from scripts.other_runs import judge_run, points_of  # noqa: E402
+
+PAGE = ROOT / "docs" / "guides" / "replays.md"
 CHRONICLES = "https://github.com/bigscience-workshop/bigscience/blob/master/train/tr11-176B-ml/chronicles.md"
 OPT_NOTES = "https://github.com/facebookresearch/metaseq/blob/main/projects/OPT/chronicles/56_percent_update.md"
 
