@@ -184,6 +184,8 @@ def run(setting: Setting, steps: int = 99_000) -> dict[str, Any]:
 
 
 def model(setting: Setting) -> list[dict[str, Any]]:
+    from zerobook.utils.host_memory import weight_bytes
+
     found = []
     for width in (64, 128, 256, 512):
         folder = setting.model(width)
@@ -191,8 +193,9 @@ def model(setting: Setting) -> list[dict[str, Any]]:
         ran = setting.run(f"model-{width}", max_train_steps=12, **flags)
         saved = sorted((setting.folder / f"model-{width}" / "checkpoints").glob("step-*"))[-1]
         size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        weights = (folder / "model.safetensors").stat().st_size // 4
-        found.append({"parameters": weights, "checkpoint": size, "save, s": statistics.median(ran["saves"])})
+        found.append(
+            {"parameters": weight_bytes(folder, "auto") // 4, "checkpoint": size, "save, s": statistics.median(ran["saves"])}
+        )
     return found
 
 
