@@ -192,14 +192,13 @@ def _facts(checkpoint: Path, best: Path | None) -> dict[str, Any]:
     reason = store.find_damage(checkpoint)
     if reason is not None:
         return {"folder": str(checkpoint), "damage": reason}
-    index = store.read_json(checkpoint / "tensors.json")
     return {
         "folder": str(checkpoint),
         "damage": None,
         "best": checkpoint == best,
         "pinned": store.is_pinned(checkpoint),
         "bytes": store.bytes_of(checkpoint),
-        "written_by": index["written_by"],
+        "written_by": store.read_json(checkpoint / "tensors.json")["written_by"],
         "held_out_loss": store.eval_loss(checkpoint),
         "progress": store.read_json(checkpoint / store.PROGRESS),
     }

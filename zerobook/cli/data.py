@@ -54,8 +54,7 @@ def data(arguments: list[str]) -> int:
         rows = []
         for name, view in _datasets(prepared):
             print_lengths(name, view.lengths)
-            shown = range(min(flags.samples, len(view)))
-            rows += [(f"{name}, row {number}", view[number]) for number in shown]
+            rows += [(f"{name}, row {number}", view[number]) for number in range(min(flags.samples, len(view)))]
         # The recipe has been run, and is not run again.
         show_rows(rows, tokenizer, encoder_decoder=recipe_class(flags.recipe).encoder_decoder)
     return 0
@@ -108,8 +107,7 @@ def _print_table(data: PreparedData) -> None:
         if unread_columns:
             say(f"columns of {name} that are not read: {', '.join(unread_columns)}")
     # Datasets may share a folder; each is named once, in order.
-    folders = dict.fromkeys(str(view.store.folder) for _, view in _datasets(data))
-    for folder in folders:
+    for folder in dict.fromkeys(str(view.store.folder) for _, view in _datasets(data)):
         say(folder)
 
 

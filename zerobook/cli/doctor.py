@@ -107,8 +107,7 @@ def _examine_launch(
         if not problems:
             launch_flags, _, _ = split_at_recipe(argv)
             # The parser of accelerate requires a script, and the effects do not depend on it.
-            entries = account.entries(plan, config, sources, flags=[*launch_flags, "script.py"])
-            out.print(account.table(entries))
+            out.print(account.table(account.entries(plan, config, sources, flags=[*launch_flags, "script.py"])))
     # A launch without a recipe has the base class of all configs, and no output_dir of its own.
     if type(config) is not RecipeConfig:
         earlier = find_earlier_run(config) or find_earlier_result(config)
@@ -175,11 +174,11 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
         gpus = "none that torch sees"
     else:
         gpus = "none"
+    flash_attention = "does not run here: there is no GPU"
     if hardware.flash_attention:
         flash_attention = "runs here"
-    else:
-        reason = hardware.no_flash_attention if hardware.gpus else "there is no GPU"
-        flash_attention = f"does not run here: {reason}"
+    elif hardware.gpus:
+        flash_attention = f"does not run here: {hardware.no_flash_attention}"
     memory = psutil.virtual_memory()
     ram = f"{memory.total / 2**30:.0f} GiB ({memory.available / 2**30:.0f} free)"
     compiled_ops = sorted({library.parent.name for library in ops.cache_root().glob("**/*.so")})
@@ -217,8 +216,7 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
     except ConfigError as error:
         return error.problems
     if findings.hosts:
-        columns = ("rank", "host", "GPUs", "driver", "memory, GiB", "clock")
-        table = make_table("machines", columns)
+        table = make_table("machines", ("rank", "host", "GPUs", "driver", "memory, GiB", "clock"))
         for number, host in enumerate(findings.hosts):
             table.add_row(
                 str(number),

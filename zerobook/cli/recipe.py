@@ -15,6 +15,7 @@ import yaml
 from zerobook.cli.arguments import Parser, add_hardware, described, positive
 from zerobook.errors import ConfigError
 from zerobook.plan import table
+from zerobook.utils import subprocess_launch
 from zerobook.utils.shipped import path_from_here, shipped
 from zerobook.utils.terminal import say
 from zerobook.utils.units import count, counted
@@ -184,10 +185,7 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
         name = "seq2seq_chatbot"
     recipe_file = shipped(f"recipes/{name}.py")
     kind = recipe_class(str(recipe_file))
-    words = []
-    for key, value in values.items():
-        words += [f"--{key}", "true" if value is True else str(value)]
-    config, sources, _ = parse(kind.config_class, words, data=False)
+    config, sources, _ = parse(kind.config_class, subprocess_launch.flags(values), data=False)
     # The planner divides the samples of a step into micro-batches.
     sources["per_device_train_batch_size"] = sources["gradient_accumulation_steps"] = "default"
 
@@ -268,8 +266,9 @@ def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[s
     if flags.model.endswith(".json"):
         limits.append("model_name_or_path is a config without weights: name a folder or a model on the hub")
     if samples != flags.global_batch:
-        batch = flags.global_batch
-        limits.append(f"{samples} is the nearest to a global batch of {batch} that {cluster.ranks} processes divide")
+        limits.append(
+            f"{samples} is the nearest to a global batch of {flags.global_batch} that {cluster.ranks} processes divide"
+        )
     return limits
 
 

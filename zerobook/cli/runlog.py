@@ -129,8 +129,7 @@ def _print_steps(history: History, *, as_json: bool) -> None:
 
 def report(flags: argparse.Namespace) -> None:
     """Write the report as one HTML page that needs no other file. The run may still train."""
-    page = write(flags.run)
-    say(f"written: {page}")
+    say(f"written: {write(flags.run)}")
 
 
 def verify(flags: argparse.Namespace) -> int:

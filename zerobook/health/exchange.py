@@ -122,9 +122,8 @@ class Exchange:
             if rank in judge.beats or self.store.check([key]):
                 ranks.append(rank)
                 keys.append(key)
-        texts = self.store.multi_get(keys)
         beats = {}
-        for rank, text in zip(ranks, texts, strict=True):
+        for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
             # What is not a heartbeat counts as none: the rank's own next one takes its place.
             with suppress(MessageError):
                 beats[rank] = messages.read(text, Beat)

@@ -130,22 +130,18 @@ class Judge:
         return self._verdict("ended", ended, now - self.last_heard[ended[0]])
 
     def _judge_failed(self, now: float) -> Verdict | None:
-        failed_ranks = [rank for rank, beat in self.beats.items() if beat.phase == "failed"]
-        if not failed_ranks:
-            return None
         if self._failed_since is None:
             self._failed_since = now
         seconds = now - self._failed_since
         # Until then the launcher may stop the other ranks, and no verdict is needed.
         if seconds < self.grace:
             return None
-        return self._verdict("failed", failed_ranks, seconds)
+        return self._verdict("failed", [rank for rank, beat in self.beats.items() if beat.phase == "failed"], seconds)
 
     def _judge_behind(self) -> Verdict | None:
         running = {rank: beat for rank, beat in self.beats.items() if beat.phase not in FINISHED_PHASES}
         # A rank that was never heard may be the one that is behind.
-        all_heard = len(self.beats) == len(self.last_heard)
-        if not all_heard or not running:
+        if len(self.beats) < len(self.last_heard) or not running:
             return None
         fewest_phases = min(beat.entered for beat in running.values())
         behind = {rank: beat for rank, beat in running.items() if beat.entered == fewest_phases}
@@ -185,8 +181,7 @@ class Judge:
         blamed_ranks = sorted(ranks)
         blamed_beats = [self.beats.get(rank, NO_BEAT) for rank in blamed_ranks]
         # A rank that was never heard has no host.
-        hosts = {beat.host for beat in blamed_beats if beat.host}
-        errors = [beat.error for beat in blamed_beats if beat.error]
+        hosts = {beat.host for beat in blamed_beats} - {""}
         return Verdict(
             kind=kind,
             ranks=blamed_ranks,
@@ -195,7 +190,7 @@ class Judge:
             step=blamed_beats[0].step,
             seconds=round(seconds, 1),
             others=self._waiting(blamed_ranks),
-            error=errors[0] if errors else "",
+            error=next(filter(None, (beat.error for beat in blamed_beats)), ""),
         )
 
     def _waiting(self, blamed_ranks: Sequence[int]) -> list[tuple[str, int, list[RankRange]]]:
@@ -204,8 +199,7 @@ class Judge:
         for rank, beat in sorted(self.beats.items()):
             if rank not in blamed_ranks and beat.phase not in FINISHED_PHASES:
                 ranks_by_position.setdefault((beat.phase, beat.step), []).append(rank)
-        waiting = [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in ranks_by_position.items()]
-        return waiting[:MAX_PLACES]
+        return [(*position, rank_ranges(ranks)) for position, ranks in list(ranks_by_position.items())[:MAX_PLACES]]
 
 
 def describe(verdict: Verdict) -> str:
@@ -241,8 +235,7 @@ def rank_ranges(ranks: Sequence[int]) -> list[RankRange]:
     >>> rank_ranges([0, 1, 2, 5])
     [(0, 2), (5, 5)]
     """
-    pairs = [(start, end - 1) for start, end in ranges(ranks)]
-    return pairs[:MAX_RANK_RANGES]
+    return [(start, end - 1) for start, end in ranges(ranks)[:MAX_RANK_RANGES]]
 
 
 def _named(ranks: Sequence[RankRange]) -> str:

@@ -119,27 +119,25 @@ def enter(phase: str, step: int | None = None) -> None:
     Args:
         step: optimizer step that the phase belongs to, counted from 1; None: the same step as before.
     """
-    state = _state
     now = time.monotonic()
-    previous = state.position
+    previous = _state.position
 
     # Account for the phase that ends.
-    seconds = now - previous.began
-    state.phase_seconds[previous.phase] = state.phase_seconds.get(previous.phase, 0.0) + seconds
-    longest = state.longest_seconds
+    _state.phase_seconds[previous.phase] = _state.phase_seconds.get(previous.phase, 0.0) + (now - previous.began)
+    longest = _state.longest_seconds
     longest[previous.phase] = max(longest.get(previous.phase, 0.0), now - previous.since)
 
     if step is None:
         step = previous.step
-    if state.first_step is None and phase == "data":
-        state.first_step = step
+    if _state.first_step is None and phase == "data":
+        _state.first_step = step
     # A process that resumes begins at a later step than 1, and compiles in it all the same.
-    is_first = step == state.first_step and phase in STEP_PHASES
-    state.position = Position(phase, step, previous.entered + 1, now, now, is_first, longest.get(phase, 0.0))
+    is_first = step == _state.first_step and phase in STEP_PHASES
+    _state.position = Position(phase, step, previous.entered + 1, now, now, is_first, longest.get(phase, 0.0))
 
     # Listeners use the device, and a device that has failed raises for every call.
     if phase not in FINISHED_PHASES:
-        for listener in state.listeners:
+        for listener in _state.listeners:
             listener(phase)
 
 
@@ -155,21 +153,20 @@ def log_point(step: int, device_phases: dict[str, float] | None = None, *, forwa
         device_phases: seconds of each phase on the device, which then take the place of the host's.
         forward_waits: forward passes have collectives.
     """
-    state = _state
     now = time.monotonic()
-    phases = state.phase_seconds if device_phases is None else device_phases
+    phases = _state.phase_seconds if device_phases is None else device_phases
     # In the first step, kernels are compiled, which takes longer on a host whose cache has none. So its window is left out.
-    if state.first_step is not None and state.log_step >= state.first_step:
-        state.window = Window(
+    if _state.first_step is not None and _state.log_step >= _state.first_step:
+        _state.window = Window(
             step=step,
-            steps=max(1, step - state.log_step),
-            total=now - state.log_time,
+            steps=max(1, step - _state.log_step),
+            total=now - _state.log_time,
             data=phases.get("data", 0.0),
             forward=None if forward_waits else phases.get("forward", 0.0),
         )
-    state.phase_seconds = {}
-    state.log_step = step
-    state.log_time = now
+    _state.phase_seconds = {}
+    _state.log_step = step
+    _state.log_time = now
     return phases
 
 

@@ -88,8 +88,7 @@ class Watch:
         self.locate: Callable[[], position.Position] | None = None
         self._error = ""
         self._listener = listen()
-        endpoint = self._listener.getsockname()[:2]
-        self._beat = NO_BEAT._replace(host=socket.gethostname(), pid=os.getpid(), endpoint=endpoint)
+        self._beat = NO_BEAT._replace(host=socket.gethostname(), pid=os.getpid(), endpoint=self._listener.getsockname()[:2])
         self._clock = RunningClock(SUSPENDED_SHARE * hang_timeout)
         self._last_exchange_time = self._clock.now()
         self._exchange = Exchange(store, rank, world_size, hang_timeout, self._last_exchange_time)
@@ -221,8 +220,7 @@ class Watch:
             # A call to the store may block for much longer, so its thread cannot tell that itself.
             store_silence = now - self._last_exchange_time
             if store_silence > self.hang_timeout:
-                verdict = self._store_lost(f"the run's store has not answered for {store_silence:.0f} s")
-                self._end(verdict, with_stacks=False)
+                self._end(self._store_lost(f"the run's store has not answered for {store_silence:.0f} s"), with_stacks=False)
             main_silence = now - self._exchange.pulse_time
             if self.rank != 0 and main_silence > self.hang_timeout and self.verdict is None:
                 self._end(self._verdict_on_main("silent", main_silence), with_stacks=False)

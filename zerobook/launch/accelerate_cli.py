@@ -135,9 +135,8 @@ def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     """Return `unreachable_name` of a launch over several machines with gloo. NCCL chooses an interface by itself."""
     # FSDP2 has gloo beside NCCL, for what is in host memory, and so has every group that is formed here for restarts.
     has_gloo = plan.device == "cpu" or plan.kind == "fsdp" or restarts_ranks(environ)
-    uses_gloo = plan.backend is not None and has_gloo
     several = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
-    return unreachable_name(environ) if uses_gloo and several else None
+    return unreachable_name(environ) if plan.backend is not None and has_gloo and several else None
 
 
 def unreachable_name(environ: Mapping[str, str]) -> str | None:
@@ -193,8 +192,8 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
             args, unknown = parser.parse_known_args([*flags, SCRIPT])
     except SystemExit:
         # argparse prints its message and exits.
-        reason = messages.getvalue().strip().rpartition("error: ")[2]
-        return parse_flags([SCRIPT]), [f"accelerate launch does not take {' '.join(flags)}: {reason}."]
+        problem = f"accelerate launch does not take {' '.join(flags)}: {messages.getvalue().strip().rpartition('error: ')[2]}."
+        return parse_flags([SCRIPT]), [problem]
     # All flags that are not known are reported at once, each with the nearest name.
     names = {action.dest for action in parser._actions}
     problems = []

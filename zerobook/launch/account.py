@@ -180,8 +180,8 @@ def _effect_in_yaml(
             return f"overridden: {_recipe_value(key, config, sources)}"
     # The file can only turn it on or off; the recipe has the kind.
     if key == "fsdp_activation_checkpointing" and bool(value) != (config.activation_checkpointing != "none"):
-        source = sources["activation_checkpointing"]
-        return f"overridden: {config.activation_checkpointing}, activation_checkpointing from {source}"
+        chosen = f"{config.activation_checkpointing}, activation_checkpointing from {sources['activation_checkpointing']}"
+        return f"overridden: {chosen}"
     return USED
 
 
@@ -253,11 +253,9 @@ def _idle_reason(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> str | N
     if key in UNUSED_IN_ZERO:
         return UNUSED_IN_ZERO[key]
     # Some settings are read by stage 3 alone, and some by stages 1 and 2.
-    is_of_stage_3 = key.startswith("stage3_") or key in OF_STAGE_3 | deepspeed_keys.stage_3_names()
+    is_of_other_stage = key.startswith("stage3_") or key in OF_STAGE_3 | deepspeed_keys.stage_3_names()
     if plan.zero_stage == 3:
         is_of_other_stage = key in OF_STAGES_1_AND_2
-    else:
-        is_of_other_stage = is_of_stage_3
     if is_of_other_stage:
         return f"the stage is {plan.zero_stage}"
     if key in ("offload_optimizer", "offload_param") and path[-1] != "device":

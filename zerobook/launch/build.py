@@ -69,8 +69,7 @@ def resolve_this_process(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)
     if plan.offload_optimizer != "none" and chose_threads():
-        local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        plan.host_threads = max(1, usable_cores() // local_processes)
+        plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         plan.notes.append(
             f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "
             "cores, shared by its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
@@ -120,8 +119,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         strategy = _build_fully_sharded(plan, options)
     else:
         # Without views of its buckets, DDP keeps each gradient twice.
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
-        options["kwargs_handlers"].append(ddp)
+        options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False))
         strategy = ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
     # The first collective. It connects NCCL, unless the process group has gloo beside NCCL: under FSDP2, and where torchrun may
     # restart the ranks. A barrier then uses gloo, and NCCL connects at the first collective of tensors on the GPUs.
@@ -135,6 +133,7 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
 
 def _prepare_process(plan: LaunchPlan) -> None:
     """Set variables, messages and threads of this process, and form the process group."""
+    from torch.distributed import distributed_c10d
     from transformers.utils import logging as transformers_logging
 
     # Set the variables before accelerate and DeepSpeed read them.
@@ -145,7 +144,10 @@ def _prepare_process(plan: LaunchPlan) -> None:
         hush_deepspeed_builds()
     transformers_logging.disable_progress_bar()
     keep_logs_plain("transformers")
-    _let_later_groups_wait()
+    # DeepSpeed's groups and those of a device mesh are made without a timeout, and do not inherit the default group's. torch
+    # would give them 10 minutes (NCCL) or 30 (gloo).
+    distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
+    distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
     if plan.host_threads:
         torch.set_num_threads(plan.host_threads)
         # An op may bring an OpenMP of its own, which reads this.
@@ -172,7 +174,6 @@ def _compile_ops(plan: LaunchPlan) -> None:
 
 def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     """Create the Accelerator with DeepSpeed's plugin."""
-
     from zerobook.strategy.zero import ZeroStrategy
 
     # A copy: accelerate writes into the config that it gets, and the plan is recorded.
@@ -194,7 +195,6 @@ def remove_buffer_name(environ: Mapping[str, str]) -> None:
 
 def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     """Create the Accelerator with FSDP2's plugin, and correct the plugin's choices."""
-
     from zerobook.strategy.fsdp import FullyShardedStrategy
     from zerobook.strategy.model_parallel import ModelParallelStrategy
 
@@ -263,14 +263,3 @@ def set_environment(plan: LaunchPlan) -> None:
     # The values are merged already; accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
-
-
-def _let_later_groups_wait() -> None:
-    """Give groups that are made without a timeout `COLLECTIVE_TIMEOUT`, not torch's 10 minutes (NCCL) or 30 (gloo).
-
-    DeepSpeed's groups and those of a device mesh are made so, and do not inherit the default group's timeout.
-    """
-    from torch.distributed import distributed_c10d
-
-    distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
-    distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT

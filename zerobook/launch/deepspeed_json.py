@@ -110,16 +110,18 @@ def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _offload_device(zero: dict[str, Any], key: str) -> str:
-    section = zero.get(key) or {}
-    return str(section.get("device", "none"))
+    return str((zero.get(key) or {}).get("device", "none"))
 
 
 def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
     """Replace keys of earlier versions of DeepSpeed in ``config``. A key beside its replacement is a problem."""
     zero = _section(config, ("zero_optimization", ""))
     pin_memory = zero.pop("cpu_offload_use_pin_memory", None)
-    deprecated = (("bfloat16", config, dict), ("cpu_offload", zero, bool), ("cpu_offload_param", zero, bool))
-    for key, section, value_type in deprecated:
+    for key, section, value_type in (
+        ("bfloat16", config, dict),
+        ("cpu_offload", zero, bool),
+        ("cpu_offload_param", zero, bool),
+    ):
         value = section.pop(key, None)
         # An option that is turned off is only removed.
         if value is None or value is False:
@@ -338,8 +340,7 @@ def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
                 zero[key]["nvme_path"] = nvme_path
     # accelerate writes none if the YAML has no such key.
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    is_auto = clipping in ("auto", "none")
-    return {"zero_optimization": zero, "gradient_clipping": "auto" if is_auto else float(clipping)}
+    return {"zero_optimization": zero, "gradient_clipping": "auto" if clipping in ("auto", "none") else float(clipping)}
 
 
 def find_json(path: str, strategy_file: str | Path | None) -> str:
@@ -443,8 +444,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         return
     is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
     # A warm-up of any length has at least one step, also in a run of one step.
-    has_warmup = draft.config.warmup_steps(total=1) > 0
-    if is_all_auto and not has_warmup:
+    if is_all_auto and draft.config.warmup_steps(total=1) == 0:
         # DeepSpeed's schedules have at least two steps of warm-up, during which the rate is 0.
         del ds["scheduler"]
         if not draft.sources.is_set("lr_scheduler_type"):
@@ -510,8 +510,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
         )
         return
     params = section.setdefault("params", {})
-    keys = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
-    for parameter, key in keys.items():
+    for parameter, key in (("lr", "learning_rate"), ("weight_decay", "weight_decay"), ("eps", "adam_epsilon")):
         _copy_or_compare(plan, f"optimizer.params.{parameter}", params.get(parameter, "auto"), key, draft)
         params[parameter] = getattr(draft.config, key)
     if params.get("amsgrad") is False:

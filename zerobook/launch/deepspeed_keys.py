@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,7 @@ def stage_3_names() -> set[str]:
     """Return the names that DeepSpeed takes beside those that begin with ``stage3_``, for the same settings."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    fields = DeepSpeedZeroConfig.model_fields.items()
-    return {name for name, field in fields if str(field.alias).startswith("stage3_")}
+    return {name for name, field in DeepSpeedZeroConfig.model_fields.items() if str(field.alias).startswith("stage3_")}
 
 
 def load(path: str, problems: list[str]) -> dict[str, Any]:
@@ -153,12 +153,14 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
                 problems.append(f"{path}: {key} stands twice in one object. Keep one of them.")
         return dict(pairs)
 
-    advice = (
-        f"Paths in an Accelerate YAML are relative to the folder you launch from, here {Path.cwd()}, or to the folder of the "
-        "YAML and the two above it."
-    )
     try:
-        return read_mapping(path, "DeepSpeed config", lambda text: json.loads(text, object_pairs_hook=distinct), advice=advice)
+        return read_mapping(
+            path,
+            "DeepSpeed config",
+            lambda text: json.loads(text, object_pairs_hook=distinct),
+            advice=f"Paths in an Accelerate YAML are relative to the folder you launch from, here {Path.cwd()}, or to the "
+            "folder of the YAML and the two above it.",
+        )
     except ConfigError as error:
         problems += error.problems
     return {}
@@ -197,8 +199,7 @@ def account(plan: LaunchPlan) -> None:
     for key in list(ds):
         if key not in REFUSED and key not in WITHOUT_EFFECT:
             continue
-        value = ds.pop(key)
-        if is_off(value):
+        if is_off(ds.pop(key)):
             continue
         if key in REFUSED:
             plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
@@ -212,7 +213,7 @@ def account(plan: LaunchPlan) -> None:
         for key in settings:
             if key not in names:
                 plan.problems.append(
-                    f"{plan.config_file}: {prefix}{key}: DeepSpeed {_version()} has no such key."
+                    f"{plan.config_file}: {prefix}{key}: DeepSpeed {version('deepspeed')} has no such key."
                     f"{nearest(key, names)} It would be ignored. Correct it or remove it."
                 )
 
@@ -221,12 +222,6 @@ def is_off(value: object) -> bool:
     """Return whether a root key's value changes nothing."""
     neutral = not value or (value == 1.0 and not isinstance(value, bool))
     return neutral or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("deepspeed")
 
 
 def build(plan: LaunchPlan) -> None:
@@ -249,7 +244,7 @@ def build(plan: LaunchPlan) -> None:
         # Assertions, and errors of many kinds, do not name a key. After another problem they may only repeat it.
         if not plan.problems:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            plan.problems.append(f"{plan.config_file}: DeepSpeed {_version()} refuses it: {lines[0].rstrip('.')}.")
+            plan.problems.append(f"{plan.config_file}: DeepSpeed {version('deepspeed')} refuses it: {lines[0].rstrip('.')}.")
 
 
 def _without_auto(value: Any) -> Any:
@@ -273,9 +268,13 @@ def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
             continue
         if detail["type"] == "extra_forbidden":
             # pydantic's message does not name the keys that there are.
-            hint = nearest(str(detail["loc"][-1]), names)
-            yield f"{plan.config_file}: {path}: DeepSpeed {_version()} has no such key.{hint} Correct it or remove it."
+            yield (
+                f"{plan.config_file}: {path}: DeepSpeed {version('deepspeed')} has no such key."
+                f"{nearest(str(detail['loc'][-1]), names)} Correct it or remove it."
+            )
         else:
             message = re.sub(r"^(Value error|Assertion failed), ", "", detail["msg"]).rstrip(".")
-            value = json.dumps(detail["input"], default=str)
-            yield f"{plan.config_file}: {path} is {value}; DeepSpeed {_version()}: {message}."
+            yield (
+                f"{plan.config_file}: {path} is {json.dumps(detail['input'], default=str)}; DeepSpeed {version('deepspeed')}: "
+                f"{message}."
+            )

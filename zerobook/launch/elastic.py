@@ -8,6 +8,7 @@ from argparse import Namespace
 
 from zerobook.errors import ConfigError
 from zerobook.launch import accelerate_file
+from zerobook.launch.accelerate_cli import parse_flags
 from zerobook.launch.flag_checks import machine_problems
 from zerobook.launch.worker_environment import distributed_environment
 
@@ -37,8 +38,7 @@ def launch(fewest: int, arguments: list[str]) -> None:
     """
     from accelerate.commands import launch as accelerate_launch
 
-    parser = accelerate_launch.launch_command_parser()
-    args = parser.parse_args(arguments)
+    args = parse_flags(arguments)
     # Keep the values that were typed: accelerate's own code replaces them.
     restarts = args.max_restarts
     backend = args.rdzv_backend

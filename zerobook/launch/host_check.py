@@ -126,13 +126,13 @@ def check_hosts(here: Place, facts: dict[str, Any], output_dir: Path | None, pat
 
 def _open(here: Place, patience: float) -> Store:
     """Open the store on the first host, or connect to it."""
-    is_first = here.number == 0
     _reach(here, patience)
     stores: list[Store] = []
 
     def connect() -> None:
         with suppress(RuntimeError):
             limit = timedelta(seconds=patience)
+            is_first = here.number == 0
             stores.append(dist.TCPStore(here.address, here.port, is_master=is_first, wait_for_workers=False, timeout=limit))
 
     # Another program that listens there may never answer, so the connection is made in a thread that can be left.
@@ -235,9 +235,10 @@ def _measure_links(store: Store, here: Place, report: HostReport) -> None:
     import torch
 
     links_store = dist.PrefixStore("links", store)
-    limit = timedelta(seconds=60)
     try:
-        dist.init_process_group("gloo", store=links_store, rank=here.number, world_size=here.hosts, timeout=limit)
+        dist.init_process_group(
+            "gloo", store=links_store, rank=here.number, world_size=here.hosts, timeout=timedelta(seconds=60)
+        )
     except RuntimeError as error:
         report.problems.append(
             f"{socket.gethostname()} and the other hosts do not reach each other: {str(error).splitlines()[0]}. Let firewalls "

@@ -83,13 +83,12 @@ def wait_for_hosts() -> None:
     Raises:
         LaunchError: names the ranks that are missing after `HOSTS_PATIENCE_S`, or the host that cannot start.
     """
-    environ = os.environ
-    if not tells_hosts(environ):
+    if not tells_hosts(os.environ):
         return
     import torch.distributed as dist
 
     try:
-        meet(_store(CONNECT_S), int(environ["RANK"]), int(environ["WORLD_SIZE"]), HOSTS_PATIENCE_S)
+        meet(_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), HOSTS_PATIENCE_S)
     except dist.DistNetworkError:
         raise _launcher_is_gone() from None
     threading.Thread(target=_end_at_refusal, daemon=True).start()
@@ -107,7 +106,7 @@ def _end_at_refusal() -> None:
 
     error: ZerobookError
     try:
-        store = _store(CONNECT_S)
+        store = _store()
         while not _has_started.wait(LISTEN_S):
             _raise_refusal(store)
         return
@@ -132,25 +131,28 @@ def stop_listening() -> None:
 
 def tell_refusal(reason: str, exit_code: int) -> None:
     """Tell the ranks that wait in `wait_for_hosts`, or listen after it, why this process ends, and with which exit code."""
-    environ = os.environ
-    if _has_started.is_set() or not tells_hosts(environ):
+    if _has_started.is_set() or not tells_hosts(os.environ):
         return
     refusal = Refusal(host=socket.gethostname(), reason=plain(reason)[:4000], exit_code=exit_code)
     with suppress(RuntimeError):
         # The first reason stays: errors of other ranks may be its consequence.
-        _store(CONNECT_S).compare_set(_REFUSAL, "", json.dumps(refusal))
-    if environ.get("GROUP_RANK") == "0":
+        _store().compare_set(_REFUSAL, "", json.dumps(refusal))
+    if os.environ.get("GROUP_RANK") == "0":
         time.sleep(TELL_S)
 
 
-def _store(seconds: float) -> Store:
-    """Connect to the launcher's store, within ``seconds``; return the part of it where ranks meet."""
+def _store() -> Store:
+    """Connect to the launcher's store; return the part of it where ranks meet."""
     import torch.distributed as dist
 
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    limit = timedelta(seconds=seconds)
-    return dist.PrefixStore(_PREFIX, dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit))
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_S),
+    )
+    return dist.PrefixStore(_PREFIX, store)
 
 
 def form_process_group(on_cpu: bool, timeout: timedelta) -> None:

@@ -63,11 +63,10 @@ def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
             f"model: {kind} is an encoder, which fills in masked words, and has no language-modelling head that the recipes "
             "train. Take a decoder, or an encoder-decoder."
         ]
-    auto_classes = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM)
-    models = [auto._model_mapping.get(config_class, None) for auto in auto_classes]
-    if not any(getattr(model, "main_input_name", None) == "input_ids" for model in models):
-        return [f"model: transformers has no class of {kind} that writes text. Take a decoder, or an encoder-decoder."]
-    return []
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM):
+        if getattr(auto._model_mapping.get(config_class, None), "main_input_name", None) == "input_ids":
+            return []
+    return [f"model: transformers has no class of {kind} that writes text. Take a decoder, or an encoder-decoder."]
 
 
 def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
@@ -129,8 +128,8 @@ def model_class(facts: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         return None
     config_class = CONFIG_MAPPING[kind]
-    auto = auto_class(config_class, encoder_decoder=bool(facts.get("is_encoder_decoder")))
-    model = auto._model_mapping.get(config_class, None)
+    is_encoder_decoder = bool(facts.get("is_encoder_decoder"))
+    model = auto_class(config_class, encoder_decoder=is_encoder_decoder)._model_mapping.get(config_class, None)
     # Composite models are mapped to a tuple of classes in some versions.
     return model if isinstance(model, type) else None
 

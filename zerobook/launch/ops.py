@@ -186,8 +186,9 @@ def _lacking_nvcc() -> dict[str, str]:
         state = f"the nvcc in {home} is of CUDA {version}; install the toolkit of torch's CUDA version and set CUDA_HOME to it"
     else:
         state = f"CUDA_HOME is {home}" if home else "there is no nvcc on the PATH, and CUDA_HOME is not set"
-    reason = f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {state}"
-    return dict.fromkeys(NEED_NVCC, reason)
+    return dict.fromkeys(
+        NEED_NVCC, f"it needs nvcc, from the CUDA toolkit that torch was built for ({torch.version.cuda}), and {state}"
+    )
 
 
 def _nvcc_version(home: str) -> str | None:
@@ -285,12 +286,10 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
     on_cpu = accelerator.device_name() == "cpu"
     lacking = find_missing_ops(on_gpus=not on_cpu)
     results = []
-    # FusedAdam has no CPU variant.
-    usable_ops = [op for op in OPS if not (on_cpu and op == "fused_adam")]
-    for op in requested or usable_ops:
+    for op in requested or OPS:
         builder = accelerator.create_op_builder(OPS[op])
-        # shm_comm is a transport between processes that compute on CPUs.
-        if builder is None or (op == "shm_comm" and not on_cpu):
+        # shm_comm is a transport between processes that compute on CPUs, and FusedAdam has no CPU variant.
+        if builder is None or (op, on_cpu) in (("shm_comm", False), ("fused_adam", True)):
             continue
         if op in lacking:
             results.append((op, f"skipped: {lacking[op]}"))

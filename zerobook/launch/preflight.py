@@ -24,8 +24,6 @@ from zerobook.utils.versions import versions
 if TYPE_CHECKING:
     from zerobook.strategy import Strategy
 
-HOST_KEYS = ("cache_dir",)
-"""Keys of the config that may differ from host to host."""
 COMPARED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUBLAS_", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "PYTORCH_", "TOKENIZERS_")
 """Beginnings of environment variables that usually have the same value on all hosts."""
 HOST_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
@@ -105,28 +103,24 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
 
     memory = psutil.virtual_memory()
     cache = Path(config.cache_dir or Path.home())
-    # The folder of prepared data may differ from host to host.
-    compared_config = config.model_dump(mode="json")
-    for key in HOST_KEYS:
-        compared_config.pop(key, None)
     environment = {
         key: value for key, value in sorted(os.environ.items()) if key.startswith(COMPARED) and key not in HOST_VARIABLES
     }
-    # The folder of prepared data may not be there yet.
-    disk = cache if cache.exists() else Path.home()
     return {
         "host": socket.gethostname(),
         "strategy": strategy,
         "versions": versions(),
         "code": code(Path(recipe or sys.argv[0])),
-        "config": compared_config,
+        # The folder of prepared data may differ from host to host.
+        "config": config.model_dump(mode="json", exclude={"cache_dir"}),
         "environment": environment,
         "gpus": _gpu_names(),
         "driver": gpus.driver_version(),
         "cores": psutil.cpu_count(),
         "memory": memory.total,
         "memory_free": memory.available,
-        "disk_free": shutil.disk_usage(disk).free,
+        # The folder of prepared data may not be there yet.
+        "disk_free": shutil.disk_usage(cache if cache.exists() else Path.home()).free,
         "clock": time.time(),
     }
 

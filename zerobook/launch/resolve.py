@@ -31,8 +31,6 @@ from zerobook.utils.environment import is_true
 from zerobook.utils.host_memory import lockable_bytes
 from zerobook.utils.units import counted
 
-FLASH_CAPABILITY = (8, 0)
-"""Compute capability that flash attention 2 needs: Ampere or later."""
 ADAPTER_SETTINGS = (
     "adapter_path",
     "adapter",
@@ -107,10 +105,10 @@ def _no_flash_attention() -> str:
     """Return why flash attention 2 does not run on this machine's GPUs; empty if it does."""
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        if capability < FLASH_CAPABILITY:
+        # Ampere is the first generation that it runs on.
+        if capability < (8, 0):
             has = ".".join(map(str, capability))
-            needs = ".".join(map(str, FLASH_CAPABILITY))
-            return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and it needs {needs}"
+            return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and it needs 8.0"
     try:
         from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401  what transformers calls
     except ModuleNotFoundError as error:
@@ -270,8 +268,7 @@ def _name_model(launch: LaunchDraft) -> None:
             f"{', '.join(adapter_settings)} is given too. Drop one of the two. {merge}."
         )
     else:
-        source = draft.sources["model_name_or_path"]
-        draft.set(source, model_name_or_path=result.model, adapter_path=str(result.adapter))
+        draft.set(draft.sources["model_name_or_path"], model_name_or_path=result.model, adapter_path=str(result.adapter))
         if result.revision and not draft.sources.is_set("model_revision"):
             draft.set(f"the adapter in {result.adapter}", model_revision=result.revision)
         plan.notes.append(
@@ -313,8 +310,7 @@ def _read_strategy_file(launch: LaunchDraft) -> None:
 def _choose_device(launch: LaunchDraft) -> None:
     """Choose CPU or GPUs, and the backend of the process group."""
     plan = launch.plan
-    is_told_to_use_cpu = is_true(launch.environ.get("ACCELERATE_USE_CPU"))
-    if is_told_to_use_cpu:
+    if is_true(launch.environ.get("ACCELERATE_USE_CPU")):
         plan.device = "cpu"
     # A process takes the GPU of its LOCAL_RANK, so a later GPU may be one that torch cannot use.
     elif launch.hardware.unused and int(launch.environ.get("LOCAL_WORLD_SIZE", 1)) > launch.hardware.first_unused:
@@ -354,8 +350,7 @@ def _check_gpus(launch: LaunchDraft) -> None:
     plan = launch.plan
     environ = launch.environ
     if launch.on_cpu:
-        processes = counted(plan.world_size, "CPU process")
-        plan.notes.append(f"no GPU is used: {plan.name} runs on {processes} over gloo")
+        plan.notes.append(f"no GPU is used: {plan.name} runs on {counted(plan.world_size, 'CPU process')} over gloo")
         return
     gpu_count = launch.hardware.gpus
     gpus_seen = counted(gpu_count, "GPU")
@@ -394,8 +389,7 @@ def _set_accumulation(launch: LaunchDraft) -> None:
     from_yaml = launch.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if from_yaml.isdigit() and int(from_yaml) != 1:
         steps_by_source["the Accelerate YAML or launcher"] = int(from_yaml)
-    ds = plan.deepspeed_config or {}
-    from_json = ds.get("gradient_accumulation_steps", "auto")
+    from_json = (plan.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
     # A fixed 1 in a JSON means that nothing was chosen: Accelerate writes it where it is missing.
     if isinstance(from_json, int) and from_json != 1:
         steps_by_source[str(plan.config_file)] = from_json
@@ -421,12 +415,11 @@ def _set_global_batch(launch: LaunchDraft) -> None:
     readers = plan.data_parallel_size
     micro_batches = config.per_device_train_batch_size * readers
     product = config.gradient_accumulation_steps * micro_batches
-    source = draft.sources.get("gradient_accumulation_steps", "default")
     if draft.sources.is_set("gradient_accumulation_steps") and product != global_batch:
         plan.problems.append(
-            f"global_batch_size: {global_batch}, but {source} says {config.gradient_accumulation_steps} accumulation steps, "
-            f"and {config.per_device_train_batch_size} x {config.gradient_accumulation_steps} x {readers} is {product}. Drop "
-            "one of the two."
+            f"global_batch_size: {global_batch}, but {draft.sources['gradient_accumulation_steps']} says "
+            f"{config.gradient_accumulation_steps} accumulation steps, and {config.per_device_train_batch_size} x "
+            f"{config.gradient_accumulation_steps} x {readers} is {product}. Drop one of the two."
         )
     elif global_batch % micro_batches:
         below = global_batch // micro_batches * micro_batches
@@ -446,13 +439,12 @@ def _check_optimizer(launch: LaunchDraft) -> None:
     plan = launch.plan
     config = launch.draft.config
     sources = launch.draft.sources
-    problems = []
     # An optimizer may be a person's own code, which a check alone does not run unasked.
     try:
         if launch.starts or not names_code_in_yaml(config, sources):
             refusal = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
             if refusal:
-                problems.append(refusal)
+                plan.problems.append(refusal)
         else:
             plan.notes.append(
                 f"optimizer: {sources['optimizer']} names {config.optimizer}, which is not run here. A launch runs it. With "
@@ -460,13 +452,12 @@ def _check_optimizer(launch: LaunchDraft) -> None:
             )
         differing = other_optimizer(config)
         if differing:
-            problems.append(f"resume_from_checkpoint: {differing}")
+            plan.problems.append(f"resume_from_checkpoint: {differing}")
     except ConfigError as error:
-        problems = [str(error)]
+        plan.problems.append(str(error))
     except CheckpointError:
         # There is no checkpoint to resume, which `_keep_global_batch` reports.
         pass
-    plan.problems += problems
     plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.is_set(key)])
 
 
@@ -527,8 +518,7 @@ def _choose_precision(launch: LaunchDraft) -> None:
     # DeepSpeed reads the precision from its config alone.
     if ds is not None:
         for dtype in ("fp16", "bf16"):
-            section = ds.setdefault(dtype, {})
-            section["enabled"] = plan.precision == dtype
+            ds.setdefault(dtype, {})["enabled"] = plan.precision == dtype
 
 
 def _choose_frozen_dtype(launch: LaunchDraft) -> None:

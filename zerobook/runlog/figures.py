@@ -136,8 +136,7 @@ def steps_chart(
     loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
     for (name, curve), colour in zip(held_out_losses.items(), cycle(HELD_OUT_COLOURS), strict=False):
         loss.curves.append(Curve(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind="dotted"))
-    current_losses = dict(zip(current["step"], current["loss"], strict=True))
-    loss.curves += _marks(events, current_losses, abandoned_losses)
+    loss.curves += _marks(events, dict(zip(current["step"], current["loss"], strict=True)), abandoned_losses)
     return Chart(panels=[loss, norm, rate])
 
 
@@ -280,7 +279,7 @@ def _timeline(history: History) -> Chart:
         curves.append(_line(name, points, colour))
     spikes = [event for event in history.of("spike") if event["kind"] == "spike"]
     # A run that finished is not a failure.
-    failures = [event for event in history.of(*ending_types()) if event["type"] != "run_end"]
+    failures = history.of(*(set(ending_types()) - {"run_end"}))
     curves += [_moments(spikes, "spike", "▲"), _moments(failures, "stopped", "✕")]
     drawn = [curve for curve in curves if curve.x]
     return Chart(panels=[Panel(title="step", curves=drawn, height=230, lowest=0)], is_time=True)
@@ -291,8 +290,8 @@ def _seconds(event: Event) -> float:
 
 
 def _moments(events: list[Event], name: str, symbol: str) -> Curve:
-    times = [_seconds(event) for event in events]
     steps = [event.get("step") for event in events]
+    times = list(map(_seconds, events))
     return Curve(name=name, x=times, y=steps, colour="red", kind="marks", symbol=symbol, texts=_texts(events))
 
 

@@ -273,8 +273,7 @@ class TimeSpent:
     def other(self) -> float:
         """Seconds of all other uses, mostly startup."""
         steps = self.training + sum(self.abandoned.values())
-        measured = steps + self.evaluating + self.saving + self.going_back + self.stopped
-        return max(0.0, self.total - measured)
+        return max(0.0, self.total - steps - self.evaluating - self.saving - self.going_back - self.stopped)
 
     @property
     def ratio(self) -> float:

@@ -123,24 +123,21 @@ def _write_differences(log: RunLog, event_type: str, before: dict[str, Any], now
 
 def environment() -> dict[str, Any]:
     """Return host, hardware and the git commit; no environment variables, which may hold secrets."""
-    memory = psutil.virtual_memory()
     # A package that was installed from a wheel has no clone.
     repository = clone()
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "host_memory": memory.total,
+        "host_memory": psutil.virtual_memory().total,
         "gpus": _gpus(),
         "git": None if repository is None else git_state(repository),
     }
 
 
 def _gpus() -> list[str]:
-    try:
-        import torch
-    except ImportError:
-        return []
+    import torch
+
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -168,8 +165,9 @@ def code_state(file: Path) -> dict[str, Any]:
 
 def _ask_git(folder: Path, *words: str) -> str:
     # A git that hangs, as on a network drive, does not block the run.
-    done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()
 
 
 @contextmanager
@@ -220,8 +218,7 @@ def write_page(log: RunLog) -> None:
     from zerobook.runlog.report import write
 
     try:
-        page = write(log.folder)
-        tqdm.write(f"report: {page}")
+        tqdm.write(f"report: {write(log.folder)}")
     # The run itself has ended without an error, so a failure of the page is only a warning.
     except Exception as error:
         tqdm.write(f"WARNING: the report could not be written: {type(error).__name__}: {error}")

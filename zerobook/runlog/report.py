@@ -69,8 +69,8 @@ def render_page(**values: Any) -> str:
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
-    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-    return environment.get_template("report.html.j2").render(**values, written=written)
+    template = environment.get_template("report.html.j2")
+    return template.render(**values, written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def _printable(value: Any) -> Any:
@@ -122,6 +122,7 @@ def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
     days: dict[str, list[dict[str, Any]]] = {}
     for event in notable_events(history):
         time = when(event)
-        entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "style": style(event)}
-        days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
+        days.setdefault(time.strftime("%A, %d %B %Y"), []).append(
+            {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "style": style(event)}
+        )
     return list(days.items())

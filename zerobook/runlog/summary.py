@@ -15,8 +15,7 @@ from zerobook.utils.units import duration
 
 def summary(folder: Path) -> str:
     """Return the state of a run in a sentence or two. Reads a few lines only, however long the log is."""
-    types = ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *ending_types())
-    newest = last_of(folder / EVENTS, types)
+    newest = last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *ending_types()))
     start = newest.get("run_start")
     if start is None:
         return "It has not begun to train."

@@ -45,11 +45,19 @@ def time_table(history: History) -> Table:
 def spike_table(history: History) -> Table:
     rows = []
     for spike in history.of("spike"):
-        actions = [effect["action"] for effect in history.effects(spike) if effect["type"] == "decision"]
+        decision = next((effect for effect in history.effects(spike) if effect["type"] == "decision"), {"action": ""})
         loss = f"{figure(spike['base'], '.4g')} -> {figure(spike['peak'], '.4g')}"
-        position = [_seq(spike), str(spike["branch"]), str(spike["onset"]), str(spike["points"])]
-        first_action = actions[0] if actions else ""
-        rows.append([*position, spike["kind"], loss, first_action])
+        rows.append(
+            [
+                _seq(spike),
+                str(spike["branch"]),
+                str(spike["onset"]),
+                str(spike["points"]),
+                spike["kind"],
+                loss,
+                decision["action"],
+            ]
+        )
     return Table("Spikes", ["seq", "branch", "step", "points", "what", "loss", "what was done"], rows)
 
 
@@ -63,8 +71,7 @@ def rollback_table(history: History) -> Table:
         took = "it has not ended"
         if outcomes:
             took = f"{duration(outcomes[0]['seconds'])}, branch {outcomes[0]['branch']}"
-        steps = [str(intent["from_step"]), str(intent["to_step"])]
-        rows.append([_seq(intent), *steps, intent["action"], intent["why"], took])
+        rows.append([_seq(intent), str(intent["from_step"]), str(intent["to_step"]), intent["action"], intent["why"], took])
     return Table("Rollbacks", ["seq", "from step", "to step", "action", "why", "took"], rows)
 
 
@@ -72,8 +79,7 @@ def skipped_table(history: History) -> Table:
     rows = []
     for event in history.of("skip"):
         first, last = event["steps"]
-        ranges = _format_ranges(event["ranges"])
-        rows.append([_seq(event), f"{first} to {last}", str(event["samples"]), ranges, event["why"]])
+        rows.append([_seq(event), f"{first} to {last}", str(event["samples"]), _format_ranges(event["ranges"]), event["why"]])
     return Table("Data left out", ["seq", "steps", "samples", "sample numbers", "why"], rows)
 
 
@@ -119,8 +125,16 @@ def branch_table(history: History) -> Table:
     rows = []
     for branch in history.branches():
         cause = sentence(branch.cause) if branch.cause else "the run began"
-        numbers = [str(branch.number), str(branch.attempt), str(branch.start), str(branch.end)]
-        rows.append([*numbers, _current_steps(branch), cause])
+        rows.append(
+            [
+                str(branch.number),
+                str(branch.attempt),
+                str(branch.start),
+                str(branch.end),
+                _current_steps(branch),
+                cause,
+            ]
+        )
     return Table("Branches", ["branch", "attempt", "from", "to", "current up to", "why it began"], rows)
 
 
@@ -150,8 +164,9 @@ def attempt_table(history: History) -> Table:
 
 
 def change_table(history: History) -> Table:
-    changes = history.of("config_diff", "launch_diff", "env_diff", "verify")
-    rows = [[_seq(event), str(event["attempt"]), sentence(event)] for event in changes]
+    rows = []
+    for event in history.of("config_diff", "launch_diff", "env_diff", "verify"):
+        rows.append([_seq(event), str(event["attempt"]), sentence(event)])
     return Table("Changes: settings, launch, environment, and steps done again", ["seq", "attempt", "what"], rows)
 
 

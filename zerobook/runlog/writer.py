@@ -25,8 +25,6 @@ STEPS = "steps.jsonl"
 GRACE_S = 15.0
 """Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
 
-__all__ = ["EVENTS", "STEPS", "NullRunLog", "RunLog"]
-
 
 class RunLog:
     """Writes ``events.jsonl`` and ``steps.jsonl`` under ``output_dir/runlog``. One process writes.

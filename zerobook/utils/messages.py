@@ -154,6 +154,8 @@ def _subclasses(kind: type[ZerobookError]) -> list[type[ZerobookError]]:
 
 
 # --- values of one type, through a store
+_adapter = cache(TypeAdapter)
+"""Makes pydantic's adapter of a type, once for each type."""
 
 
 def read(data: bytes | str, kind: Any) -> Any:
@@ -173,11 +175,6 @@ def read(data: bytes | str, kind: Any) -> Any:
         return _adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise MessageError(f"{_refusal(data)}: {error.errors()[0]['msg']}") from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
 
 
 def _refusal(data: bytes | str) -> str:
@@ -208,8 +205,7 @@ class SignedStore:
         return self._verified(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        values = self._store.multi_get(list(keys))
-        return [self._verified(key, value) for key, value in zip(keys, values, strict=True)]
+        return list(map(self._verified, keys, self._store.multi_get(list(keys))))
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(list(keys))

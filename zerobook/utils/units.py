@@ -23,12 +23,10 @@ def parse_bytes(text: str, key: str) -> int:
     # A number of many digits is infinite as a float.
     if match is None or not math.isfinite(float(match[1])):
         # 80 alone could be bytes or GB.
-        is_bare_number = re.fullmatch(rf"\s*{_NUMBER}\s*", text) is not None
-        hint = " Write GB for 10^9 bytes or GiB for 2^30." if is_bare_number else ""
+        hint = " Write GB for 10^9 bytes or GiB for 2^30." if re.fullmatch(rf"\s*{_NUMBER}\s*", text) else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
     # Exact: the float 2.01 times 10^9 is below 2010000000.
-    unit = (match[2] or "").lower()
-    amount = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[unit])
+    amount = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "").lower()])
     if amount <= 0:
         raise ConfigError(f"{key}: {text!r} is zero. Give the amount of memory, such as 80GB.")
     return amount

@@ -133,6 +133,7 @@ def read_mapping(
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{where}: not a valid {kind}: {getattr(error, 'problem', error)}.") from None
     if not isinstance(loaded, dict):
-        message = f"{file}: expected the {kind}, a mapping of keys to values, found a {type(loaded).__name__}. {advice}"
-        raise ConfigError(message.rstrip())
+        raise ConfigError(
+            f"{file}: expected the {kind}, a mapping of keys to values, found a {type(loaded).__name__}. {advice}".rstrip()
+        )
     return loaded

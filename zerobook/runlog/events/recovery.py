@@ -141,10 +141,9 @@ def _rollback(event: Event) -> str:
         return f"Going back from step {event['from_step']} to the checkpoint of step {event['to_step']} ({event['action']})."
     verified = f"Same as recorded: {', '.join(event['verified'])}" if event["verified"] else "Nothing could be compared"
     differing = f"; changed: {', '.join(event['differing'])}" if event["differing"] else ""
-    steps_given_up = counted(event["steps_given_up"], "step")
     return (
-        f"Back at step {event['step']} after {duration(event['seconds'])}; abandoned: {steps_given_up}. "
-        f"{verified}{differing}. Branch {event['branch']} begins."
+        f"Back at step {event['step']} after {duration(event['seconds'])}; abandoned: "
+        f"{counted(event['steps_given_up'], 'step')}. {verified}{differing}. Branch {event['branch']} begins."
     )
 
 
