@@ -462,6 +462,8 @@ def main() -> None:
     if not flags.only:
         append_section(PAGE, comparisons, unplanned)
     with_peak = [comparison for comparison in comparisons if comparison.published is not None]
+    if not with_peak:
+        sys.exit(f"--only {flags.only}: no run that can be planned has this in its id and a published peak.")
     print(f"sources weighted alike: {_percent(spread(with_peak))}")
     for shares_states in (False, True):
         print(f"cached share, shared states {shares_states}: {cached_share(with_peak, shares_states=shares_states):.3f}")

@@ -619,14 +619,14 @@ def _ratio(comparisons: list[Comparison]) -> str:
 def main() -> None:
     """Plan the runs, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help="runs whose source contains this")
+    parser.add_argument("--only", default="", help="runs whose source contains this; no page is written")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
     flags = parser.parse_args()
     planner = Planner()
     planned = []
     unplanned = []
     for run in read_runs():
-        if flags.only and flags.only not in run.source:
+        if flags.only not in run.source:
             continue
         try:
             planned.append(planner.plan(run))
@@ -634,12 +634,18 @@ def main() -> None:
             unplanned.append((run, str(error)))
             continue
         print(f"{run.facts['id']:<24} {planned[-1].compare().ratio:.2f}", flush=True)
+    if not planned:
+        sys.exit(f"--only {flags.only}: no run that can be planned has this in its source.")
     comparisons = [each.compare() for each in planned]
+    print(f"sources weighted alike: {_percent(spread(comparisons))}")
+    # Constants are fitted to the runs of all other sources.
+    if flags.only:
+        return
     left_out = leave_sources_out(planned)
     # The section about memory, which benchmarks/published_memory.py writes, stays.
     memory = flags.page.read_text().partition("\n## Memory\n") if flags.page.exists() else ("", "", "")
     flags.page.write_text(page(comparisons, left_out, unplanned) + "".join(memory[1:]))
-    print(f"sources weighted alike: {_percent(spread(comparisons))}, left out {_percent(spread(left_out))}; wrote {flags.page}")
+    print(f"each source left out in turn: {_percent(spread(left_out))}; wrote {flags.page}")
 
 
 if __name__ == "__main__":

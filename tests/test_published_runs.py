@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from benchmarks import published_runs
 from benchmarks.fit_times import GENERATIONS, Fit, fit
 from benchmarks.published_runs import Comparison, Planner, PublishedRun, UnplannedRunError, read_runs, spread
 from zerobook.plan.roofline import StepSeconds
@@ -83,3 +84,15 @@ def test_a_fit_finds_the_constants_of_its_runs(planned):
 
     assert max(abs(ratio - 1) for ratio in ratios(start)) > 0.05
     assert max(abs(ratio - 1) for ratio in ratios(fitted)) < 0.03
+
+
+def test_the_runs_of_one_source_are_compared_without_a_page(monkeypatch, capsys, tmp_path):
+    page = tmp_path / "page.md"
+    monkeypatch.setattr("sys.argv", ["published_runs.py", "--only", RUNS[SAMPLE[0]].source, "--page", str(page)])
+    monkeypatch.setattr(published_runs, "read_runs", lambda: [RUNS[name] for name in SAMPLE[::3]])
+
+    published_runs.main()
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [SAMPLE[0], "sources"]
+    assert not page.exists()
