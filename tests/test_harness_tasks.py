@@ -269,6 +269,9 @@ def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
     assert evaluate([*line, f"{names},{questions}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {row["task"] for row in found["lm_evaluation_harness"]} == {"zerobook_choices", "zerobook_text"}
+    accuracy = next(row for row in found["lm_evaluation_harness"] if row["metric"] == "acc")
+    share = accuracy["value"]
+    assert accuracy["stderr"] == pytest.approx((share * (1 - share) / 2) ** 0.5), "of a mean over three questions"
     assert found["tasks"]
     assert evaluate([*line, names]) == 0
     assert "zerobook_choices" in capsys.readouterr().out

@@ -114,7 +114,9 @@ class HarnessScorer:
                     tasks=[*self.tasks],
                     # Without one, the harness reads its thousands of task files at each evaluation.
                     task_manager=self.manager,
-                    bootstrap_iters=0,
+                    # Resamples for the standard error of a metric that is no mean. A run logs no standard errors, and these
+                    # would start processes beside its ranks.
+                    bootstrap_iters=0 if strategy is not None else 1000,
                     log_samples=False,
                     random_seed=None,
                     numpy_random_seed=None,
