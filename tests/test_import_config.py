@@ -337,6 +337,7 @@ def test_an_axolotl_config_becomes_the_values_of_a_recipe():
         ("datasets", [{"path": "org/rows", "type": "chat_template", "message_field_training": "mask"}]),
         ("datasets", [{"path": "org/rows", "type": "alpaca", "split": "train(50%)"}]),
         ("optimizer", "muon"),
+        ("lora_target_modules", ["q_proj", "embed_tokens"]),
     ],
 )
 def test_what_axolotl_does_and_nothing_here_is_not_possible(key, value):
@@ -702,6 +703,8 @@ def test_a_yaml_of_trl_may_have_the_keys_of_its_launcher():
         ("--num_processes 4 --mixed_precision no", {"mixed_precision": "no"}, False),
         ("--num_machines 2 --num_processes 16", {"mixed_precision": "no"}, True),
         ("--num_machines 1 --num_processes 8", {"mixed_precision": "no"}, False),
+        ("--use_deepspeed --zero_stage 3 --num_processes 8", {}, True),
+        ("--use_fsdp --num_processes 8", {}, True),
     ],
 )
 def test_what_the_launcher_says_about_the_training_is_not_left_out(flags, expected, changes_training):
@@ -710,6 +713,28 @@ def test_what_the_launcher_says_about_the_training_is_not_left_out(flags, expect
     result = importer.import_config(*command[:3], recipe=command.recipe)
     assert expected.items() <= result.values.items()
     assert result.changes_training == changes_training
+
+
+@pytest.mark.parametrize(
+    ("launcher_flags", "trainer_flags", "processes", "precision"),
+    [
+        ("", "", 8, "bf16"),
+        ("--num_processes 2", "", 2, "bf16"),
+        ("--mixed_precision fp16", "", 8, "fp16"),
+        ("", "--fp16", 8, "fp16"),
+        ("--mixed_precision no", "", 8, "no"),
+    ],
+)
+def test_a_config_of_accelerate_has_the_processes_and_the_precision(
+    tmp_path, launcher_flags, trainer_flags, processes, precision
+):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n")
+    line = f"accelerate launch --config_file {file} {launcher_flags} run_clm.py --config_name m --train_file a {trainer_flags}"
+    command = command_lines.read_command(line.split())
+    result = importer.import_config(*command[:3], recipe=command.recipe)
+    assert (result.strategy.name, result.foreign.processes) == (str(file), processes)
+    assert result.values["mixed_precision"] == precision
 
 
 def test_trls_own_strategy_names_are_known():

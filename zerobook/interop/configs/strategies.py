@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
+from zerobook.interop.configs.translations import precision
 from zerobook.utils.reading import read_json, read_text
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_bounded
@@ -106,13 +107,12 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
 
 
 def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over the number of processes, and the config of accelerate, from the settings of a launcher.
+    """Take over the number of processes, the precision, and the config of accelerate, from the settings of a launcher.
 
     Args:
         value: an object with these settings. If it is not one, they are among the other keys, as in TRL and Axolotl.
     """
     settings = value if isinstance(value, dict) else foreign.config
-    foreign.processes = int(settings.get("num_processes") or settings.get("nproc_per_node") or settings.get("num_gpus") or 1)
     name = str(settings.get("accelerate_config") or settings.get("config_file") or "")
     # TRL ships its configs of accelerate under these names.
     shipped_names = {"single_gpu": "single", "multi_gpu": DDP, "fsdp1": "fsdp", "fsdp2": "fsdp"}
@@ -120,12 +120,18 @@ def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
     stem = shipped_names.get(stem, stem)
     path = foreign.locate(name)
     if path is not None:
-        # A config of accelerate is a strategy file.
+        # A config of accelerate is a strategy file. Flags of the launcher override its settings.
         foreign.strategy = {"name": str(path)}
+        settings = load_bounded(read_text(path)) | settings
     elif shipped(f"accelerate_configs/{stem}.yaml").is_file():
         foreign.strategy = {"name": stem}
     elif name:
         raise NoCounterpart(_NO_FILE)
+    foreign.processes = int(settings.get("num_processes") or settings.get("nproc_per_node") or settings.get("num_gpus") or 1)
+    launched_precision = settings.get("mixed_precision")
+    # A trainer's own half precision comes before that of its launcher.
+    if launched_precision in ("bf16", "fp16") and precision(foreign, None) == {"mixed_precision": "no"}:
+        return {"mixed_precision": launched_precision}
     return {}
 
 

@@ -102,8 +102,11 @@ def adapter(foreign: Foreign, value: Any) -> Flags:
 
 
 def axolotl_targets(foreign: Foreign, value: Any) -> Flags:
-    """Return the modules that get adapters: all linear layers come before a list of some."""
+    """Return the modules that get adapters: all linear layers come before a list of some of them."""
     if foreign.get("lora_target_linear"):
+        # In Axolotl, these get adapters beside the linear layers.
+        if {"embed_tokens", "lm_head"}.intersection(as_list(value)):
+            raise NoCounterpart("Embeddings get no adapters beside all linear layers. List all modules instead.")
         value = "all-linear"
     return {"lora_target_modules": value}
 
