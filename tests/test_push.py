@@ -32,6 +32,8 @@ class Hub(BaseHTTPRequestHandler):
 
     status = 200
     asked: list[tuple[str, dict]] = []
+    private = True
+    files: list[str] = []
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -46,7 +48,12 @@ class Hub(BaseHTTPRequestHandler):
         return self.answer({"commitUrl": f"http://{self.headers['Host']}/me/mine/commit/abc", "commitOid": "abc"})
 
     def do_GET(self):
-        self.answer({"error": "Not Found"}, 404)
+        path = self.path.partition("?")[0]
+        if path == "/api/models/me/mine" and self.status == 200:
+            return self.answer({"id": "me/mine", "private": self.private})
+        if path == "/api/models/me/mine/tree/main":
+            return self.answer([{"type": "file", "path": file, "size": 1, "oid": "0"} for file in self.files])
+        return self.answer({"error": "Not Found"}, 404)
 
     def answer(self, value, status=200):
         body = json.dumps(value).encode()
@@ -62,7 +69,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub():
-    Hub.asked, Hub.status = [], 200
+    Hub.asked, Hub.status, Hub.private, Hub.files = [], 200, True, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -100,6 +107,25 @@ def test_an_export_is_uploaded(tmp_path, hub, name):
     assert {file["path"]: base64.b64decode(file["content"]).decode() for file in files} == {
         "config.json": '{"model_type": "llama"}', "README.md": "# card\n",
     }  # fmt: skip
+
+
+def test_files_that_would_be_read_in_place_of_the_new_ones_are_deleted(tmp_path, hub):
+    Hub.files = ["model.safetensors", "adapter_config.json", "adapter_model.safetensors", "config.json", "results/mine.json"]
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        (folder / name).write_text("{}")
+
+    pushed(folder, "me/mine", HF_ENDPOINT=hub, HF_TOKEN="hf_of_a_test")
+
+    deleted = [body["value"]["path"] for _, body in Hub.asked if body.get("key") == "deletedFile"]
+    assert deleted == ["model.safetensors", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_nothing_is_uploaded_as_private_into_a_public_repository(tmp_path, hub):
+    Hub.private = False
+    assert "and public" in pushed(tmp_path, "me/mine", HF_ENDPOINT=hub, HF_TOKEN="hf_of_a_test")
+    assert not [path for path, _ in Hub.asked if "/commit/" in path]
 
 
 def test_what_forbids_an_upload_is_said(tmp_path, hub):

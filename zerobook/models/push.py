@@ -30,7 +30,7 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     """Upload ``folder`` as the model repository ``name``, which is created where it is missing. Return its address.
 
     Raises:
-        ConfigError: the hub cannot be reached, or refuses.
+        ConfigError: the hub cannot be reached, or refuses, or the repository is public, and ``private`` is set.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -39,8 +39,20 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     try:
         # The repository may be there from an earlier upload.
         address = api.create_repo(name, private=private, exist_ok=True)
-        # A name without an owner is completed with that of the token.
-        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Exported by zerobook")
+        # An existing repository stays as visible as it is.
+        if private and not api.model_info(address.repo_id).private:
+            raise ConfigError(
+                f"--private: {address} is there already, and public, so nothing was uploaded. Make it private, or give another "
+                f"name. {_later_upload(folder)}"
+            )
+        api.upload_folder(
+            # A name without an owner is completed with that of the token.
+            repo_id=address.repo_id,
+            folder_path=folder,
+            commit_message="Exported by zerobook",
+            # These files of an earlier upload would be read in place of the new model.
+            delete_patterns=["model*.safetensors*", "adapter_*", "config.json", "chat_template.jinja"],
+        )
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         advice = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(status or 0, "")
