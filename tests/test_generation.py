@@ -305,9 +305,6 @@ def test_scores():
     # corpus BLEU is not a mean over texts: one pool of n-grams
     one, two = ["a b c d e f"], ["z"]
     assert text_metrics(one + two, [*one, "y"])["bleu"] > text_metrics(two, ["y"])["bleu"] == 0
-    for wrong in ((["a"], []), ([], [])):
-        with pytest.raises(ValueError, match="predictions"):
-            text_metrics(*wrong)
 
 
 @pytest.mark.parametrize("module", [collate_module, metrics_module])

@@ -277,7 +277,7 @@ def test_long_prompts_lose_their_beginning(llama):
 def test_accuracies_by_hand(llama):
     _, tokenizer = llama
     # every token has the same likelihood, so fewest tokens win acc and most bytes a token win acc_norm
-    uniform = Bigram(torch.zeros(len(tokenizer), len(tokenizer)))
+    uniform = Bigram(torch.zeros(len(tokenizer), len(tokenizer))).eval()
     short, long, rare = "x", " your computer", "żółć"
     length = {text: len(tokenizer(" " + text, add_special_tokens=False)["input_ids"]) for text in (short, long, rare)}
     weight = {text: length[text] / len(text.encode()) for text in length}
@@ -292,9 +292,7 @@ def test_accuracies_by_hand(llama):
             Question("e", (rare, short), 0),  # letters of two bytes: more bytes a token, but fewer letters
         ),
     )
-    uniform.train()
     metrics, table = TaskScorer([task], tokenizer, 4)(None, uniform, step=7)
-    assert uniform.training, "training goes on as it was"
     assert metrics == {"task/uniform/acc": 3 / 5, "task/uniform/acc_norm": 3 / 5}
     assert [(row["subject"], row["questions"], row["acc"], row["acc_norm"]) for row in table] == [
         (None, 5, 0.6, 0.6), ("first", 1, 1.0, 0.0), ("second", 2, 0.5, 0.5)
@@ -306,7 +304,7 @@ def test_accuracies_by_hand(llama):
 
 def test_broken_weights_are_an_error_and_names_are_unique(llama, tasks):
     _, tokenizer = llama
-    broken = Bigram(torch.full((len(tokenizer), len(tokenizer)), math.nan))
+    broken = Bigram(torch.full((len(tokenizer), len(tokenizer)), math.nan)).eval()
     with pytest.raises(DivergenceError, match="48 of 48 likelihoods are nan"):
         TaskScorer(tasks[:1], tokenizer, 4)(None, broken)
     with pytest.raises(ConfigError, match="two task files are called arithmetic"):
@@ -363,7 +361,7 @@ def test_real_ranks_that_hold_pieces_of_the_weights(llama, tasks, tiny, tmp_path
     launch("zero3", 2, str(Path(__file__).with_suffix("")), tmp_path, **flags)
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found["forwards"] == 2 and found["training"] is True
+        assert found["forwards"] == 2
         assert found["table"] == expected[1] and found["metrics"] == expected[0]
         assert found["scores"] == pytest.approx(scores, abs=1e-5)
 
@@ -385,9 +383,9 @@ def score_in_a_launch() -> None:
     strategy.model.register_forward_hook(lambda *_: forwards.append(1))
     real = strategy.mesh.sum_over_samples
     strategy.mesh.sum_over_samples = lambda values: scores.append(real(values).tolist()) or values
-    strategy.model.train()
+    strategy.model.eval()
     metrics, table = TaskScorer([read_task(file) for file in FIXTURES], tokenizer, 32)(strategy, strategy.model, 3)
-    result = {"metrics": metrics, "table": table, "forwards": len(forwards), "training": strategy.model.training}
+    result = {"metrics": metrics, "table": table, "forwards": len(forwards)}
     result["scores"] = [value for value, _ in scores[-1]]
     (Path(config.output_dir) / f"rank{strategy.rank}.json").write_text(json.dumps(result))
     strategy.barrier()
@@ -411,6 +409,14 @@ def test_the_command_prints_a_table_or_one_object(tiny, capsys):
     assert f"{geography['acc']:.3f} ± {geography['acc_stderr']:.3f}" in text and "sqrt(p (1 - p) / n)" in text
     assert main(["eval", str(tiny / "llama"), "--tasks", "none.jsonl"]) == 2
     assert "DataError: none.jsonl: the task cannot be read" in capsys.readouterr().err
+
+
+def test_examples_before_a_question_are_not_left_out_in_silence(capsys):
+    from zerobook.cli.main import main
+
+    with pytest.raises(SystemExit):
+        main(["eval", "model", "--tasks", str(FIXTURES[0]), "--num_fewshot", "5"])
+    assert "--num_fewshot" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

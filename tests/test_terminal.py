@@ -128,7 +128,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     row = {"task": BRACKETS, "subject": None, "questions": 1, "chance": 0.5}
     row |= {f"{name}{end}": 0.5 for name in ("acc", "acc_norm") for end in ("", "_stderr")}
     print_table(BRACKETS, [row, row | {"subject": BRACKETS}])
-    assert capsys.readouterr().out.count(BRACKETS) == 3
+    assert capsys.readouterr().out.count(BRACKETS) == 4
 
     data_command.print_lengths(BRACKETS, torch.tensor([1, 2]).numpy())
     assert BRACKETS in capsys.readouterr().out

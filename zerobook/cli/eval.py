@@ -12,7 +12,7 @@ from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.held_out import describe
 from zerobook.evaluation.scorers import check_causal, split_tasks
 from zerobook.evaluation.tasks import Task, TaskScorer, read_task
-from zerobook.models.result import Loaded, load_result
+from zerobook.models.result import load_result
 from zerobook.utils.terminal import console, make_table, say
 
 
@@ -48,6 +48,8 @@ def evaluate(argv: list[str]) -> int:
     if flags.checkpoint:
         flags.path = str(find_checkpoint(flags.path, flags.checkpoint))
     files, harness_tasks = split_tasks([name for name in flags.tasks.split(",") if name])
+    if flags.num_fewshot is not None and not harness_tasks:
+        parser.error("--num_fewshot is for tasks of lm-evaluation-harness, and --tasks names none")
     # Files are read before the model, which takes longer.
     tasks = [read_task(file) for file in files]
 
@@ -55,7 +57,7 @@ def evaluate(argv: list[str]) -> int:
     if flags.file:
         results |= _measure_file(flags)
     if flags.tasks:
-        results |= _score_tasks(flags, files, harness_tasks, tasks)
+        results |= _score_tasks(flags, tasks, harness_tasks)
     if flags.json:
         print(json.dumps(results))
     return 0
@@ -77,11 +79,11 @@ def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
     return {"file": flags.file, "held_out": record.result, "samples": record.samples}
 
 
-def _score_tasks(flags: argparse.Namespace, files: list[str], harness_tasks: list[str], tasks: list[Task]) -> dict[str, Any]:
+def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: list[str]) -> dict[str, Any]:
     """Measure accuracies, and print them, except with --json. Return the results."""
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
     results: dict[str, Any] = {}
-    check_causal([*files, *harness_tasks], loaded.kind)
+    check_causal([flags.tasks], loaded.kind)
     if harness_tasks:
         harness = HarnessScorer(
             harness_tasks,
@@ -92,16 +94,11 @@ def _score_tasks(flags: argparse.Namespace, files: list[str], harness_tasks: lis
             shots=flags.num_fewshot,
             apply_chat_template=flags.apply_chat_template,
         )
-        results["lm_evaluation_harness"] = harness.measure(None, loaded.model, progress=True)
+        results["lm_evaluation_harness"] = harness.measure(None, loaded.model, progress=True, resamples=1000)
         if not flags.json:
             print_harness(flags.path, results["lm_evaluation_harness"])
-    if files:
-        results |= _score_files(flags, tasks, loaded)
-    return results
-
-
-def _score_files(flags: argparse.Namespace, tasks: list[Task], loaded: Loaded) -> dict[str, Any]:
-    """Score task files, and print the table, except with --json. Return the results."""
+    if not tasks:
+        return results
     scorer = TaskScorer(
         tasks,
         loaded.tokenizer,
@@ -117,10 +114,10 @@ def _score_files(flags: argparse.Namespace, tasks: list[Task], loaded: Loaded) -
         )
     if not flags.json:
         print_table(flags.path, table)
-    return _as_json(scorer.truncated_count, table)
+    return results | {"cut_prompts": scorer.truncated_count, "tasks": _nested(table)}
 
 
-def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
+def _nested(table: list[dict[str, Any]]) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for row in table:
         values = {key: value for key, value in row.items() if key not in ("step", "task", "subject")}
@@ -128,13 +125,12 @@ def _as_json(cut: int, table: list[dict[str, Any]]) -> dict[str, Any]:
             tasks[row["task"]] = values | {"subjects": {}}
         else:
             tasks[row["task"]]["subjects"][row["subject"]] = values
-    return {"cut_prompts": cut, "tasks": tasks}
+    return tasks
 
 
 def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
     """Print the metrics of lm-evaluation-harness, a row per task and metric."""
-    caption = "measured with lm-evaluation-harness"
-    shown = make_table(path, ("task", "metric"), caption=caption, caption_justify="left")
+    shown = make_table(path, ("task", "metric"), caption="measured with lm-evaluation-harness", caption_justify="left")
     for name in ("value", "samples"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -145,26 +141,16 @@ def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
 
 def print_table(path: str, table: list[dict[str, Any]]) -> None:
     """Print the accuracies of a model, a row per task and subject."""
-    caption = "± standard error, sqrt(p (1 - p) / n)"
-    shown = make_table(path, ("task", "subject"), caption=caption, caption_justify="left")
+    shown = make_table(path, ("task", "subject"), caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
     for name in ("questions", "acc", "acc_norm", "chance"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in table:
-        # The row of a whole task stands above those of its subjects.
-        task = row["task"]
-        subject = "all"
-        style = "bold"
-        if row["subject"] is not None:
-            task = ""
-            subject = row["subject"]
-            style = ""
         shown.add_row(
-            task,
-            subject,
+            row["task"],
+            row["subject"] or "all",
             str(row["questions"]),
             f"{row['acc']:.3f} ± {row['acc_stderr']:.3f}",
             f"{row['acc_norm']:.3f} ± {row['acc_norm_stderr']:.3f}",
             f"{row['chance']:.3f}",
-            style=style,
         )
     console().print(shown)

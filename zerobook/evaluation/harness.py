@@ -100,31 +100,32 @@ class HarnessScorer:
         metrics = {f"task/{row['task']}/{row['metric']}": row["value"] for row in rows if row["task"] in self.names}
         return metrics, []
 
-    def measure(self, strategy: Strategy | None, model: nn.Module, *, progress: bool = False) -> list[dict[str, Any]]:
-        """Return a row for each task and metric, with ``task metric value stderr samples``. Collective with a strategy."""
+    def measure(
+        self, strategy: Strategy | None, model: nn.Module, *, progress: bool = False, resamples: int = 0
+    ) -> list[dict[str, Any]]:
+        """Return a row for each task and metric, with ``task metric value stderr samples``. Collective with a strategy.
+
+        Args:
+            model: in evaluation mode.
+            resamples: for the standard error of a metric that is no mean, drawn in processes of their own. With 0, ``stderr``
+                is None, for means too.
+        """
         from lm_eval.evaluator import simple_evaluate
 
-        was_training = model.training
-        model.eval()
-        try:
-            # The harness prints to stdout, which is for results alone.
-            with redirect_stdout(StringIO()), _harness_seed():
-                result = simple_evaluate(
-                    model=_harness_model(self, strategy, model, progress),
-                    tasks=[*self.tasks],
-                    # Without one, the harness reads its thousands of task files at each evaluation.
-                    task_manager=self.manager,
-                    # Resamples for the standard error of a metric that is no mean. A run logs no standard errors, and these
-                    # would start processes beside its ranks.
-                    bootstrap_iters=0 if strategy is not None else 1000,
-                    log_samples=False,
-                    random_seed=None,
-                    numpy_random_seed=None,
-                    torch_random_seed=None,
-                    **self.options,
-                )
-        finally:
-            model.train(was_training)
+        # The harness prints to stdout, which is for results alone.
+        with redirect_stdout(StringIO()), _harness_seed():
+            result = simple_evaluate(
+                model=_harness_model(self, strategy, model, progress),
+                tasks=[*self.tasks],
+                # Without one, the harness reads its thousands of task files at each evaluation.
+                task_manager=self.manager,
+                bootstrap_iters=resamples,
+                log_samples=False,
+                random_seed=None,
+                numpy_random_seed=None,
+                torch_random_seed=None,
+                **self.options,
+            )
         # The harness returns a result only if LOCAL_RANK is 0. All ranks get the rows of rank 0.
         rows = [] if result is None else _rows(dict(result))
         if strategy is not None:
@@ -165,11 +166,8 @@ def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
         if name in loaded["groups"]:
             names.append(name)
             objects.append(loaded["groups"][name])
-        elif name in loaded["tasks"]:
-            names.append(name)
-            objects += loaded["tasks"].values()
         else:
-            # A tag: its tasks have no common result.
+            # One task, or those of a tag, which have no common result.
             names += loaded["tasks"]
             objects += loaded["tasks"].values()
     repeated_names = sorted({name for name in names if names.count(name) > 1})
@@ -218,21 +216,6 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-Window = tuple[None, list[int], list[int]]
-"""(None, ids of the context, ids whose likelihood is measured): a request of the harness without its text."""
-
-
-def _windows(ids: list[int], prefix_id: int, max_length: int) -> list[Window]:
-    """Cut a text into windows of ``max_length`` tokens and the one after them. Each token is measured in one window."""
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    windows = []
-    for overlapping in get_rolling_token_windows(ids, prefix_id, max_seq_len=max_length, context_len=1):
-        context, continuation = make_disjoint_window(overlapping)
-        windows.append((None, context, continuation))
-    return windows
-
-
 class _HarnessMethods:
     """The methods of a model that the harness calls. To it, each process is the only one: all compute all answers together."""
 
@@ -257,14 +240,12 @@ class _HarnessMethods:
         """The token before a text that has no context, so that its first token has a likelihood, too."""
         return self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
         # Chat templates write the first token of a text themselves. The tokenizer must not add a second one.
         first_token = self.tokenizer.bos_token or self.tokenizer.eos_token
-        if add_special_tokens is None and first_token and string.startswith(first_token):
+        if first_token and string.startswith(first_token):
             add_special_tokens = False
-        # None: as the tokenizer does by default.
-        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer(string, verbose=False, **options)["input_ids"]
+        return self.tokenizer(string, verbose=False, add_special_tokens=add_special_tokens)["input_ids"]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return render_prompt(self.tokenizer, chat_history, opens_turn=add_generation_prompt)
@@ -292,13 +273,17 @@ class _HarnessMethods:
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, which may be longer than the model's limit."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
         # The windows of all texts are scored in one call, so that batches are full.
-        windows: list[Window] = []
+        windows: list[tuple[None, list[int], list[int]]] = []
         request_of_window: list[int] = []
         for index, request in enumerate(requests):
-            request_windows = _windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.scorer.max_length)
-            windows += request_windows
-            request_of_window += [index] * len(request_windows)
+            ids = self.tok_encode(request.args[0])
+            # A window has ``max_length`` tokens and the one after them. Each token is measured in one window.
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                request_of_window.append(index)
         totals = [0.0] * len(requests)
         for index, (log_probability, _) in zip(request_of_window, self._loglikelihood_tokens(windows), strict=True):
             totals[index] += log_probability

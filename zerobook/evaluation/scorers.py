@@ -46,8 +46,7 @@ def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model
     batch_size = config.per_device_eval_batch_size
     scorers: list[Any] = []
     if task_files:
-        tasks = list(map(read_task, task_files))
-        scorers.append(TaskScorer(tasks, tokenizer, batch_size, max_length=max_length))
+        scorers.append(TaskScorer(list(map(read_task, task_files)), tokenizer, batch_size, max_length=max_length))
     if harness_tasks:
         scorers.append(HarnessScorer(harness_tasks, tokenizer, batch_size, max_length=max_length))
     return scorers

@@ -333,7 +333,7 @@ class TaskScorer:
 
         Args:
             strategy: how ``model`` is spread; None for a plain model in one process.
-            model: as the strategy prepared it. Its training mode is restored afterwards.
+            model: as the strategy prepared it, in evaluation mode.
             step: written into the table.
 
         Returns:
@@ -343,19 +343,14 @@ class TaskScorer:
         Raises:
             DivergenceError: the model's likelihoods are not numbers.
         """
-        was_training = model.training
-        model.eval()
-        try:
-            scores = likelihoods(
-                strategy,
-                model,
-                self.sequences,
-                pad_token_id=self.pad_token_id,
-                batch_size=self.batch_size,
-                progress=progress,
-            )
-        finally:
-            model.train(was_training)
+        scores = likelihoods(
+            strategy,
+            model,
+            self.sequences,
+            pad_token_id=self.pad_token_id,
+            batch_size=self.batch_size,
+            progress=progress,
+        )
         return self._summary([score.log_probability for score in scores], step)
 
     def _summary(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:

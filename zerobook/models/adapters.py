@@ -130,12 +130,12 @@ class AdapterConfig(RecipeConfig):
 
 
 def pattern_of(targets: list[str]) -> str | None:
-    """Return the regular expression among ``targets``, as peft takes it; None if they are names.
+    """Return what peft takes as a text: a regular expression for complete names, or ``all-linear``; None for names.
 
     >>> pattern_of([r".*layers\\.[0-3]\\..*_proj"]) is not None, pattern_of(["q_proj", "v_proj"]), pattern_of(["all-linear"])
-    (True, None, None)
+    (True, None, 'all-linear')
     """
-    if len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0]):
+    if targets == ["all-linear"] or (len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0])):
         return targets[0]
     return None
 
@@ -222,7 +222,7 @@ def add_adapter(
         task_type=task,
         use_rslora=method == "rslora",
         use_dora=method == "dora",
-        target_modules=_peft_targets(targets),
+        target_modules=pattern_of(targets) or targets,
         exclude_modules=excluded,
         modules_to_save=full_modules or None,
         ensure_weight_tying=ties_copies,
@@ -262,13 +262,6 @@ def _choose_full_modules(
             "train a copy that none of them reads. Train all weights: drop --adapter."
         )
     return full_modules, ties_copies
-
-
-def _peft_targets(targets: list[str]) -> str | list[str]:
-    """Return the targets as peft takes them: a list of names, or a string that is a regular expression or ``all-linear``."""
-    if targets == ["all-linear"]:
-        return targets[0]
-    return pattern_of(targets) or targets
 
 
 def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "main") -> PeftModel:

@@ -99,8 +99,13 @@ def export_checkpoint(
             trust_remote_code=trust_remote_code,
         )
         _cast_as_loaded(model, reloadable, dtype)
-    training = Training.of_checkpoint(checkpoint)
-    text = format_card(config, training, seq2seq=model.config.is_encoder_decoder, adapter=adapts and not merge, notes=notes)
+    text = format_card(
+        config,
+        Training.of_checkpoint(checkpoint),
+        seq2seq=model.config.is_encoder_decoder,
+        adapter=adapts and not merge,
+        notes=notes,
+    )
 
     # Write it, and compare what was written.
     with staged(folder) as staging:
@@ -138,12 +143,10 @@ def _describe_limits(recorded: dict[str, Any], adapts: bool) -> list[str]:
         notes.append(
             f"the checkpoint does not hold the text of {config['chat_template']}; the tokenizer's own template is kept"
         )
-    for bits in (4, 8):
-        if adapts and config.get(f"load_in_{bits}bit"):
-            notes.append(
-                f"the adapter was trained beside {bits}-bit weights, and stands here beside the full ones: answers can differ"
-            )
-            break
+    if adapts and (config.get("load_in_4bit") or config.get("load_in_8bit")):
+        notes.append(
+            "the adapter was trained beside quantised weights, and stands here beside the full ones: answers can differ"
+        )
     return notes
 
 
@@ -198,9 +201,12 @@ def _tokenizer(
     if config["tokenizer_name"]:
         name = embedded.located(config["tokenizer_name"])
         revision = config["model_revision"]
-    tokens = config.get("new_tokens", ())
     tokenizer, _ = open_tokenizer(
-        name, template=template, revision=revision, trust_remote_code=trust_remote_code, tokens=tokens
+        name,
+        template=template,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        tokens=config.get("new_tokens", ()),
     )
     return tokenizer
 

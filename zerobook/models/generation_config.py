@@ -44,8 +44,6 @@ def decoding(
         typical_p=None,
         use_cache=True,
     )
-    # Without this, the file would say that it was derived from config.json.
-    config._from_model_config = False
     config.update(**{name: value for name, value in rules.items() if value is not None})
     if num_beams == 1:
         # transformers refuses to save these without beams.

@@ -277,16 +277,14 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 shards while loading. Collective.
 
-    ``base_commit`` of the model is its commit on the hub, None if it has none; ``base_facts`` is what checkpoints record
-    about the model.
+    ``base_commit`` of the model is its commit on the hub or None; ``base_facts`` is what checkpoints record about the model.
 
     Args:
         encoder_decoder: the model is one; otherwise it is a decoder.
         quantization: a transformers quantisation config, for frozen weights.
 
-    A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then
-    loads it. Random initialisation inside ZeRO-3 differs from that outside, so this is what
-    makes a run from scratch the same under every strategy.
+    A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then loads it. Random initialisation
+    inside ZeRO-3 differs from that outside, so a run from scratch is the same under every strategy.
     """
     from transformers import AutoConfig
 
@@ -318,7 +316,10 @@ def load_model(
     if quantization is not None:
         options["quantization_config"] = quantization
     if strategy.is_main and quantization is None:
-        _warn_of_copies(hub.folder(name, revision), config, strategy)
+        copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        warning = too_many_copies(hub.folder(name, revision), config.dtype, copies)
+        if warning:
+            say(warning)
     strategy.prepare_to_load(partial(kind.from_config, deepcopy(model_config), trust_remote_code=config.trust_remote_code))
     with freed_blocks_returned(), quantisable_layers() if quantization is not None else nullcontext():
         model: Any = strategy.load(partial(_load_weights, kind, name), options)
@@ -331,13 +332,6 @@ def load_model(
     _prepare_for_training(model, config, strategy)
     _check_complete(model, name)
     return model
-
-
-def _warn_of_copies(folder: Path | None, config: RecipeConfig, strategy: Strategy) -> None:
-    copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    warning = too_many_copies(folder, config.dtype, copies)
-    if warning:
-        say(warning)
 
 
 def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:

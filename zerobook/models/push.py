@@ -54,8 +54,8 @@ def push(folder: Path, name: str, *, private: bool) -> str:
             delete_patterns=["model*.safetensors*", "adapter_*", "config.json", "chat_template.jinja"],
         )
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        advice = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(status or 0, "")
+        advices = {401: " Run hf auth login.", 403: " The token needs write access to that name."}
+        advice = advices.get(error.response.status_code, "")
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--push {name}: the hub refuses: {reason}.{advice} {_later_upload(folder)}") from error
     except Exception as error:

@@ -14,7 +14,6 @@ from zerobook.utils.dtypes import compute_dtype
 from zerobook.utils.replaced import replaced
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
     from zerobook.config import RecipeConfig

@@ -97,9 +97,9 @@ def flags_of(source: Source, position: Position) -> dict[str, Any]:
 
 def _open(folder: Path) -> Source:
     """Return the checkpoint in a folder, of whichever kind it is."""
-    zero_folders = [candidate for candidate in _zero_candidates(folder) if rank_files(candidate)]
-    if zero_folders:
-        return read_zero(zero_folders[0])
+    for candidate in _zero_candidates(folder):
+        if rank_files(candidate):
+            return read_zero(candidate)
     if (folder / OPTIMIZER_FOLDER / METADATA).exists() or (folder / MODEL_FOLDER / METADATA).exists():
         return read_sharded(folder)
     optimizer_file = find_optimizer(folder)

@@ -67,8 +67,11 @@ def read_command(words: list[str]) -> Command:
     launcher_words = words[:position]
     advice = ""
     if trainer == "torchtune":
-        recipe_position = _find_torchtune_recipe(rest)
+        recipe_names = set(rest).intersection(TORCHTUNE_RECIPES)
+        if not recipe_names:
+            raise Refused("tune run", f"tune run: only {', '.join(TORCHTUNE_RECIPES)} can be imported. Nothing was written.")
         # The launcher's flags are between `tune run` and the name of the recipe.
+        recipe_position = rest.index(recipe_names.pop())
         launcher_words = launcher_words + rest[:recipe_position]
         rest = rest[recipe_position + 1 :]
         # Settings may follow `--config FILE`, and would be read as further values of that flag.
@@ -92,14 +95,6 @@ def read_command(words: list[str]) -> Command:
     if launcher:
         config["launcher"] = launcher
     return Command(config, file, trainer or recognise(config, program), recipe)
-
-
-def _find_torchtune_recipe(words: list[str]) -> int:
-    """Return the position of the recipe's name in the words after ``tune run``."""
-    for position, word in enumerate(words):
-        if word in TORCHTUNE_RECIPES:
-            return position
-    raise Refused("tune run", f"tune run: only {', '.join(TORCHTUNE_RECIPES)} can be imported. Nothing was written.")
 
 
 def _override(config: dict[str, Any], name: str, value: Any) -> None:
