@@ -277,6 +277,14 @@ def test_the_command_prints_a_table_or_one_object(tiny, tasks, capsys):
     assert "zerobook_choices" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("task", ["arc_easy", str(QUESTIONS / "arithmetic.jsonl")])
+def test_a_tokenizer_without_a_chat_template_is_an_error_where_one_is_asked_for(task, monkeypatch):
+    loaded = SimpleNamespace(kind="causal", tokenizer=SimpleNamespace(chat_template=None))
+    monkeypatch.setattr(cli_eval, "load_result", lambda *_, **__: loaded)
+    with pytest.raises(ConfigError, match="no chat template"):
+        evaluate(["model", "--tasks", task, "--apply_chat_template"])
+
+
 def test_a_skipped_checkpoint_is_not_named_in_the_results(tmp_path, monkeypatch, capsys):
     resolution = SimpleNamespace(skipped={tmp_path: "the newest one"}, checkpoint=tmp_path)
     monkeypatch.setattr(cli_export, "resolve_resume", lambda *_, **__: resolution)

@@ -258,8 +258,6 @@ def test_a_chat_template_makes_the_prompt_a_users_turn(llama):
     row = Encoder(tokenizer, apply_chat_template=True)("Who?", "Me")
     assert tokenizer.decode(row.ids[: row.first]) == "<|im_start|>user\nWho?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(row.ids[row.first :]) == "Me"
-    with pytest.raises(ConfigError, match="--apply_chat_template: the tokenizer has no chat template"):
-        Encoder(SimpleNamespace(chat_template=None), apply_chat_template=True)
 
 
 def test_long_prompts_lose_their_beginning(llama):

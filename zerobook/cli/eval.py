@@ -8,6 +8,7 @@ from typing import Any
 
 from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.export import add_checkpoint, find_checkpoint
+from zerobook.errors import ConfigError
 from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.held_out import describe
 from zerobook.evaluation.scorers import check_causal, split_tasks
@@ -84,6 +85,8 @@ def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: li
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
     results: dict[str, Any] = {}
     check_causal([flags.tasks], loaded.kind)
+    if flags.apply_chat_template and loaded.tokenizer.chat_template is None:
+        raise ConfigError("--apply_chat_template: the tokenizer has no chat template. Leave the flag out.")
     if harness_tasks:
         harness = HarnessScorer(
             harness_tasks,

@@ -137,7 +137,7 @@ class Encoder:
         max_length: tokens the model takes; longer prompts lose their beginning. None: no limit.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, but one is needed, or it gives no offsets of its tokens.
+        ConfigError: the tokenizer gives no offsets of its tokens.
     """
 
     def __init__(
@@ -147,8 +147,6 @@ class Encoder:
         apply_chat_template: bool = False,
         max_length: int | None = None,
     ):
-        if apply_chat_template and getattr(tokenizer, "chat_template", None) is None:
-            raise ConfigError("--apply_chat_template: the tokenizer has no chat template. Leave the flag out.")
         if not tokenizer.is_fast:
             raise ConfigError(
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, which scoring needs. "
