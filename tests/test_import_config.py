@@ -737,6 +737,16 @@ def test_a_config_of_accelerate_has_the_processes_and_the_precision(
     assert result.values["mixed_precision"] == precision
 
 
+def test_the_trainers_own_deepspeed_config_comes_before_that_of_its_launcher(tmp_path):
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    (tmp_path / "zero.json").write_text(json.dumps(zero(3)))
+    launcher = ["accelerate", "launch", "--config_file", f"{tmp_path}/accelerate.yaml"]
+    words = ["run_clm.py", "--config_name", "m", "--train_file", "a", "--deepspeed", f"{tmp_path}/zero.json"]
+    command = command_lines.read_command([*launcher, *words])
+    result = importer.import_config(*command[:3], recipe=command.recipe)
+    assert (result.strategy.name, result.foreign.processes) == ("zero3", 8)
+
+
 def test_trls_own_strategy_names_are_known():
     command = command_lines.read_command(["trl", "sft", "--model_name_or_path", "m", "--accelerate_config", "zero3"])
     assert importer.import_config(*command[:3]).strategy.name == "zero3"
@@ -775,6 +785,7 @@ def zero(stage, **settings):
         ({"deepspeed": "configs/ds_z3_offload.json"}, "zero3_offload"),
         ({"fsdp": "full_shard auto_wrap"}, "fsdp"),
         ({"fsdp": ["full_shard", "offload"]}, "fsdp_offload"),
+        ({"fsdp": "shard_grad_op offload"}, "fsdp_offload"),
         ({"fsdp": "hybrid_shard auto_wrap"}, "fsdp_hybrid"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_offload_params": True}}, "fsdp_offload"),
         ({"fsdp_config": {"reshard_after_forward": True}}, "fsdp"),

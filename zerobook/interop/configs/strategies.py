@@ -98,7 +98,8 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
             sharding = name
     file = _SHARDING.get(sharding, "fsdp")
     offloads = (settings.get("offload_params"), foreign.config.get("fsdp_cpu_offload"), "offload" in words)
-    if file == "fsdp" and True in offloads:
+    # Offload decides whether a model fits; that gathered weights are kept only saves time.
+    if file in ("fsdp", GRADIENTS) and True in offloads:
         file = "fsdp_offload"
     foreign.strategy = {"name": file}
     if settings.get("activation_checkpointing") is True:
@@ -120,8 +121,8 @@ def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
     stem = shipped_names.get(stem, stem)
     path = foreign.locate(name)
     if path is not None:
-        # A config of accelerate is a strategy file. Flags of the launcher override its settings.
-        foreign.strategy = {"name": str(path)}
+        # A config of accelerate is a strategy file, unless the trainer's own settings name one. Flags override its settings.
+        foreign.strategy = foreign.strategy or {"name": str(path)}
         settings = load_bounded(read_text(path)) | settings
     elif shipped(f"accelerate_configs/{stem}.yaml").is_file():
         foreign.strategy = {"name": stem}
