@@ -249,6 +249,20 @@ def test_offloaded_weights_cross_to_one_gpu_too(kind, element, ranks):
     assert seconds("cpu") - seconds("none") == pytest.approx(3 * elements * element / ranks / 32e9)
 
 
+@pytest.mark.parametrize("kind", [{"kind": "deepspeed", "stage": 2}, {"kind": "fsdp", "stage": 3, "shard_ranks": 2}])
+def test_gradients_of_each_micro_batch_cross_pcie_where_the_optimizer_is_on_the_host(kind):
+    weight = Weight("layer", (1000, 1000), 4, True, "layer")
+    spread = ShardingSpec(name="", ranks=2, ranks_per_node=2, precision="bf16", offload_optimizer="cpu", **kind)
+    where = cluster(gpus="2", gpu="a100-80gb")
+
+    once, thrice = (
+        step_seconds(Work(), 0, [], ModelWeights([weight], [[weight]]), spread, where, accumulation=number).offload
+        for number in (1, 3)
+    )
+
+    assert thrice - once == pytest.approx(2 * 4 * 10**6 / 2 / 32e9)
+
+
 def links(folder: Path, rate: float) -> str:
     """A file as scripts/allreduce_bench.py writes it, of which the planner reads one figure."""
     file = folder / "links.json"

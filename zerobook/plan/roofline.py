@@ -170,9 +170,11 @@ def step_seconds(
     if sharding.offload_optimizer == "none":
         optimizer_seconds = elements * moved_bytes / (MEMORY_SHARE * device.bandwidth)
     else:
-        # Gradients go to the host, and updated weights come back. The ranks of a node share its memory.
+        # Gradients go to the host, and updated weights come back. The ranks of a node share its memory. With accumulation, the
+        # gradients on the host come back for each further micro-batch, and their sum goes to the host (DeepSpeed 0.19.8,
+        # runtime/zero/stage_1_and_2.py and stage3.py). FSDP2 sends as many bytes: fp32 gradients, one way.
         host_seconds = moved_bytes * cluster.gpus / CPU_ADAM_BYTES_PER_S
-        offload_seconds = elements * (host_seconds + 2 * sharding.compute_bytes / device.pcie)
+        offload_seconds = elements * (host_seconds + 2 * accumulation * sharding.compute_bytes / device.pcie)
     if sharding.offload_optimizer == "nvme":
         # Weights and state are read and written.
         swapped_bytes = 2 * FP32_BYTES * (1 + state_numbers)
