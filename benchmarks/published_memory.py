@@ -42,14 +42,16 @@ from benchmarks.published_runs import (  # noqa: E402
 )
 from zerobook.errors import ConfigError  # noqa: E402
 from zerobook.plan import job as job_module  # noqa: E402
+from zerobook.plan import memory as memory_module  # noqa: E402
 from zerobook.plan import repetition  # noqa: E402
 from zerobook.plan import trace as trace_module  # noqa: E402
 from zerobook.plan.job import Job  # noqa: E402
-from zerobook.plan.memory import CONTEXT_BYTES, NCCL_BYTES, PeakMemory, peak_memory  # noqa: E402
+from zerobook.plan.memory import CONTEXT_BYTES, NCCL_BYTES, DeviceBytes, PeakMemory, peak_memory  # noqa: E402
 from zerobook.plan.sharding import ShardingSpec  # noqa: E402
 from zerobook.plan.state_bytes import ModelWeights, Weight, cast_bytes  # noqa: E402
 from zerobook.plan.trace import TimelinePoint, Trace  # noqa: E402
 from zerobook.plan.traced_job import trace_job  # noqa: E402
+from zerobook.utils.replaced import replaced  # noqa: E402
 from zerobook.utils.versions import versions  # noqa: E402
 
 CACHE = Path(tempfile.gettempdir()) / "zerobook_published_memory"
@@ -189,7 +191,9 @@ class MemoryPlanner:
         in_half = facts["trained_weights"].startswith("bf16")
         model, sharding, trace = _keep_dtype(model, sharding, trace, in_half)
         ranks_per_node = sharding.ranks_per_node
-        memory = peak_memory(model, sharding, trace, accumulation=accumulation, gpus_per_node=ranks_per_node)
+        # These programs shard a quantised base while they load it.
+        with replaced(memory_module, "_quantised_load", lambda *_: DeviceBytes()):
+            memory = peak_memory(model, sharding, trace, accumulation=accumulation, gpus_per_node=ranks_per_node)
         return _add_what_the_program_keeps(memory, model, sharding, facts)
 
     def _trace(self, run: PublishedRun, job: Job, sharding: ShardingSpec) -> Trace:

@@ -20,7 +20,7 @@ from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch.resolve import Hardware
 from zerobook.plan.hardware import LINKS, NETWORK, cluster
-from zerobook.plan.memory import CONTEXT_BYTES, peak_memory
+from zerobook.plan.memory import CACHED_SHARE, CONTEXT_BYTES, RANGE, peak_memory
 from zerobook.plan.roofline import MEMORY_SHARE, step_seconds
 from zerobook.plan.rows import plan_row
 from zerobook.plan.sharding import ShardingSpec
@@ -285,6 +285,14 @@ def test_a_measured_rate_is_what_collectives_get(tmp_path, key):
     assert seconds("25GB/s", part) == pytest.approx(30 / 25 / listed)
 
 
+def test_geforce_cards_send_through_the_host_unless_a_bridge_joins_them():
+    through_host = cluster(gpus="2", gpu="rtx-3090").rate("link")
+    bridge = cluster(gpus="2", gpu="rtx-3090", intra_node="56GB/s").rate("link")
+
+    assert cluster(gpus="2", gpu="rtx-3090", intra_node="16GB/s").rate("link") == through_host
+    assert bridge == pytest.approx(LINKS * 56e9)
+
+
 @pytest.mark.parametrize("rate", [0.0, -1e9, float("nan"), float("inf")])
 @pytest.mark.parametrize("key", ["interconnect", "intra_node"])
 def test_a_benchmark_of_one_rank_is_refused(tmp_path, key, rate):
@@ -358,6 +366,19 @@ def test_each_gpu_holds_a_quantised_base_whole_while_it_is_loaded(kind):
     assert "load" not in on_cpu.moments and on_cpu.host_at_load == 8 * (800 + 4) * M
     # On a GPU, the host holds a weight at a time.
     assert on_gpu.host_at_load == 8 * 800 * M
+
+
+def test_the_allocator_has_as_few_gaps_while_a_quantised_base_is_loaded_as_where_nothing_is_shared():
+    layers = [Weight(f"layer{n}", (20 * M,), 1, False, f"layer{n}", scale_bytes=M) for n in range(40)]
+    adapter = Weight("adapter", (M,), 4, True, "layer0")
+    sharding = ShardingSpec(kind="fsdp", name="", ranks=8, ranks_per_node=8, stage=3, shard_ranks=8)
+    trace = Trace(0, [TimelinePoint(0, 0), TimelinePoint(M, 0)])
+
+    peak = peak_memory(ModelWeights([*layers, adapter], [[adapter]]), sharding, trace, accumulation=1, gpus_per_node=8)
+
+    assert peak.when == "load"
+    assert peak.reserved == int((1 + CACHED_SHARE) * peak.allocated)
+    assert peak.high == int(RANGE[1] * peak.total)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ class Cluster:
             share = NETWORK
         if name in self.measured:
             return rate
-        if name == "link" and not self.device.peer_to_peer:
+        # A rate above that of PCIe is the rate of a bridge, which does not pass the host's memory.
+        if name == "link" and not self.device.peer_to_peer and rate <= self.device.pcie:
             return min(rate * share, THROUGH_HOST)
         return rate * share
 

@@ -109,33 +109,46 @@ def peak_memory(
     moments = _moments(model, sharding, trace, states, gathers.peak_elements, accumulation)
     if on_gpu and model.is_quantised and (sharding.is_zero3 or sharding.kind == "fsdp"):
         moments["load"] = _quantised_load(model, states, sharding)
-    when = max(moments, key=lambda name: moments[name].allocated)
-    device = moments[when]
-    low = high = 1.0
-    if on_gpu:
-        cached_share = CACHED_SHARE
-        low, high = RANGE
-        outside_torch = CONTEXT_BYTES
-        if sharding.ranks > 1:
-            outside_torch += NCCL_BYTES
-        if sharding.stage > 0 and sharding.ranks > 1:
-            cached_share = SHARED_CACHED_SHARE
-            low, high = SHARED_RANGE
-        device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
+    # moment -> what the card has, and the range of that
+    peaks: dict[str, tuple[DeviceBytes, int, int]] = {}
+    for name, moment in moments.items():
+        peaks[name] = (moment, moment.total, moment.total)
+        if on_gpu:
+            # No rank shares a quantised base while it is loaded.
+            shares_states = sharding.stage > 0 and sharding.ranks > 1 and name != "load"
+            peaks[name] = _on_card(moment, sharding.ranks, shares_states=shares_states)
+    when = max(peaks, key=lambda name: peaks[name][0].total)
+    device, low, _ = peaks[when]
+    high = max(high for _, _, high in peaks.values())
     host_buffers = host_buffer_bytes(model, states, sharding, accumulation=accumulation, on_gpu=on_gpu)
     # At the end, rank 0 collects what was trained in host RAM, beside what is offloaded.
     collected = sum(weight.numel * weight.element_bytes for weight in model.trained) if sharding.offloads else 0
     return PeakMemory(
         device=device,
-        # What is counted exactly is the least.
-        low=max(int(low * device.total), device.parameters + device.gradients + device.optimizer + device.other),
-        high=int(high * device.total),
+        low=low,
+        high=high,
         when=when,
         host_at_load=_model_bytes_at_load(model, sharding, gpus_per_node, on_gpu=on_gpu),
         host=(states.host.total + host_buffers + trace.pinned_bytes) * gpus_per_node + collected,
         disk=states.disk * gpus_per_node,
         moments={name: moment.allocated for name, moment in moments.items()},
     )
+
+
+def _on_card(device: DeviceBytes, ranks: int, *, shares_states: bool) -> tuple[DeviceBytes, int, int]:
+    """Return what the driver shows of a GPU that has allocated ``device``, and its lowest and highest bytes to expect."""
+    cached_share = CACHED_SHARE
+    low, high = RANGE
+    if shares_states:
+        cached_share = SHARED_CACHED_SHARE
+        low, high = SHARED_RANGE
+    outside_torch = CONTEXT_BYTES
+    if ranks > 1:
+        outside_torch += NCCL_BYTES
+    device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
+    # What is counted exactly is the least.
+    least = device.parameters + device.gradients + device.optimizer + device.other
+    return device, max(int(low * device.total), least), int(high * device.total)
 
 
 def _moments(
