@@ -177,6 +177,20 @@ def test_rows_that_are_held_out_or_left_out_are_not_trained_on(tmp_path, flags, 
     assert run is not None and run.steps == rows
 
 
+def test_a_limit_of_samples_counts_samples_where_rows_are_packed(tiny, tmp_path):
+    file = write_chats(tmp_path, [20] * 40)
+    flags = {"train_file": file, "packing": True, "max_seq_length": 512, "num_train_epochs": 100}
+
+    def rows(lengths, **more):
+        config = made("lora_finetune", tiny / "llama", validation_split_percentage=0, **flags, **more).config
+        return plan_whole_run(fitting_row(), config, 1, cluster(), None, None, lengths).steps / 100
+
+    lengths = read_lengths(made("lora_finetune", tiny / "llama", train_file=file).config)
+    assert rows(lengths) == math.ceil(sum(lengths) / 512) > 3
+    assert rows(lengths, max_train_samples=4) == 1, "four short samples share a row"
+    assert rows(None, max_train_samples=4) == 1 < rows(None), "as many bytes as four of the lines have"
+
+
 def test_padded_rows_are_planned_as_long_as_the_longest_sample(tiny, tmp_path, capsys):
     file = write_chats(tmp_path, [1, 2, 40])
     longest = max(read_lengths(made("lora_finetune", tiny / "llama", train_file=file).config))

@@ -73,7 +73,7 @@ def plan_whole_run(
         lengths: tokens of each sample of the data, if they are known.
     """
     assert row.time is not None
-    rows, basis = _count_rows(config, lengths)
+    rows, rows_per_sample, basis = _count_rows(config, lengths)
     # Tokens that the user names go first, then the number of steps, then the size of the data.
     if tokens is None and config.max_train_steps is not None:
         steps = config.max_train_steps
@@ -82,7 +82,7 @@ def plan_whole_run(
         # A part is held out, and another may be left out.
         if not config.validation_file:
             rows *= 1 - config.validation_split_percentage / 100
-        rows = min(rows, config.max_train_samples or rows)
+        rows = min(rows, (config.max_train_samples or math.inf) * rows_per_sample)
         steps = math.ceil(config.num_train_epochs * math.ceil(rows / samples))
         basis = f"{config.num_train_epochs:g} epochs, with {basis}"
     elif tokens is None and price is None:
@@ -101,20 +101,29 @@ def plan_whole_run(
     return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / highest_rate, cost / lowest_rate))
 
 
-def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float, str]:
-    """Return the rows of the training data, and what the number follows from; "" if the file does not say it."""
+def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float, float, str]:
+    """Return the rows of the training data, those of one sample, and what the numbers follow from; "" if the file does not say
+    it. A block of a text is a sample."""
     if lengths is not None:
         kept = np.minimum(lengths, config.row_length)
+        rows_per_sample = kept.mean() / config.row_length if config.packing else 1.0
         basis = f"{counted(len(lengths), 'sample')} of {kept.mean():,.0f} tokens in the mean"
-        return (kept.sum() / config.row_length if config.packing else len(lengths)), basis
+        return len(lengths) * rows_per_sample, rows_per_sample, basis
     file = Path(config.train_file or "").expanduser()
     # The suffix of a compressed file is .gz, whose size says nothing.
     suffix = file.suffix.lower()
     if not file.is_file() or suffix not in (*JSON_LINES, ".json", *TABLE, *TEXT):
-        return 0.0, ""
-    if config.packing or suffix in TEXT:
-        return file.stat().st_size / BYTES_PER_TOKEN / config.row_length, f"{BYTES_PER_TOKEN} bytes of the file a token"
-    if suffix not in JSON_LINES:
-        return 0.0, ""
-    samples = sum(1 for _ in file_source(file).read())
-    return samples, counted(samples, "sample")
+        return 0.0, 1.0, ""
+    rows = file.stat().st_size / BYTES_PER_TOKEN / config.row_length
+    basis = f"{BYTES_PER_TOKEN} bytes of the file a token"
+    if suffix in TEXT:
+        return rows, 1.0, basis
+    # A large file is read only where its samples count.
+    samples = 0
+    if suffix in JSON_LINES and (config.max_train_samples or not config.packing):
+        samples = sum(1 for _ in file_source(file).read())
+    if config.packing:
+        return rows, rows / max(samples, 1), basis
+    if samples:
+        return samples, 1.0, counted(samples, "sample")
+    return 0.0, 1.0, ""
