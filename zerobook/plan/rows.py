@@ -251,10 +251,11 @@ def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
     row.tight = row.memory.high > capacity
     # If the plan alone exceeds the GPU, and its range does not, the run may fit; the remedies hold all the same.
     if row.memory.total > capacity:
-        row.remedies += _gpu_remedies(row.memory, row.sharding, config, row.memory.total - capacity)
+        row.remedies += _gpu_remedies(row.memory, row.sharding, config, capacity)
     elif exceeds_at_load:
         # Remedies for the GPU are sharding, which helps here too.
-        remedy = "more host RAM" if row.sharding.is_zero3 else "zero3, whose ranks do not load a copy each"
+        loads_one_copy = row.sharding.is_zero3 or row.sharding.rank_0_loads or row.sharding.ranks == 1
+        remedy = "more host RAM" if loads_one_copy else "zero3, whose ranks do not load a copy each"
         row.remedies.append(remedy)
     if exceeds_host:
         remedy = "zero3_nvme" if row.sharding.offload_optimizer == "cpu" else "more host RAM"
@@ -274,31 +275,41 @@ def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | 
     return True
 
 
-def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConfig, excess_bytes: int) -> list[str]:
-    """Return what would save ``excess_bytes`` of a GPU's memory."""
-    activations = memory.device.activations
+def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConfig, capacity: int) -> list[str]:
+    """Return what would save as much of a GPU's memory as the plan exceeds it by."""
+    # Each GPU holds all of a quantised base at first, however many GPUs there are.
+    if memory.when == "load":
+        return ["larger GPUs"]
+    # The allocator keeps a share of freed activations too.
+    activations = memory.device.activations * memory.reserved / memory.allocated
+    room = capacity - (memory.total - activations)
     rows = config.per_device_train_batch_size
     remedies = []
-    # Smaller activations are enough.
-    if activations > excess_bytes:
+    if room > LEAST_ROOM * capacity:
+        # Smaller activations are enough.
         if memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
             return ["a smaller --per_device_eval_batch_size"]
         if config.activation_checkpointing not in ("full", "offload"):
             remedies.append("--activation_checkpointing")
-        if activations * (rows - 1) / rows > excess_bytes:
+        if activations / rows < room:
             remedies.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
         else:
             # One row alone is too long.
             remedies.append(f"a smaller --{config.length_key}")
         return remedies
-    if sharding.stage < 3 or sharding.offload_param == "none":
-        remedies.append("more sharding or offload")
+    # One rank has nothing to share, and a quantised base cannot be moved to the host.
+    if 1 < sharding.ranks != sharding.shard_ranks:
+        remedies.append("more sharding")
+    if sharding.offload_param == "none" and config.base_format is None:
+        remedies.append("offload")
     # Adapters need trained weights.
     if not (config.trains_adapters or config.initialised_from):
         remedies.append("LoRA")
     return remedies or ["more or larger GPUs"]
 
 
+LEAST_ROOM = 0.1
+"""Share of a GPU's memory that has to remain beside states and buffers, if smaller activations shall fit."""
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
 """Strategy files, the simplest first. If rates differ by less than `SAME_RATE`, the simpler file comes first, unless
 it is tight."""
@@ -355,7 +366,8 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
             return (2 if row.bare else 1, float(row.memory.total), 0)
         simplicity = SIMPLEST.index(row.file) if row.file in SIMPLEST else len(SIMPLEST)
         slowdown = fastest / row.tokens_per_second if row.tokens_per_second else 1.0
+        uses_host = row.memory.host > 0
         # What is planned to exceed the GPU, and may fit all the same, comes after what fits.
-        return (0, bool(row.remedies), int(math.log(slowdown, SAME_RATE)), row.tight, simplicity)
+        return (0, bool(row.remedies), int(math.log(slowdown, SAME_RATE)), row.tight, uses_host, simplicity, slowdown)
 
     return sorted(rows, key=sort_key)
