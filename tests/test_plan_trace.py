@@ -30,7 +30,7 @@ from zerobook.plan.trace import (
     trace_evaluation,
     trace_step,
 )
-from zerobook.plan.traced_job import TracedJob
+from zerobook.plan.traced_job import TracedJob, trace_job
 from zerobook.training.recipe import BatchShape
 from zerobook.training.recipe_file import recipe_class
 
@@ -94,6 +94,21 @@ def test_a_trace_is_what_real_tensors_do(tiny, name):
     with planned.build(shape) as (fake, batch):
         most = trace_evaluation(fake, batch, planned.objective.loss, precision, device="cpu")
     assert most == pytest.approx(measured, rel=0.001 if exact else 0.02) and most < found.peak_bytes
+
+
+def test_packed_rows_need_no_mask_on_gpus_whose_attention_separates_the_samples(tiny):
+    """Flash and flex attention compute what SDPA, which reads a mask of all pairs of tokens, computes and discards."""
+
+    def trace(device: str, **flags):
+        flags |= {"block_size": 48, "mixed_precision": "bf16", "per_device_train_batch_size": 2}
+        return trace_job(made("causal_lm", tiny / "llama", **flags), "no", "bf16", device)
+
+    packed = trace("cuda", packing=True)
+    masked = trace("cuda", packing=True, attn_implementation="sdpa")
+
+    assert (packed.work, packed.timeline) == (trace("cuda").work, trace("cuda").timeline)
+    assert masked.work.flops > packed.work.flops and masked.peak_bytes > packed.peak_bytes
+    assert trace("cuda without flash", packing=True).work.flops > packed.work.flops
 
 
 def real_model(planned: Job, shape: BatchShape):

@@ -18,11 +18,13 @@ from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
 from zerobook.launch.model_facts import unfit_for_text
+from zerobook.launch.resolve import Hardware
 from zerobook.models import recompute
 from zerobook.models.load import (
     DTYPES,
     attention_dropout,
     check_length,
+    choose_attention,
     drop_foreign_attention,
     fuse_tanh_gelu,
     keep_all_layers,
@@ -102,6 +104,17 @@ class Job:
         """Shape of the largest possible micro-batch."""
         shape = self.recipe.batch_shape()
         return shape._replace(source=ceil_div(shape.source, self.token_ranks))
+
+    def on_device(self, kernels: str) -> Job:
+        """Return the job with the attention of its run on a device, as `Cluster.kernels` names it. If the flash-attn package is
+        missing, packed rows take flex attention."""
+        if kernels != "cuda":
+            return self
+        kind = auto_class(type(self.model_config), encoder_decoder=self.recipe.encoder_decoder)
+        model_class = kind._model_mapping.get(type(self.model_config), None)
+        precision = self.config.mixed_precision or "no"
+        attention = choose_attention(self.config, self.model_config, model_class, Hardware(gpus=1), precision)
+        return self.with_config(attn_implementation=attention or self.config.attn_implementation)
 
     def with_config(self, **changes: Any) -> Job:
         """Return the same job with other values in its config."""

@@ -126,7 +126,10 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
         shape = BatchShape(rows, length, label_length, probe["padded"])
         # A trace takes seconds, and most ranks have the same shape.
         if shape not in traces:
-            with job.build(shape, cast=sharding.cast, precision=sharding.precision) as (module, batch):
+            with job.on_device(cluster.kernels).build(shape, cast=sharding.cast, precision=sharding.precision) as (
+                module,
+                batch,
+            ):
                 traces[shape] = trace_step(module, batch, job.objective.loss, sharding.autocast, device=cluster.kernels)
         trace = traces[shape]
         gathers = follow_gathers(model.weights, sharding, trace.visits, accumulation)

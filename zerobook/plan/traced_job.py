@@ -86,6 +86,7 @@ def trace_job(
         UnplannableModelError: the model's step cannot be traced.
     """
     module = module or job.build_on_meta()
+    job = job.on_device(device)
     try:
         if not all_layers:
             try:

@@ -130,13 +130,14 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return a batch of ``shape`` as the collator would make it, with arbitrary contents."""
         import torch
 
-        # Flash attention computes each sample of a joined row by itself, as it does rows without padding.
-        is_joined = self.config.padding_free and "flash" not in self.config.attn_implementation
+        # Flash and flex attention compute each sample of a joined or packed row by itself. Others read a mask of the borders.
+        has_borders = self.config.attn_implementation not in ("flash_attention_2", "flex_attention")
+        is_joined = self.config.padding_free and has_borders
         if is_joined:
             ids = torch.zeros(1, shape.rows * shape.source, dtype=torch.int64)
         else:
             ids = torch.zeros(shape.rows, shape.source, dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if is_joined or self.config.packing:
+        if is_joined or (self.config.packing and has_borders):
             batch["position_ids"] = ids.clone()
         return batch
