@@ -75,7 +75,8 @@ class MemoryComparison:
     @property
     def planned(self) -> int:
         """Planned bytes of the counter that was published."""
-        return {"allocated": self.memory.allocated, "reserved": self.memory.reserved, "driver": self.memory.total}[self.counter]
+        device = self.memory.device
+        return {"allocated": device.allocated, "reserved": device.reserved, "driver": device.total}[self.counter]
 
     @property
     def ratio(self) -> float:

@@ -11,7 +11,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.alone import train
 from zerobook.models.result import load_result
-from zerobook.plan.trace import _enable_autocast
 from zerobook.utils import attention
 
 VARIABLE = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
@@ -107,8 +106,14 @@ def test_the_dtype_of_autocast_decides(monkeypatch):
     dtypes = []
     monkeypatch.setattr(attention, "has_flash_attention", lambda dtype, *_: dtypes.append(dtype) or True)
     module, *tensors = grouped_heads()
-    with _enable_autocast("cuda", torch.bfloat16):
+    # torch.autocast refuses a device that this machine does not have.
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
         attention.attend_fused(module, *tensors, None)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
     assert dtypes == [torch.bfloat16]
 
 

@@ -362,7 +362,7 @@ def test_each_gpu_holds_a_quantised_base_whole_while_it_is_loaded(kind):
 
     # Without sharding, a GPU holds it whole at all times.
     assert ("load" in on_gpu.moments) is (kind != "ddp")
-    assert on_gpu.allocated >= whole
+    assert on_gpu.device.allocated >= whole
     assert "load" not in on_cpu.moments and on_cpu.host_at_load == 8 * (800 + 4) * M
     # On a GPU, the host holds a weight at a time.
     assert on_gpu.host_at_load == 8 * 800 * M
@@ -377,7 +377,7 @@ def test_the_allocator_has_as_few_gaps_while_a_quantised_base_is_loaded_as_where
     peak = peak_memory(ModelWeights([*layers, adapter], [[adapter]]), sharding, trace, accumulation=1, gpus_per_node=8)
 
     assert peak.when == "load"
-    assert peak.reserved == int((1 + CACHED_SHARE) * peak.allocated)
+    assert peak.device.reserved == int((1 + CACHED_SHARE) * peak.device.allocated)
     assert peak.high == int(RANGE[1] * peak.total)
 
 

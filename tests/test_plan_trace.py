@@ -25,7 +25,6 @@ from zerobook.plan.sharding import ShardingSpec
 from zerobook.plan.trace import (
     SavedTensors,
     StorageCounter,
-    _enable_autocast,
     _simulate_attention,
     trace_evaluation,
     trace_step,
@@ -155,10 +154,10 @@ def test_an_evaluation_of_more_rows_than_training_has_counts(tmp_path):
 
     alike, none = (row_with(**more).memory for more in ({"per_device_eval_batch_size": 1}, {"validation_split_percentage": 0}))
     assert alike.total == none.total and "evaluation" not in none.moments
-    assert alike.moments["evaluation"] < none.allocated
+    assert alike.moments["evaluation"] < none.device.allocated
     row = row_with(per_device_eval_batch_size=24)
     more, logits = row.memory, 24 * 512 * 50257
-    assert more.when == "evaluation" and more.allocated == more.moments["evaluation"] > none.allocated
+    assert more.when == "evaluation" and more.device.allocated == more.moments["evaluation"] > none.device.allocated
     assert more.device.activations > 6 * logits, "bf16, and the fp32 copy that accelerate returns"
     assert more.device.gradients == 0
     between = cluster(gpu_memory=f"{(none.total + more.total) // 2}B")
@@ -200,7 +199,7 @@ def test_what_was_saved_is_freed_as_the_backward_pass_goes(tiny):
 def test_autocast_casts_what_attention_takes(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), _simulate_attention(device, StorageCounter()), _enable_autocast("cpu", torch.bfloat16):
+    with FakeTensorMode(), _simulate_attention(device, StorageCounter()), torch.autocast("cpu", torch.bfloat16):
         x = torch.ones(1, 2, 8, 4)
         assert torch.nn.functional.scaled_dot_product_attention(x, x, x).dtype == torch.bfloat16
 

@@ -137,8 +137,8 @@ def test_weights_that_are_whole_while_they_are_loaded_stay_reserved(planner):
     embeddings = 2 * 8192 * 64
     layers = 4 * 64 * (64 + 32 + 32 + 64 + 3 * 160)
 
-    assert whole.allocated == sharded.allocated
-    assert whole.reserved >= max(2 * (embeddings + layers), 2 * layers + whole.device.activations)
+    assert whole.device.allocated == sharded.device.allocated
+    assert whole.device.reserved >= max(2 * (embeddings + layers), 2 * layers + whole.device.activations)
 
 
 def comparison(source: str, published: int, *, ranks: int = 1) -> MemoryComparison:
@@ -200,7 +200,7 @@ def test_a_step_holds_what_loading_holds(kind, stage, offload):
     memory = peak_memory(model, sharding, Trace(0, [TimelinePoint(0, 0)]), accumulation=1, gpus_per_node=4)
 
     a_whole_weight = 2 * 10**6 if stage == 3 else 0
-    assert memory.allocated >= memory.device.parameters + a_whole_weight
+    assert memory.device.allocated >= memory.device.parameters + a_whole_weight
 
 
 def test_fsdp_gathers_one_layer_beside_the_one_in_use():
@@ -217,7 +217,7 @@ def test_fsdp_gathers_one_layer_beside_the_one_in_use():
 def test_a_peak_is_stated_as_allocated_reserved_and_card():
     alone = peak("single", 1)
 
-    assert alone.allocated < alone.reserved < alone.total == alone.reserved + CONTEXT_BYTES
+    assert alone.device.allocated < alone.device.reserved < alone.total == alone.device.reserved + CONTEXT_BYTES
     assert alone.low < alone.total < alone.high
 
 
@@ -227,7 +227,7 @@ def test_shared_states_leave_more_gaps_and_several_ranks_have_buffers_of_nccl():
     shared = peak("deepspeed", 2, stage=1)
 
     def gaps(memory) -> float:
-        return memory.reserved / memory.allocated
+        return memory.device.reserved / memory.device.allocated
 
     assert gaps(alone) == pytest.approx(1.04, abs=1e-6) and gaps(shared) == pytest.approx(1.17, abs=1e-6)
     assert gaps(replicated) == pytest.approx(gaps(alone))
@@ -237,4 +237,4 @@ def test_shared_states_leave_more_gaps_and_several_ranks_have_buffers_of_nccl():
 def test_the_three_figures_are_one_on_a_cpu():
     on_cpu = peak("ddp", 2, on_gpu=False)
 
-    assert on_cpu.allocated == on_cpu.reserved == on_cpu.total == on_cpu.low == on_cpu.high
+    assert on_cpu.device.allocated == on_cpu.device.reserved == on_cpu.total == on_cpu.low == on_cpu.high

@@ -68,9 +68,9 @@ def plan(argv: list[str]) -> int:
         "then ,save=SECONDS and ,restart=SECONDS where they are known (several nodes: default llama3)",
     )
     # The planner's flags come before the model or recipe, and the recipe's flags after it.
-    model_index = _find_model(argv)
-    flags = parser.parse_args(argv[:model_index])
-    model_arguments = argv[model_index:]
+    parser.add_argument("model", nargs=argparse.REMAINDER, help="a model or a recipe, and then the recipe's flags")
+    flags = parser.parse_args(argv)
+    model_arguments = flags.model
     _check_flags(flags, parser, model_arguments)
     clusters = [here(flags.gpus)] if flags.here else _list_clusters(flags)
     if flags.formulas:
@@ -186,7 +186,6 @@ def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags
     return int(advice.best is None)
 
 
-_SWITCHES = ("--here", "--formulas", "--recommend", "--measure")
 _DESCRIPTION = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node")
 _EXCLUDED = {
     "here": (*_DESCRIPTION, "formulas"),
@@ -233,17 +232,6 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
             problems.append(f"--json: {flags.json}: no such file can be written. Name a file in a folder that exists.")
     if problems:
         raise ConfigError(problems)
-
-
-def _find_model(argv: list[str]) -> int:
-    """Return the index of the model or the recipe: the first word that is neither a flag nor the value of one."""
-    previous = ""
-    for index, word in enumerate(argv):
-        takes_value = previous.startswith("--") and "=" not in previous and previous not in _SWITCHES
-        if not word.startswith("-") and not takes_value:
-            return index
-        previous = word
-    return len(argv)
 
 
 def here(processes: str | None) -> Cluster:

@@ -93,8 +93,7 @@ def recipe(argv: list[str]) -> int:
     # The planner's values replace the fixed ones, and the published settings replace both.
     values = values | best.flags | settings
     # The chosen method may have another recipe. Leave out keys that this recipe does not have.
-    known_keys = type(best.config).model_fields
-    values = {key: value for key, value in values.items() if key in known_keys}
+    values = {key: value for key, value in values.items() if key in type(best.config).model_fields}
 
     # Write the config.
     file = Path(flags.output or _default_name(flags.model, best.method, cluster))

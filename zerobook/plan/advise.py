@@ -326,8 +326,7 @@ class _Search:
         not fit is the most that it can reach with less memory. It is planned again only if that is more than the fastest that
         fits, and with micro-batches that may fit: activations grow at least in proportion.
         """
-        config = self.request.recipe.config
-        first = config.activation_checkpointing
+        first = self.request.recipe.config.activation_checkpointing
         # A setting that is not in the list, such as ``every:2``, keeps more than ``full`` does.
         stronger: tuple[str, ...] = CHECKPOINTING[1:]
         if first in CHECKPOINTING:

@@ -63,9 +63,6 @@ def goodput(interval: float, save: float, restart: float, mean_time: float) -> f
     """
     segment = (interval + save) / mean_time
     restarts = restart / mean_time
-    # Nothing is lost where saving is free and never ends: only restarts take time.
-    if segment == 0:
-        return math.exp(-restarts)
     # Hardly any segment ends without a failure.
     if segment + restarts > _LARGEST_EXPONENT:
         return 0.0

@@ -162,8 +162,8 @@ class _Coordinator:
         """Free the module's weights that no other module uses, and that are not kept for a later use."""
         for weight in self._weights_of[module]:
             self._users[weight.name].discard(module)
-            keeps = self._keeps_weight(weight, position)
-            if not keeps and not self._users[weight.name] and weight.name in self.available:
+            is_needed = self._keeps_weight(weight, position) or self._users[weight.name]
+            if not is_needed and weight.name in self.available:
                 self.available.remove(weight.name)
                 self._live_elements -= weight.numel
 

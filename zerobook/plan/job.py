@@ -114,10 +114,7 @@ class Job:
         model_class = kind._model_mapping.get(type(self.model_config), None)
         precision = self.config.mixed_precision or "no"
         attention = choose_attention(self.config, self.model_config, model_class, Hardware(gpus=1), precision)
-        return self.with_config(attn_implementation=attention or self.config.attn_implementation)
-
-    def with_config(self, **changes: Any) -> Job:
-        """Return the same job with other values in its config."""
+        changes = {"attn_implementation": attention or self.config.attn_implementation}
         return replace(self, recipe=type(self.recipe)(self.config.model_copy(update=changes)))
 
     def evaluation_shape(self, *, keeps_logits: bool = True) -> BatchShape | None:
@@ -233,8 +230,9 @@ class Job:
         quantised_layers = {m.weight: m for m in model.modules() if isinstance(m, _QuantisedLinear)}
         weights: dict[nn.Parameter, Weight] = {}
         for name, parameter in model.named_parameters():
-            shape = tuple(parameter.shape)
-            weight = Weight(name, shape, parameter.element_size(), parameter.requires_grad, units.get(name, ""))
+            weight = Weight(
+                name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad, units.get(name, "")
+            )
             if parameter in quantised_layers:
                 layer = quantised_layers[parameter]
                 packed_parameters = layer.in_features * layer.out_features
@@ -306,8 +304,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
         else:
             model_config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust)
     except KeyError as error:
-        missing = ValueError(f"its config has no {error}")
-        raise UnplannableModelError(_display_name(name), facts, missing) from error
+        raise UnplannableModelError(_display_name(name), facts, ValueError(f"its config has no {error}")) from error
     except Exception as error:  # whatever the code of a class raises
         raise UnplannableModelError(_display_name(name), facts, error) from error
     drop_foreign_attention(model_config)

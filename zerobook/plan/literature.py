@@ -119,8 +119,14 @@ class _Leg:
 
     def as_transfer(self, elements: float, sharding: ShardingSpec) -> Transfer:
         size_bytes = self.multiple * sharding.compute_bytes * elements / self.divisor
-        rings = self.rings(sharding)
-        return Transfer(self.content, self.collective, size_bytes, self.ranks, within_node=self.within_node, rings=rings)
+        return Transfer(
+            self.content,
+            self.collective,
+            size_bytes,
+            self.ranks,
+            within_node=self.within_node,
+            rings=self.rings(sharding),
+        )
 
 
 def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:

@@ -146,7 +146,7 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
                 gpus_per_node=sharding.ranks_per_node,
                 gathers=gathers,
             )
-            planned["GPU memory, peak"] = peak.allocated
+            planned["GPU memory, peak"] = peak.device.allocated
             measured["GPU memory, peak"] = probe["cuda"]["allocated"]
         for name, planned_bytes in planned.items():
             figure = Figure(planned_bytes, measured[name])

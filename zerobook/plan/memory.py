@@ -34,7 +34,8 @@ they ran between 0.87 and 1.01."""
 @dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
     """Bytes of one GPU at one moment. ``buffers`` are what the libraries allocate or gather, ``cached`` what torch's allocator
-    keeps of freed blocks, and ``other`` what CUDA and NCCL hold outside of torch."""
+    keeps of freed blocks, and ``other`` what CUDA and NCCL hold outside of torch. ``allocated`` is what
+    ``torch.cuda.max_memory_allocated`` returns, and ``reserved`` what ``torch.cuda.max_memory_reserved`` returns."""
 
     parameters: int = 0
     gradients: int = 0
@@ -49,8 +50,12 @@ class DeviceBytes:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
     @property
+    def reserved(self) -> int:
+        return self.allocated + self.cached
+
+    @property
     def total(self) -> int:
-        return self.allocated + self.cached + self.other
+        return self.reserved + self.other
 
 
 @dataclass(kw_only=True)
@@ -66,16 +71,6 @@ class PeakMemory:
     low: int
     high: int
     moments: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def allocated(self) -> int:
-        """Bytes that torch allocates: ``torch.cuda.max_memory_allocated``."""
-        return self.device.allocated
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that torch's allocator takes from the driver: ``torch.cuda.max_memory_reserved``."""
-        return self.device.allocated + self.device.cached
 
     @property
     def total(self) -> int:

@@ -79,8 +79,7 @@ def _watch(name: str, collective: Any) -> Any:
             groups = [argument for argument in (kwargs.get("group"), *args) if isinstance(argument, dist.ProcessGroup)]
             # Without a group, all ranks take part.
             group = groups[0] if groups else None
-            ranks = dist.get_world_size(group)
-            record_collective(name, _count_bytes(counted[0]), passes, ranks)
+            record_collective(name, _count_bytes(counted[0]), passes, dist.get_world_size(group))
         return collective(*args, **kwargs)
 
     return call
@@ -153,8 +152,10 @@ class Probe(Hook):
         _IS_COUNTING[0] = False
         if record.step == STEP:
             if trainer.strategy.device.type == "cuda":
-                peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-                self.measured["cuda"] = peaks
+                self.measured["cuda"] = {
+                    "allocated": torch.cuda.max_memory_allocated(),
+                    "reserved": torch.cuda.max_memory_reserved(),
+                }
             self.measured.update(sent=dict(SENT_BYTES), calls=dict(CALLS), rank=trainer.strategy.rank)
         elif record.step == STEP + 1:
             self.measured["seconds"] = _now(trainer) - self.began

@@ -170,8 +170,7 @@ def keep_few(model: nn.Module, repetitions: Iterable[Repetition]) -> Iterator[No
         for repetition in repetitions:
             layers: Any = model.get_submodule(repetition.name)
             originals.append((layers, layers._modules))
-            running = [layers[index] for index in repetition.indexes_to_run]
-            layers._modules = {str(index): layer for index, layer in enumerate(running)}
+            layers._modules = {str(number): layers[index] for number, index in enumerate(repetition.indexes_to_run)}
         yield
     finally:
         for layers, all_layers in originals:

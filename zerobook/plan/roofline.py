@@ -158,8 +158,7 @@ def step_seconds(
     sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
     network_seconds = 0.0
     if cluster.network:
-        bytes_between_nodes = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu)
-        network_seconds = bytes_between_nodes / cluster.rate("network")
+        network_seconds = count_sent_between_nodes(transfers, cluster.nodes, gloo=cluster.cpu) / cluster.rate("network")
 
     elements = model.trained_elements / sharding.optimizer_ranks
     state_numbers = optimizer_numbers(model, sharding)

@@ -281,7 +281,7 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
     if memory.when == "load":
         return ["larger GPUs"]
     # The allocator keeps a share of freed activations too.
-    activations = memory.device.activations * memory.reserved / memory.allocated
+    activations = memory.device.activations * memory.device.reserved / memory.device.allocated
     room = capacity - (memory.total - activations)
     rows = config.per_device_train_batch_size
     remedies = []

@@ -161,8 +161,8 @@ def _memory_cells(row: Row) -> Cells:
     cells = {
         "card": gb(row.memory.total),
         "range": f"{gb(row.memory.low)} - {gb(row.memory.high)}",
-        "reserved": gb(row.memory.reserved),
-        "allocated": gb(row.memory.allocated),
+        "reserved": gb(device.reserved),
+        "allocated": gb(device.allocated),
         "weights": gb(device.parameters),
         "grads": gb(device.gradients),
         "optim.": gb(device.optimizer),

@@ -338,8 +338,7 @@ def trace_step(
     def run_step(counter: StorageCounter) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(partial(free_gradient, counter))
-                counter.hooks.append(hook)
+                counter.hooks.append(parameter.register_post_accumulate_grad_hook(partial(free_gradient, counter)))
         excluded = [*model.parameters(), *model.buffers(), *batch.values()]
         with SavedTensors(lambda: excluded) as saved:
             value = loss(model, batch)
@@ -471,9 +470,12 @@ def _simulate(
             stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None))
         if counter.shortens:
             stack.enter_context(replaced(head, "chunk_starts", counter.run_few_chunks))
-        stack.enter_context(_silence_fake_tensors())
+        # torch prints tracebacks for an operation without a shape rule. The caller reports the error.
+        stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(counter)
-        stack.enter_context(_enable_autocast(next(model.parameters()).device.type, HALF.get(precision)))
+        # Fake tensors are on the CPU, whatever device is simulated.
+        device_type = next(model.parameters()).device.type
+        stack.enter_context(torch.autocast(device_type, HALF.get(precision), enabled=precision != "no"))
         for tensor in batch.values():
             counter.count(tensor)
         yield
@@ -700,30 +702,3 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-@contextmanager
-def _silence_fake_tensors() -> Iterator[None]:
-    """Silence the tracebacks that torch prints for an operation without a shape rule. The caller reports the error."""
-    with replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
-        yield
-
-
-@contextmanager
-def _enable_autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Enable autocast like torch.autocast, which refuses devices that this machine does not have."""
-    if dtype is None:
-        yield
-        return
-    was_enabled = torch.is_autocast_enabled(device)
-    previous_dtype = torch.get_autocast_dtype(device)
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, dtype)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device, was_enabled)
-        torch.set_autocast_dtype(device, previous_dtype)

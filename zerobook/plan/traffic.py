@@ -108,8 +108,7 @@ def _replicated_transfers(model: ModelWeights, sharding: ShardingSpec, accumulat
     within_node = ranks <= sharding.ranks_per_node
     if sharding.kind == "ddp":
         # DDP reduces fp32 gradients once a step.
-        size_bytes = FP32_BYTES * model.trained_elements
-        return [Transfer("gradients", "all-reduce", size_bytes, ranks, ALL_REDUCE_PASSES, within_node)]
+        return [Transfer("gradients", "all-reduce", FP32_BYTES * model.trained_elements, ranks, ALL_REDUCE_PASSES, within_node)]
     # ZeRO-1 keeps full gradients until the last micro-batch; ZeRO-2 reduces those of each micro-batch.
     reductions = accumulation if sharding.stage == 2 else 1
     gradient_bytes = reductions * model.trained_elements * sharding.compute_bytes
@@ -143,13 +142,12 @@ def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: 
 
     within = ranks <= sharding.ranks_per_node
     near = sharding.ranks_per_node % near_ranks == 0
-    second_copy_bytes = forward_bytes - first_copy_bytes
     transfers = [
         Transfer("weights, forward", "all-gather", first_copy_bytes * sharding.weight_factor, ranks, within_node=within),
         Transfer(
             "weights, forward, second copy",
             "all-gather",
-            second_copy_bytes * sharding.weight_factor,
+            (forward_bytes - first_copy_bytes) * sharding.weight_factor,
             near_ranks,
             within_node=near,
         ),
