@@ -167,6 +167,16 @@ def test_a_parquet_file_may_have_a_map(tmp_path):
     assert texts(open_source(str(tmp_path / "a.parquet")).train) == ["x", "y", "z"]
 
 
+def test_a_parquet_file_may_have_views_of_texts(tmp_path):
+    import pyarrow
+
+    views = pyarrow.array(["x", "a longer text than fits into a view", None], pyarrow.string_view())
+    lists = pyarrow.array([["y"], [], None], pyarrow.list_(pyarrow.string_view()))
+    pyarrow.parquet.write_table(pyarrow.table({"text": views, "tags": lists}), tmp_path / "a.parquet")
+
+    assert texts(open_source(str(tmp_path / "a.parquet")).train) == views.to_pylist()
+
+
 def test_text_folders_and_saved_datasets(tmp_path):
     import datasets
 

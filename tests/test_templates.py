@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import CHAT_TEMPLATE as CHATML
 from zerobook.constants import IGNORE
@@ -327,6 +328,38 @@ def test_a_pair_loses_the_left_of_its_source_first(tokenizer):
             assert (encoded.input_ids == whole.input_ids[size - length :]).all()
         else:
             assert (encoded.labels == whole.labels[-learnt:][:length]).all()
+
+
+def spaced_tokenizer(splitter, **parts):
+    """A tokenizer that puts a space before a text, with words as tokens."""
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = splitter
+    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\n"]
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(["It is open until nine. Paris Hello"] * 20, trainer)
+    for name, part in parts.items():
+        setattr(core, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
+
+
+LLAMA_2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+@pytest.mark.parametrize("target", [" Paris", "Paris", "\nParis", "  Paris", "Hello until"])
+@pytest.mark.parametrize(("splitter", "parts"), [
+    (pre_tokenizers.Metaspace(), {"normalizer": LLAMA_2, "pre_tokenizer": None}),
+    (pre_tokenizers.Metaspace(prepend_scheme="first"), {}), (pre_tokenizers.Metaspace(prepend_scheme="always"), {}),
+    (pre_tokenizers.ByteLevel(add_prefix_space=True), {}), (pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
+])  # fmt: skip
+def test_a_target_follows_its_source_without_a_space_that_it_does_not_have(splitter, parts, target):
+    tokenizer = spaced_tokenizer(splitter, **parts)
+    source = "It is open."
+
+    encoded = one(tokenizer, Pair(source, target))
+
+    joined = tokenizer(source + target)["input_ids"]
+    assert encoded.input_ids[:-1].tolist() == joined
+    assert (encoded.labels == IGNORE).sum() == len(tokenizer(source)["input_ids"])
 
 
 def test_a_beginning_is_written_once(with_bos):

@@ -206,4 +206,6 @@ def _size(array: Array) -> int:
         return objects_size + _size(array.flatten())
     if types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind):
         return objects_size
-    return objects_size + (pyarrow.compute.sum(pyarrow.compute.binary_length(array)).as_py() or 0)
+    # There is no function for the lengths of views of texts. For other types, the cast copies no text.
+    lengths = pyarrow.compute.binary_length(array.cast(pyarrow.large_binary()))
+    return objects_size + (pyarrow.compute.sum(lengths).as_py() or 0)

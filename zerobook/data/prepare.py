@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 """Version of the files. Data of another version is prepared again."""
-READER = 7
+READER = 8
 """Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
 still resumes."""
 LISTED = 50

@@ -19,7 +19,7 @@ from zerobook.data.chats import IDENTIFIERS
 from zerobook.data.rendering import ChatTemplate, find_assistant_turns, open_template, open_tool_template
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.template_limits import checked_length, template_memory, template_time
-from zerobook.data.turns import ControlTokens, Rendered, Tokenized, token_ids, tokenize_turns
+from zerobook.data.turns import ControlTokens, Rendered, Tokenized, continuation_ids, token_ids, tokenize_turns
 from zerobook.errors import ConfigError
 from zerobook.utils.chat_template import DEFAULT, template_file
 from zerobook.utils.reading import read_text
@@ -166,11 +166,9 @@ class CausalEncoder:
         return _each_pair(samples, self._control, self._encode_pairs)
 
     def _encode_pairs(self, pairs: list[Pair]) -> list[Encoded]:
-        # One call for both sides, since a fast tokenizer works on the texts of a call in parallel.
-        texts = [pair.source for pair in pairs]
-        texts += [pair.target for pair in pairs]
-        ids = token_ids(self.tokenizer, texts)
-        return list(map(self._encode_pair, ids[: len(pairs)], ids[len(pairs) :]))
+        sources = token_ids(self.tokenizer, [pair.source for pair in pairs])
+        targets = continuation_ids(self.tokenizer, [pair.target for pair in pairs])
+        return list(map(self._encode_pair, sources, targets))
 
     def _encode_pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
         target = np.array([*target, *self._eos], np.int32)

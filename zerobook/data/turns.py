@@ -112,6 +112,20 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
     return [np.array(row, np.int32) for row in rows]
 
 
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
+    """Return int32 ids of each text, as they follow another text: without the space that some tokenizers put before a text."""
+    rows = token_ids(tokenizer, texts)
+    line_end, word, next_word = token_ids(tokenizer, ["\n", "a", "\na"])
+    if np.array_equal(next_word, [*line_end, *word]):
+        return rows
+    # Tokenizers such as Llama 2's put the space before the line end, which is then removed with it.
+    for index, row in enumerate(token_ids(tokenizer, ["\n" + text for text in texts])):
+        # If a token has the line end and more, the text cannot be separated.
+        if np.array_equal(row[: len(line_end)], line_end):
+            rows[index] = row[len(line_end) :]
+    return rows
+
+
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer itself puts before a text: often a BOS, otherwise nothing."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
