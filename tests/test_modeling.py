@@ -197,7 +197,8 @@ def test_a_hub_that_cannot_be_reached_is_left_to_what_loads(monkeypatch):
 
 def prepared(folder, documents):
     writer = TokenWriter(folder)
-    writer.append(Ragged.join([np.asarray(d, np.int32) for d in documents]), None, np.array([len(d) for d in documents]))
+    ids = Ragged.join([np.asarray(d, np.int32) for d in documents])
+    writer.append(ids, None, ids.lengths, begins=np.ones(len(documents), bool), extra={})
     writer.close({})
     part = PreparedRows((Documents(TokenStore(folder), np.arange(len(documents))),), "")
     return SimpleNamespace(train=part, held_out={})

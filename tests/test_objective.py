@@ -87,8 +87,8 @@ def test_a_block_of_text_that_weighs_nothing_is_refused(tiny, tmp_path, tokenize
 def test_a_setting_of_an_encoder_is_part_of_what_is_prepared(tiny, tmp_path, tokenizer):
     names = set()
     for share in (0.5, 0.9, 0.5):
-        (shelf,) = library(tiny, tmp_path, tokenizer, Shares(tokenizer, share)).tokenize(1)
-        names.add(shelf.train)
+        ((train, _),) = library(tiny, tmp_path, tokenizer, Shares(tokenizer, share)).tokenize(1)
+        names.add(train)
     assert len(names) == 2, "one folder for each share"
 
 

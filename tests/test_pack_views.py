@@ -51,7 +51,8 @@ def make(tmp_path, documents, objective=OBJECTIVE):
     writer = TokenWriter(tmp_path / "store")
     ids, labels = (Ragged.join([d[which] for d in documents]) for which in (0, 1))
     weights = np.array([objective.weight({"input_ids": d[0], "labels": d[1]}) for d in documents])
-    writer.append(ids, None if all(a is b for a, b in documents) else labels, weights)
+    begins = np.ones(len(documents), bool)
+    writer.append(ids, None if all(a is b for a, b in documents) else labels, weights, begins=begins, extra={})
     writer.close({"format": "messages"})
     return TokenStore(tmp_path / "store")
 

@@ -143,10 +143,8 @@ def read_tools(value: object) -> list[dict[str, Any]] | None:
 def unread_keys(turns: object) -> list[str]:
     """Return the keys of turns that are not read and hold something."""
     if isinstance(turns, str):
-        try:
+        with suppress(BadSample):
             turns = read_json(turns, "the turns")
-        except BadSample:
-            return []
     keys: dict[str, None] = {}  # a set that keeps its order
     if not isinstance(turns, list):
         return []

@@ -232,7 +232,8 @@ class PackedCollator(_Collator):
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
-        rows = list(map(_with_positions, rows))
+        # A row of running text has no positions: it is one sample.
+        rows = [{"position_ids": np.arange(len(row["input_ids"]))} | row for row in rows]
         if self.flatten:
             joined = {}
             for key in padding_values:
@@ -252,13 +253,6 @@ class PackedCollator(_Collator):
             samples = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
             batch["attention_mask"] = SampleMask(samples, self.mask)
         return self.with_extras(batch, batch["position_ids"])
-
-
-def _with_positions(row: dict[str, Any]) -> dict[str, Any]:
-    """Return ``row`` with ``position_ids``. A row of running text has none; it is one sample."""
-    if "position_ids" in row:
-        return row
-    return row | {"position_ids": np.arange(len(row["input_ids"]))}
 
 
 def length_multiple(model: nn.Module) -> int:
@@ -325,6 +319,7 @@ class DecoderInput:
         return shift(labels, config.pad_token_id, config.decoder_start_token_id)
 
 
+@dataclass(frozen=True)
 class Seq2SeqCollator:
     """Pads sources and targets on the right, each to its own length, and makes the decoder's input.
 
@@ -350,23 +345,15 @@ class Seq2SeqCollator:
     ([[8, 9], [3, -100]], [[2, 8], [2, 3]])
     """
 
-    def __init__(
-        self,
-        pad_token_id: int,
-        decoder_input: Callable[[torch.Tensor], torch.Tensor],
-        pad_to_multiple_of: int = 1,
-        *,
-        source_length: int = 0,
-        target_length: int = 0,
-    ):
-        self.pad_token_id = pad_token_id
-        self.decoder_input = decoder_input
-        self.multiple = pad_to_multiple_of
-        self.source_length = source_length
-        self.target_length = target_length
+    pad_token_id: int
+    decoder_input: Callable[[torch.Tensor], torch.Tensor]
+    pad_to_multiple_of: int = 1
+    source_length: int = field(default=0, kw_only=True)
+    target_length: int = field(default=0, kw_only=True)
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        labels = pad_sequences([row["labels"] for row in rows], IGNORE, multiple=self.multiple, min_length=self.target_length)
+        targets = [row["labels"] for row in rows]
+        labels = pad_sequences(targets, IGNORE, multiple=self.pad_to_multiple_of, min_length=self.target_length)
         return {
             **self.sources(rows),
             "labels": labels,
@@ -376,5 +363,5 @@ class Seq2SeqCollator:
     def sources(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return only ``input_ids`` and ``attention_mask``, the inputs of generation."""
         ids = [row["input_ids"] for row in rows]
-        batch = pad_sequences(ids, self.pad_token_id, multiple=self.multiple, min_length=self.source_length)
+        batch = pad_sequences(ids, self.pad_token_id, multiple=self.pad_to_multiple_of, min_length=self.source_length)
         return {"input_ids": batch, "attention_mask": attention_mask(ids, batch.size(1))}

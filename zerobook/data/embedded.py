@@ -36,13 +36,6 @@ def rows(name: str) -> list[dict[str, Any]]:
     return readers[name]()
 
 
-def digest(name: str, samples: list[dict[str, Any]]) -> str:
-    """Return a digest of the samples that `rows` returned for ``name``."""
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(f"{name} {samples}".encode(errors="replace"))
-
-
 def _package(module: str, install: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:

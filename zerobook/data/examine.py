@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xxhash
@@ -188,20 +188,14 @@ class _Examiner:
             self.is_kept.append(True)
             return
         # Cutting may remove all supervised tokens of a sample, so the cut sample decides whether it is kept.
-        result: Encoded | BadSample = encoded
+        result = encoded
         if longest > self.length:
-            result = self.cutting_encoder.encode([sample])[0]
-        self.is_kept.append(self._is_supervised(result))
+            result = cast("Encoded", self.cutting_encoder.encode([sample])[0])
+        self.is_kept.append(any(self.reading.weigh(document) for document in (result, *result.others)))
         if not self.is_kept[-1]:
             examined.dropped.add(f"{location} ({longest} tokens)")
         elif longest > self.length:
             examined.cut.add(f"{location} ({longest} tokens)")
-
-    def _is_supervised(self, encoded: Encoded | BadSample) -> bool:
-        """Return whether a sample has a supervised token in any of its documents."""
-        if isinstance(encoded, BadSample):
-            return False
-        return any(self.reading.weigh(document) for document in (encoded, *encoded.others))
 
     def finish(self) -> None:
         self.examined.lengths = np.array(self.lengths, np.int32)

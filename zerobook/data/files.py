@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -133,13 +134,15 @@ def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source
     ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
     starts = [0, *ends[:-1]]
 
-    def make_source(start: int, stop: int) -> Source:
-        def within() -> Iterator[Item]:
-            return read(file, start, stop)
+    shards = []
+    for start, stop in zip(starts, ends, strict=True):
+        shards.append(_shard(file, stop - start, partial(read, file, start, stop)))
+    return shards
 
-        return Source(name=str(file), read=within, digest=lambda: read_sketch(file), total=stop - start, unit="B")
 
-    return list(map(make_source, starts, ends))
+def _shard(file: Path, size: int, read: Callable[[], Iterator[Item]]) -> Source:
+    # The content is not read for a digest: the shards of a large file are prepared one by one.
+    return Source(name=str(file), read=read, digest=partial(read_sketch, file), total=size, unit="B")
 
 
 def _parquet_shards(file: Path) -> list[Source]:
@@ -151,14 +154,11 @@ def _parquet_shards(file: Path) -> list[Source]:
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
-    def make_source(group: list[int]) -> Source:
-        def within() -> Iterator[Item]:
-            return _read_parquet(file, group, sum(rows[: group[0]]))
-
-        total = sum(sizes[i] for i in group)
-        return Source(name=str(file), read=within, digest=lambda: read_sketch(file), total=total, unit="B")
-
-    return list(map(make_source, join_small(sizes)))
+    shards = []
+    for groups in join_small(sizes):
+        read = partial(_read_parquet, file, groups, sum(rows[: groups[0]]))
+        shards.append(_shard(file, sum(sizes[groups[0] : groups[-1] + 1]), read))
+    return shards
 
 
 def join_small(sizes: Iterable[int]) -> list[list[int]]:
@@ -262,9 +262,8 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
             where = f"the line at byte {position}" if start else f"line {number}"
             if len(line) > LINE_LIMIT:
                 raise DataError(f"{file}, {where}: longer than {LINE_LIMIT >> 20} MiB; are its line ends missing?")
-            is_first = position == 0
             position += len(line)
-            if is_first:
+            if number == 1 and not start:
                 line = line.removeprefix(codecs.BOM_UTF8)
             # Blank lines are not samples, and still count as lines in messages.
             if line.strip():

@@ -53,10 +53,9 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
     base = PurePosixPath(str(config.get("data_dir") or "."))
     names = [name for name in _data_files(folder) if name.is_relative_to(base)]
     # The README decides. Names decide without it: those of folders for texts, and those of files and folders for the rest.
-    patterns = _declared_patterns(config)
-    if patterns is not None:
-        # `datasets` takes no README, in whatever folder, for data.
-        candidates = _declared_splits(folder, [name for name in names if name.name != CARD], base, patterns)
+    declared_splits = _declared_splits(folder, names, base, config)
+    if declared_splits is not None:
+        candidates = declared_splits
     elif all(suffix_of(Path(name)) in PROSE for name in names):
         candidates = _top_folders(names, base)
     else:
@@ -70,8 +69,7 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
     rest = set(names).difference(*candidates.values())
     # Checked for all data files, since files without a split may be trained on too.
     _refuse_links_out_of(folder, [folder / name for name in names])
-    unassigned_files = [folder / name for name in sorted(rest)]
-    return FolderSplits(splits, rest=unassigned_files, declared=patterns is not None)
+    return FolderSplits(splits, rest=[folder / name for name in sorted(rest)], declared=declared_splits is not None)
 
 
 def _refuse_links_out_of(folder: Path, files: Sequence[Path]) -> None:
@@ -194,23 +192,27 @@ def _header(card: Path) -> object:
         raise DataError(f"{card}: its header is not valid YAML: {' '.join(str(error).split()):.300}") from None
 
 
-def _declared_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return split -> patterns as the README's config declares them; None if it declares none."""
+def _declared_splits(
+    folder: Path, names: list[PurePosixPath], base: PurePosixPath, config: Mapping[str, Any]
+) -> dict[str, list[PurePosixPath]] | None:
+    """Return the files of the splits that the README's config declares; None if it declares none.
+
+    Raises:
+        DataError: the config cannot be read, or no split has any file.
+    """
     from datasets.data_files import sanitize_patterns
 
     if config.get("data_files") is None:
         return None
     try:
-        return {split: list(map(str, patterns)) for split, patterns in sanitize_patterns(config["data_files"]).items()}
+        patterns = sanitize_patterns(config["data_files"])
     except ValueError as error:
         raise DataError(f"{CARD}: {error}") from None
-
-
-def _declared_splits(
-    folder: Path, names: list[PurePosixPath], base: PurePosixPath, patterns: Mapping[str, list[str]]
-) -> dict[str, list[PurePosixPath]]:
-    """Return the files of the splits that the README declares. Raises `DataError` if no split has any."""
-    splits = {split: _matching(names, base, split_patterns) for split, split_patterns in patterns.items()}
+    # `datasets` takes no README, in whatever folder, for data.
+    data_names = [name for name in names if name.name != CARD]
+    splits = {}
+    for split, split_patterns in patterns.items():
+        splits[str(split)] = _matching(data_names, base, map(str, split_patterns))
     if not any(splits.values()):
         raise DataError(
             f"{folder}: its {CARD} names the splits {', '.join(splits)}, and no file here matches. {listing(names)} "

@@ -137,18 +137,21 @@ def prepare(
     # By default one process tokenizes, since each has a copy of the tokenizer in memory.
     workers = workers or config.preprocessing_num_workers or 1
     # Collective: one process of each node tokenizes. The others wait for it, and get the folders from it.
-    messages = strategy.once_per_node(lambda: [folders.as_message() for folders in library.tokenize(workers)])
-    data = library.open([_PreparedFolders.of_message(*message) for message in messages])
+    data = library.open(strategy.once_per_node(lambda: library.tokenize(workers)))
     if strategy.is_main:
         if data.uses_default_template:
             tqdm.write(describe_default_template(tokenizer))
-        held_out_warnings = [*describe_missing_held_out(config, data), *describe_trained_held_out(config, data)]
-        for message in (*held_out_warnings, *describe_cut_samples(config, data)):
-            tqdm.write(message)
+        for describe in (describe_missing_held_out, describe_trained_held_out, describe_cut_samples):
+            for message in describe(config, data):
+                tqdm.write(message)
     if config.streaming:
         # One process of each node prepares the next shards for all of them.
         prepares_shards = strategy.accelerator.is_local_main_process and read_ahead
-        data = library.streaming(data, ahead=workers if prepares_shards else 0)
+        stream = library.stream(workers if prepares_shards else 0)
+        # Only the number of shards is known before they are read.
+        shards = zip(config.dataset_specs(), stream.counts, strict=True)
+        facts: dict[str, dict[str, Any]] = {spec.name: {"shards": count} for spec, count in shards}
+        data = replace(data, train=stream, report=facts | data.report)
     return data
 
 
@@ -167,10 +170,9 @@ def describe_missing_held_out(config: RecipeConfig, data: PreparedData) -> list[
 def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[str]:
     """Return warnings about held-out samples that are also trained on. Only complete files of equal content are found."""
     held_out_stores = {name: rows.views[0].store for name, rows in data.held_out.items()}
-    views = [] if config.streaming else data.train.views
     messages = []
-    # Streams have no views, so the zip ends at once.
-    for spec, view in zip(config.dataset_specs(), views, strict=False):
+    # The data of a stream is not open yet, so there are no views.
+    for spec, view in zip(config.dataset_specs(), data.train.views, strict=False):
         own_held_out = held_out_stores.get(spec.name)
         holds_out_a_share = own_held_out is not None and own_held_out.folder == view.store.folder
         for name, store in held_out_stores.items():
@@ -192,9 +194,8 @@ def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[
 def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
     """Return a warning for each dataset most of whose samples lose a part, or all, to the maximum length."""
     messages = []
-    views = [] if config.streaming else data.train.views
-    # Streams have no views, so the zip ends at once.
-    for spec, view in zip(config.dataset_specs(), views, strict=False):
+    # The data of a stream is not open yet, so there are no views.
+    for spec, view in zip(config.dataset_specs(), data.train.views, strict=False):
         meta = view.store.meta
         dropped = meta["report"].get(DROPPED, 0)
         shortened = meta["report"].get(CUT, 0) + dropped
@@ -209,21 +210,8 @@ def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
     return messages
 
 
-@dataclass(frozen=True)
-class _PreparedFolders:
-    """The prepared folders of a dataset: None if it has no training data, or no held-out data."""
-
-    spec: DatasetSpec
-    train: Path | None
-    held_out: Path | None
-
-    def as_message(self) -> tuple[dict[str, Any], Path | None, Path | None]:
-        """Return what `zerobook.utils.messages` can send to other processes."""
-        return self.spec.model_dump(), self.train, self.held_out
-
-    @classmethod
-    def of_message(cls, spec: dict[str, Any], train: Path | None, held_out: Path | None) -> _PreparedFolders:
-        return cls(DatasetSpec.model_validate(spec), train, held_out)
+Folders = tuple[Path | None, Path | None]
+"""The prepared folders of a dataset, of its training data and of its held-out data: None if it has no such data."""
 
 
 class Library:
@@ -251,9 +239,9 @@ class Library:
         cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else embedded.cache_dir()
         self.root = cache_dir / "data"
 
-    def tokenize(self, workers: int) -> list[_PreparedFolders]:
-        """Make every folder that is missing. Return the folders of all datasets."""
-        all_folders = []
+    def tokenize(self, workers: int) -> list[Folders]:
+        """Make every folder that is missing. Return the folders of each dataset, and last those of the validation file."""
+        all_folders: list[Folders] = []
         for spec in self.config.dataset_specs():
             splits = self._splits(spec)
             choice = splits.describe(uses_held_out=not self.config.validation_file)
@@ -265,13 +253,12 @@ class Library:
                 train = self._folder(spec, splits.train, self._train_rows(splits), workers)
             if splits.held_out is not None and not self.config.validation_file:
                 held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
-            all_folders.append(_PreparedFolders(spec, train, held_out))
+            all_folders.append((train, held_out))
         if self.config.validation_file:
             spec = self.config.validation_spec()
             # The file is the held-out data of all datasets of the run, and has no training data.
-            source = open_held_out(spec.path)
-            held_out = self._folder(spec, source, self.config.max_eval_samples, workers)
-            all_folders.append(_PreparedFolders(spec, None, held_out))
+            held_out = self._folder(spec, open_held_out(spec.path), self.config.max_eval_samples, workers)
+            all_folders.append((None, held_out))
         return all_folders
 
     def _splits(self, spec: DatasetSpec) -> Splits:
@@ -298,17 +285,20 @@ class Library:
         # Some more, since documents do not split evenly.
         return math.ceil(1.1 * config.max_train_samples / train_share) + 8
 
-    def open(self, all_folders: list[_PreparedFolders]) -> PreparedData:
-        """Return views of the prepared folders, split, cut and packed as the config says."""
+    def open(self, all_folders: list[Folders]) -> PreparedData:
+        """Return views of the folders that `tokenize` returned, split, cut and packed as the config says."""
         config = self.config
+        specs = [*config.dataset_specs()]
+        if config.validation_file:
+            specs.append(config.validation_spec())
         train: list[View] = []
         held_out: dict[str, View] = {}
         facts: dict[str, dict[str, Any]] = {}
         bad_samples: dict[str, list[str]] = {}
         formats: dict[str, tuple[str, list[str]]] = {}
-        for folders in all_folders:
-            name = folders.spec.name
-            train_view, held_out_view = self._views(folders)
+        for spec, folders in zip(specs, all_folders, strict=True):
+            name = spec.name
+            train_view, held_out_view = self._views(*folders)
             view = held_out_view if train_view is None else train_view
             if view is not None:
                 formats[name] = view.store.meta["format"], view.store.meta["ignored_columns"]
@@ -318,21 +308,21 @@ class Library:
                     bad_samples[name] = meta["bad_samples"]
                 if not len(train_view):
                     # Refuse an empty dataset of a mixture, too, since its weight could not be kept.
-                    self._refuse_empty(folders, train_view)
+                    self._refuse_empty(spec, train_view)
                 # The datasets of a mixture have limits of their own.
                 if not config.datasets:
                     train_view = _first(train_view, config.max_train_samples)
                 train.append(train_view)
                 facts[name] = meta["report"] | report(train_view, self.length)
-            if held_out_view is not None and folders.held_out is not None:
+            # A share of the training data may be empty, and a split or a file of its own may not.
+            if held_out_view is not None and folders[1] is not None:
                 self._check_held_out(held_out_view)
             if held_out_view is not None and len(held_out_view):
                 held_out[name] = _first(held_out_view, config.max_eval_samples)
                 facts[f"{name}, held out"] = report(held_out[name], self.length)
-        held_out_rows = {name: self._rows([view]) for name, view in held_out.items()}
         return PreparedData(
             train=self._rows(train),
-            held_out=held_out_rows,
+            held_out={name: self._rows([view]) for name, view in held_out.items()},
             weights=self.weights(),
             report=facts,
             formats=formats,
@@ -351,14 +341,6 @@ class Library:
         return weights
 
     # --- streams, see `zerobook.data.stream`
-    def streaming(self, data: PreparedData, ahead: int) -> PreparedData:
-        """Return ``data`` with a stream for training in place of prepared rows."""
-        stream = self.stream(ahead)
-        names = [spec.name for spec in self.config.dataset_specs()]
-        # Only the number of shards is known before they are read.
-        facts = {name: {"shards": count} for name, count in zip(names, stream.counts, strict=True)}
-        return replace(data, train=stream, report=facts | data.report)
-
     def stream(self, ahead: int) -> Stream:
         """Return the training datasets as a stream, without preparing any data yet."""
         specs = self.config.dataset_specs()
@@ -427,32 +409,32 @@ class Library:
         # The readers of sources cannot be pickled. Another process opens the sources again.
         return vars(self) | {"_opened": {}, "_cut_sources": {}}
 
-    def _views(self, folders: _PreparedFolders) -> tuple[View | None, View | None]:
+    def _views(self, train_folder: Path | None, held_out_folder: Path | None) -> tuple[View | None, View | None]:
         """Return the (training, held-out) views of one dataset."""
         held_out = None
-        if folders.held_out is not None:
-            held_out_store = TokenStore(folders.held_out)
+        if held_out_folder is not None:
+            held_out_store = TokenStore(held_out_folder)
             # A separate split or file is held out completely.
             held_out = self._cut(held_out_store, np.arange(len(held_out_store)))
-        if folders.train is None:
+        if train_folder is None:
             return None, held_out
-        store = TokenStore(folders.train)
+        store = TokenStore(train_folder)
         if held_out is not None or self.config.validation_file:
             return self._cut(store, np.arange(len(store))), held_out
         # Without either, a share of the training data is held out.
         train, held_out_share = _split_held_out(store, self.config.validation_split_percentage / 100, self.config.seed)
         return self._cut(store, train), self._cut(store, held_out_share)
 
-    def _refuse_empty(self, folders: _PreparedFolders, view: View) -> None:
+    def _refuse_empty(self, spec: DatasetSpec, view: View) -> None:
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
             raise DataError(
-                f"{folders.spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
+                f"{spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
                 f"once some is held out. Lower --{self.config.length_key}."
             )
         counts = _describe_counts(meta["report"])
         raise DataError(
-            f"{folders.spec.path}: nothing is left to train on within {self.length} tokens "
+            f"{spec.path}: nothing is left to train on within {self.length} tokens "
             f"({counts or 'the dataset is empty'}). --{self.config.length_key} sets the maximum."
         )
 
@@ -658,8 +640,7 @@ class Library:
             if not format and self.config.streaming and not first_chunk:
                 format = "text"
             if not format:
-                skip = self.config.on_bad_sample == "skip"
-                format = detect(first_chunk, columns, formats_of(self.encoder), skip=skip)
+                format = detect(first_chunk, columns, formats_of(self.encoder), skip=self.config.on_bad_sample == "skip")
             return Reading(
                 format, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
             )
@@ -679,8 +660,8 @@ class Library:
                 f"{source.name}: not one sample can be used ({counts}). The first is {first}. All reasons: {why}. "
                 "Correct them, or name other data."
             )
-        skipped = f"{facts['bad samples skipped']} bad samples skipped, the first {first}. All reasons: {why}"
-        tqdm.write(f"{source.name}: {skipped}")
+        count = facts["bad samples skipped"]
+        tqdm.write(f"{source.name}: {count} bad samples skipped, the first {first}. All reasons: {why}")
 
 
 def _describe_counts(counts: Mapping[str, int]) -> str:

@@ -38,8 +38,6 @@ class Permutation:
     """
 
     def __init__(self, size: int, *, seed: int, epoch: int, owner: int | None = None):
-        if size < 1:
-            raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
         # Two halves of equal width: the range is at most four times the size, so few values fall outside.
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
@@ -83,14 +81,12 @@ class Mixture:
     weight, at equal distances. So the number of samples of a dataset before any position is computed without iterating.
 
     Args:
-        sizes: rows per dataset.
         weights: share of the positions per dataset, in any unit.
     """
 
     PERIOD = 10_000
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float]):
-        self.sizes = list(sizes)
+    def __init__(self, weights: Sequence[float]):
         exact = np.asarray(weights, float) / sum(weights) * self.PERIOD
         shares = np.maximum(1, np.floor(exact)).astype(np.int64)
         # The positions that rounding down left go to the shares that lost the most by it.
@@ -158,7 +154,7 @@ class SampleOrder:
         self.shuffle = shuffle
         self.mixture: Mixture | None = None
         if weights is not None and len(sizes) > 1:
-            self.mixture = Mixture(sizes, weights)
+            self.mixture = Mixture(weights)
         self.dropped = dropped
         self.lengths = lengths
         self.passed: list[list[int]] | None = None  # rows of the shards of a stream

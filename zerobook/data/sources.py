@@ -73,7 +73,7 @@ def _open(path: str, config_name: str | None, revision: str | None, split: str |
         name = path.removeprefix(embedded.PREFIX)
         rows = embedded.rows(name)
         _only_train(path, split)
-        return Splits(train=_from_rows(path, rows, lambda: embedded.digest(name, rows)))
+        return Splits(train=_from_rows(path, rows, lambda: digest_of(f"{name} {rows}".encode(errors="replace"))))
     # A local file or folder comes before a hub name of the same spelling.
     local = Path(path).expanduser()
     if local.is_file():

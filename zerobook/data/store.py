@@ -64,8 +64,8 @@ class TokenWriter:
         labels: Ragged | None,
         weights: np.ndarray,
         *,
-        begins: np.ndarray | None = None,
-        extra: Mapping[str, Ragged] | None = None,
+        begins: np.ndarray,
+        extra: Mapping[str, Ragged],
     ) -> None:
         """Add documents.
 
@@ -73,23 +73,21 @@ class TokenWriter:
             ids: token ids.
             labels: None if they equal the ids.
             weights: int [documents], by the objective.
-            begins: bool [documents], which are the first of their sample; None if all are.
+            begins: bool [documents], which are the first of their sample.
             extra: further arrays of every document, the same names in every call.
         """
         if not len(weights):
             return
-        names = {"input_ids", "labels", *(extra or {})}
-        if self._weights and names != set(self._files):
+        # The labels are always written: a later document may be the first whose labels differ from its ids.
+        arrays = {"input_ids": ids, "labels": labels or ids, **extra}
+        if self._weights and set(arrays) != set(self._files):
             raise DataError(
-                f"the encoder gave documents with the arrays {sorted(names)} after others with {sorted(self._files)}. Every "
+                f"the encoder gave documents with the arrays {sorted(arrays)} after others with {sorted(self._files)}. Every "
                 "document needs the same arrays; an array may be empty."
             )
-        if begins is None:
-            begins = np.ones(len(ids.lengths), bool)
         self._begins.append(begins)
         self._labels_equal_ids = self._labels_equal_ids and labels is None
-        # The labels are always written: a later document may be the first whose labels differ from its ids.
-        for name, ragged in {"input_ids": ids, "labels": labels or ids, **(extra or {})}.items():
+        for name, ragged in arrays.items():
             if name not in self._files:
                 self._files[name] = (self.folder / f"{name}.bin").open("xb")
                 self._lengths[name] = []

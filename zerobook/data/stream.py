@@ -214,7 +214,7 @@ class StreamOrder:
         self.settings = settings
         self.mixture: Mixture | None = None
         if len(stream.counts) > 1 and weights:
-            self.mixture = Mixture([0] * len(stream.counts), weights)
+            self.mixture = Mixture(weights)
         self.passed: list[list[int]] = [[] for _ in stream.counts]
         if passed:
             self.passed = [list(rows) for rows in passed]

@@ -16,7 +16,7 @@ import numpy as np
 
 from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
-from zerobook.data.rendering import ChatTemplate, find_assistant_turns, open_template, open_tool_template
+from zerobook.data.rendering import find_assistant_turns, open_template, open_tool_template
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, continuation_ids, token_ids, tokenize_turns
@@ -110,8 +110,8 @@ class CausalEncoder:
     """
 
     # Set on an instance only if they differ: the attributes of an instance are in the fingerprint of prepared data.
-    _default_template: ChatTemplate | None = None
     assistant_only_loss: bool = True
+    has_default_template: bool = False
 
     def __init__(
         self,
@@ -135,13 +135,8 @@ class CausalEncoder:
     def take_default_template(self) -> None:
         """Render chats by the template `DEFAULT` if the tokenizer has none, and none was given."""
         if self.template is None:
-            self._default_template = open_template(self.tokenizer, read_text(template_file(DEFAULT)))
-            self.template = self.tool_template = self._default_template
-
-    @property
-    def has_default_template(self) -> bool:
-        """Whether `take_default_template` gave it its template."""
-        return self._default_template is not None
+            self.template = self.tool_template = open_template(self.tokenizer, read_text(template_file(DEFAULT)))
+            self.has_default_template = True
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """Return one result for each sample, in order; a `BadSample` says why there are no tokens.
@@ -294,16 +289,18 @@ class Seq2SeqEncoder:
         def refuse(reason: str, samples: list[Any]) -> list[BadSample]:
             return [BadSample(reason) for _ in samples]
 
-        encoders: dict[type, Callable[[list], list]] = {
-            Text: partial(refuse, "a document has no target; a seq2seq model needs source and target"),
-            Tokens: partial(refuse, "ready tokens are for causal models; a seq2seq model needs source and target as text"),
-            Pair: self._pairs,
-            Chat: self._chats,
-        }
-        return _by_kind(samples, encoders)
+        return _by_kind(
+            samples,
+            {
+                Text: partial(refuse, "a document has no target; a seq2seq model needs source and target"),
+                Tokens: partial(refuse, "ready tokens are for causal models; a seq2seq model needs source and target as text"),
+                Pair: self._pairs,
+                Chat: self._chats,
+            },
+        )
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
-        return _encode_in_place(list(map(_last_turn, samples)), self._pairs)
+        return _by_kind(list(map(_last_turn, samples)), {Pair: self._pairs, BadSample: list})
 
     def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
         return _each_pair(samples, self._control, self._encode_pairs)
@@ -360,7 +357,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     return ends
 
 
-def _by_kind(samples: Sequence[Sample], encoders: dict[type, Callable[[list], list]]) -> list[Encoded | BadSample]:
+def _by_kind(samples: Sequence[Sample | BadSample], encoders: dict[type, Callable[[list], list]]) -> list[Encoded | BadSample]:
+    """Encode all samples of a class in one call. The results are in the order of the samples."""
     results: list[Any] = [None] * len(samples)
     for kind, encode in encoders.items():
         indices = [index for index, sample in enumerate(samples) if type(sample) is kind]
@@ -382,19 +380,7 @@ def _each_pair(
         pair = Pair(control.bare(sample.source, ends=False), control.bare(sample.target, begins=False))
         refusal = control.refusal("the source", pair.source) or control.refusal("the target", pair.target)
         pairs.append(BadSample(refusal) if refusal else pair)
-    return _encode_in_place(pairs, encode)
-
-
-def _encode_in_place(
-    pairs: Sequence[Pair | BadSample], encode: Callable[[list[Pair]], Sequence[Encoded | BadSample]]
-) -> list[Encoded | BadSample]:
-    """Encode all pairs in one call. Bad samples keep their places among the results."""
-    good_pairs = [pair for pair in pairs if isinstance(pair, Pair)]
-    encoded = iter(encode(good_pairs) if good_pairs else [])
-    results: list[Encoded | BadSample] = []
-    for pair in pairs:
-        results.append(next(encoded) if isinstance(pair, Pair) else pair)
-    return results
+    return _by_kind(pairs, {Pair: encode, BadSample: list})
 
 
 def _last_turn(chat: Chat) -> Pair | BadSample:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zerobook.data.source import digest_of
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import file_digest, read_json
 
@@ -98,9 +99,7 @@ def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | N
 
 
 def _digest_of_json(content: dict[str, Any]) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return digest_of(json.dumps(content, sort_keys=True).encode())
 
 
 def _stats(folder: Path, names: list[str]) -> dict[str, list[int]]:

@@ -31,8 +31,6 @@ class Documents:
     store: TokenStore
     chosen: np.ndarray
 
-    isolated = False
-
     def __len__(self) -> int:
         return len(self.chosen)
 
@@ -81,8 +79,6 @@ class Blocks:
     length: int
     loss_weight: int
 
-    isolated = False
-
     @cached_property
     def _ends(self) -> np.ndarray:
         """Ends of the ranges among the joined tokens, int64 [ranges]."""
@@ -95,9 +91,7 @@ class Blocks:
     def lengths(self) -> np.ndarray:
         return np.full(len(self), self.length, np.int64)
 
-    @property
-    def labels(self) -> np.ndarray:
-        return self.lengths
+    labels = lengths
 
     @property
     def loss_weights(self) -> np.ndarray:
@@ -143,8 +137,6 @@ class Packs:
     counts: np.ndarray
     packing: Packing
 
-    isolated = True
-
     def __len__(self) -> int:
         return len(self.packing)
 
@@ -152,9 +144,7 @@ class Packs:
     def lengths(self) -> np.ndarray:
         return self._per_row(self.stops - self.starts)
 
-    @property
-    def labels(self) -> np.ndarray:
-        return self.lengths
+    labels = lengths
 
     @property
     def loss_weights(self) -> np.ndarray:
@@ -273,7 +263,7 @@ class PreparedRows:
     @property
     def isolated(self) -> bool:
         """Return whether rows hold several samples that must not see each other."""
-        return any(view.isolated for view in self.views)
+        return any(isinstance(view, Packs) for view in self.views)
 
     @cached_property
     def lengths(self) -> np.ndarray:
