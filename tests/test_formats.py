@@ -411,6 +411,13 @@ def test_keys_of_turns_that_are_not_read_are_named_once(as_text):
         ({"question": "a", "answer": "b", "label": 1}, None),
         ({"messages": [{"role": "user", "content": "<image>\nWhat is it?"}, SAY]}, "the text has <image>"),
         ({"text": "an <image> tag"}, None),
+        ({"query": "a", "response": "b", "history": [["c", "d"]]}, "the column history is not read"),
+        ({"query": "a", "response": "b", "history": []}, None),
+        ({"instruction": "a", "response": "b", "history": [["c", "d"]]}, None),
+        ({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, "seq_lengths"),
+        ({"input_ids": [5, 6, 7], "seq_lengths": [3]}, None),
+        ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}, "position_ids"),
+        ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 2]}, None),
     ],
 )
 def test_what_a_row_has_besides_its_text_is_refused(row, reason):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from zerobook.data.chats import checked_chat, decode_turns, read_chat, read_tools, read_turns, unread_keys
 from zerobook.data.folders import same_split
 from zerobook.data.samples import BadSample, Chat, EmptyText, Pair, Sample, Segment, Text, Tokens
-from zerobook.data.tokens import TOKEN_COLUMNS, check_masks, read_tokens
+from zerobook.data.tokens import TOKEN_COLUMNS, check_columns, read_tokens
 from zerobook.data.values import is_empty, kind_of, listed, read_text, shared_length
 from zerobook.errors import DataError
 
@@ -184,7 +184,7 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
     """Check that a row holds nothing besides the sample that changes its meaning. For formats that the user did not name.
 
     Raises:
-        BadSample: an image or the like, a placeholder for one, or a verdict on the answer.
+        BadSample: an image or the like, a placeholder for one, a verdict on the answer, or turns before a pair.
     """
     advice = "Name the format with --format to train on the text alone"
     for column in MEDIA:
@@ -198,7 +198,12 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
                 f"{advice}"
             )
     if isinstance(sample, Tokens):
-        check_masks(row)
+        check_columns(row)
+    if isinstance(sample, Pair) and row.get("history"):
+        raise BadSample(
+            "the column history is not read, and the answer may depend on it. Rename the columns of the pair to instruction "
+            "and output to train on chats, or name the format with --format to train without it"
+        )
     # The answer is not searched: a model may well be taught to write the placeholder.
     texts = []
     if isinstance(sample, Chat):
@@ -348,11 +353,9 @@ def _pairs(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
 
 def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     text = row[columns[0]]
-    begins = True
-    ends = True
-    if isinstance(row, Segment):
-        begins = row.begins
-        ends = row.ends
+    # A row that is not a `Segment` is a complete text.
+    begins = getattr(row, "begins", True)
+    ends = getattr(row, "ends", True)
     # A complete text must not be blank, but a part of a long text may be.
     is_complete = begins and ends
     is_blank = is_empty(text) or (isinstance(text, str) and not text.strip())

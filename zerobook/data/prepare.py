@@ -432,10 +432,9 @@ class Library:
                 f"{spec.path}: the text has {meta['tokens']} tokens, fewer than one block of {self.length} to train on "
                 f"once some is held out. Lower --{self.config.length_key}."
             )
-        counts = _describe_counts(meta["report"])
         raise DataError(
             f"{spec.path}: nothing is left to train on within {self.length} tokens "
-            f"({counts or 'the dataset is empty'}). --{self.config.length_key} sets the maximum."
+            f"({_describe_counts(meta['report']) or 'the dataset is empty'}). --{self.config.length_key} sets the maximum."
         )
 
     def _check_held_out(self, view: View) -> None:
@@ -445,8 +444,9 @@ class Library:
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
             raise DataError(short_text_problem(meta["source_name"], meta["tokens"], self.length, self.config.length_key))
-        counts = _describe_counts(meta["report"])
-        raise DataError(unsupervised_problem(meta["source_name"], counts, self.length, self.config.length_key))
+        raise DataError(
+            unsupervised_problem(meta["source_name"], _describe_counts(meta["report"]), self.length, self.config.length_key)
+        )
 
     # --- views
     def _cut(self, store: TokenStore, chosen: np.ndarray | slice) -> View:
@@ -655,10 +655,9 @@ class Library:
         if len(reasons) > REASONS:
             why += f"; and {len(reasons) - REASONS} more reasons"
         if is_empty:
-            counts = _describe_counts(facts)
             raise DataError(
-                f"{source.name}: not one sample can be used ({counts}). The first is {first}. All reasons: {why}. "
-                "Correct them, or name other data."
+                f"{source.name}: not one sample can be used ({_describe_counts(facts)}). The first is {first}. All reasons: "
+                f"{why}. Correct them, or name other data."
             )
         count = facts["bad samples skipped"]
         tqdm.write(f"{source.name}: {count} bad samples skipped, the first {first}. All reasons: {why}")

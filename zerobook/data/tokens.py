@@ -46,8 +46,15 @@ def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
     return Tokens(ids[start:stop], labels[start:stop])
 
 
-def check_masks(row: Mapping[str, Any]) -> None:
-    """Check that a row has no mask that is not read. Raises `BadSample` with the name of the column."""
+def check_columns(row: Mapping[str, Any]) -> None:
+    """Check that a row is one sample, and has no mask that is not read. Raises `BadSample` with the name of the column."""
+    lengths = row.get("seq_lengths")
+    positions = row.get("position_ids")
+    if (isinstance(lengths, list) and len(lengths) > 1) or (isinstance(positions, list) and positions.count(0) > 1):
+        raise BadSample(
+            "its seq_lengths or position_ids say that it holds several samples, which would attend to each other. Prepare the "
+            "samples without packing, or pass --format tokenized to train on the row as one sample"
+        )
     for column, value in row.items():
         # The mask of special tokens says nothing about supervision.
         is_read = column in TOKEN_COLUMNS or column == "special_tokens_mask"
