@@ -513,6 +513,7 @@ def test_a_line_of_50_mb_is_one_bad_sample(tmp_path, shelf):
         ("", "the dataset is empty, there is nothing to train on"),
         ('{"text": "a few words"}\n', r"the text has \d+ tokens, fewer than one block of 64 .*Lower --max_seq_length"),
         ('{"headline": "a"}\n', "the samples have the columns headline, which fit no known format"),
+        ('[\n{\n"text": "a b"\n}\n]', "none of the first 5 samples can be read: not valid JSON.* is an array"),
     ],
 )
 def test_nothing_to_train_on(tmp_path, shelf, content, message):

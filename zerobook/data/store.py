@@ -117,14 +117,12 @@ class TokenWriter:
         if not begins[1:].all():
             np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
 
-        counts: dict[str, int | list[str]] = {
+        counts = {
             "documents": len(weights),
             "tokens": int(offsets["input_ids"][-1]),
             "supervised": int(weights.sum()),
+            "extra": sorted(set(offsets) - {"input_ids", "labels"}),
         }
-        extra = sorted(set(offsets) - {"input_ids", "labels"})
-        if extra:
-            counts["extra"] = extra
         # Sizes and digests are of the complete files.
         sizes = {file.name: file.stat().st_size for file in sorted(self.folder.iterdir())}
         digest, digests = self._digests()
@@ -192,9 +190,8 @@ class TokenStore:
     @cached_property
     def extra(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """name -> (values int32, offsets int64 [documents + 1]) of the arrays besides ids and labels"""
-        names = self.meta.get("extra", [])
         arrays = {}
-        for name in names:
+        for name in self.meta.get("extra", []):
             offsets = np.load(self.folder / f"{name}.offsets.npy", mmap_mode="r")
             arrays[name] = (self._map(name), offsets)
         return arrays

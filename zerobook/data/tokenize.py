@@ -138,7 +138,7 @@ def detect(
     if first_error:
         raise first_error
     if chunk:
-        raise DataError(f"none of the first {len(chunk)} samples can be read: {_reason(parse_row(chunk[0][1]))}.")
+        raise DataError(f"none of the first {len(chunk)} samples can be read: {_unreadable_reason(chunk[0][1])}.")
     raise DataError("the dataset is empty, there is nothing to train on.")
 
 
@@ -208,8 +208,13 @@ def parse_row(row: object) -> object:
         return Malformed(f"{json_problem(error)} (column {error.colno})")
 
 
-def _reason(row: object) -> str:
-    return row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
+def _unreadable_reason(raw: object) -> str:
+    row = parse_row(raw)
+    reason = row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
+    # A JSON file may be one object with samples in it, or an array under the name of JSON Lines.
+    if isinstance(raw, bytes):
+        reason += ". A JSON file has one sample in each line, or it is named .json and is an array of samples"
+    return reason
 
 
 def read_sample(reading: Reading, raw: object) -> Any:
