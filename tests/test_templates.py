@@ -362,6 +362,27 @@ def test_a_target_follows_its_source_without_a_space_that_it_does_not_have(split
     assert (encoded.labels == IGNORE).sum() == len(tokenizer(source)["input_ids"])
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_seq2seq_chat_keeps_its_question_and_the_beginning_of_its_answer(tokenizer, side):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.truncation_side = side
+    turns = [("user", "old " * 30), ("assistant", "yes"), ("user", "What now?"), ("assistant", "This answer is long")]
+    chat = Chat([{"role": role, "content": content} for role, content in turns])
+    pair = Pair("What now? " + "old " * 30, "This answer is long")
+    instruction = Chat([{"role": "user", "content": pair.source}, {"role": "assistant", "content": pair.target}])
+
+    encoder = Seq2SeqEncoder(tokenizer, max_source_length=12, max_target_length=4)
+    of_chat, *others = encoder.encode([chat, pair, instruction])
+
+    assert tokenizer.decode(of_chat.input_ids).endswith("\nyes\nWhat now?")
+    for encoded in others:
+        assert tokenizer.decode(encoded.input_ids).startswith("What now? old")
+    for encoded in (of_chat, *others):
+        assert len(encoded.input_ids) == 12 and encoded.cut
+        assert tokenizer.decode(encoded.labels).startswith("Th") and encoded.labels[-1] == END
+    assert tokenizer.truncation_side == side, "the run's tokenizer is saved as it is"
+
+
 def test_a_beginning_is_written_once(with_bos):
     pair = one(with_bos, Pair("a", "b"))
     assert pair.input_ids[0] == 1 and (pair.input_ids == 1).sum() == 1

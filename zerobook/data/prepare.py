@@ -334,11 +334,8 @@ class Library:
         specs = self.config.dataset_specs()
         if not any(spec.weight for spec in specs):
             return None
-        weights = []
         # Once a dataset has a weight, those without one have the weight 1.
-        for spec in specs:
-            weights.append(1.0 if spec.weight is None else spec.weight)
-        return weights
+        return [spec.weight or 1.0 for spec in specs]
 
     # --- streams, see `zerobook.data.stream`
     def stream(self, ahead: int) -> Stream:

@@ -8,6 +8,7 @@ Labels are made by position, never by comparing ids. So it is not a problem if t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -144,7 +145,8 @@ class CausalEncoder:
         Raises:
             ConfigError: a sample is a chat, and there is no chat template.
         """
-        return _by_kind(samples, {Text: self._texts, Chat: self._chats, Pair: self._pairs, Tokens: self._tokens})
+        pairs = partial(_each_pair, control=self._control, encode=self._encode_pairs)
+        return _by_kind(samples, {Text: self._texts, Chat: self._chats, Pair: pairs, Tokens: self._tokens})
 
     def _texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
         texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
@@ -156,9 +158,6 @@ class CausalEncoder:
             ids = np.concatenate([before, row, after]).astype(np.int32)
             results.append(Encoded(ids, ids.copy(), plain=self._control.named(text)))
         return results
-
-    def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
-        return _each_pair(samples, self._control, self._encode_pairs)
 
     def _encode_pairs(self, pairs: list[Pair]) -> list[Encoded]:
         sources = token_ids(self.tokenizer, [pair.source for pair in pairs])
@@ -267,21 +266,18 @@ class Seq2SeqEncoder:
 
     Args:
         tokenizer: a transformers tokenizer; it adds its own special tokens.
-        max_source_length, max_target_length: maximum number of tokens, with special tokens; longer texts are cut at the end.
+        max_source_length, max_target_length: maximum number of tokens, with special tokens. Longer texts are cut at the end,
+            and the source of a `_Dialogue` at its beginning.
         prefix: text before every source, such as "summarize: " for T5.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_source_length: int, max_target_length: int, prefix: str = ""):
-        self.tokenizer = tokenizer
+        # A copy, since each call sets the side at which it cuts.
+        self.tokenizer = copy(tokenizer)
         self._control = ControlTokens(tokenizer)
-        self.max_source_length = max_source_length
+        self.length = max_source_length
         self.max_target_length = max_target_length
         self.prefix = prefix
-
-    @property
-    def length(self) -> int:
-        """Maximum number of tokens in ``input_ids``."""
-        return self.max_source_length
 
     def encode(self, samples: Sequence[Sample]) -> list[Encoded | BadSample]:
         """Return one result for each sample, in order. ``labels`` have their own length and are all supervised."""
@@ -300,13 +296,16 @@ class Seq2SeqEncoder:
         )
 
     def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
-        return _by_kind(list(map(_last_turn, samples)), {Pair: self._pairs, BadSample: list})
+        encode_dialogues = partial(self._pairs, cut_at="left")
+        return _by_kind(list(map(_last_turn, samples)), {Pair: self._pairs, _Dialogue: encode_dialogues, BadSample: list})
 
-    def _pairs(self, samples: list[Pair]) -> list[Encoded | BadSample]:
-        return _each_pair(samples, self._control, self._encode_pairs)
+    def _pairs(self, samples: list[Pair], cut_at: str = "right") -> list[Encoded | BadSample]:
+        return _each_pair(samples, self._control, partial(self._encode_pairs, cut_at=cut_at))
 
-    def _encode_pairs(self, samples: list[Pair]) -> list[Encoded]:
-        sources = self._ids("text", [self.prefix + sample.source for sample in samples], self.max_source_length)
+    def _encode_pairs(self, samples: list[Pair], cut_at: str) -> list[Encoded]:
+        self.tokenizer.truncation_side = cut_at
+        sources = self._ids("text", [self.prefix + sample.source for sample in samples], self.length)
+        self.tokenizer.truncation_side = "right"
         targets = self._ids("text_target", [sample.target for sample in samples], self.max_target_length)
         eos = self.tokenizer.eos_token_id
         results = []
@@ -383,6 +382,10 @@ def _each_pair(
     return _by_kind(pairs, {Pair: encode, BadSample: list})
 
 
+class _Dialogue(Pair):
+    """A pair whose source has several questions. The last one is the most important, and the first one elsewhere."""
+
+
 def _last_turn(chat: Chat) -> Pair | BadSample:
     """Return the last supervised turn as the target of an encoder-decoder."""
     text_keys = {"role", "content", *IDENTIFIERS}
@@ -394,4 +397,5 @@ def _last_turn(chat: Chat) -> Pair | BadSample:
     last = supervised[-1]
     if last == 0:
         return BadSample("the assistant's turn is the first, so there is no source")
-    return Pair("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])
+    kind = _Dialogue if find_assistant_turns(chat.messages)[0] < last else Pair
+    return kind("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])
