@@ -293,6 +293,31 @@ def test_a_save_that_fails_ends_the_run_as_a_failure_that_is_started_again(tiny,
     assert (tmp_path / "best" / "model" / "config.json").is_file(), "the weights of the last step are not lost"
 
 
+def test_the_last_step_is_the_best_model_although_its_save_failed(tiny, tmp_path, monkeypatch, capfd):
+    publish = store.publish
+
+    def full(staging, at, *rest):
+        if at == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", str(staging))
+        publish(staging, at, *rest)
+
+    monkeypatch.setattr(store, "publish", full)
+    best = {"final_model": "best", "eval_steps": 2, "validation_file": tiny / "few.jsonl", "max_train_steps": 4}
+    run = train(tmp_path / "run", on_save_error="continue", **flags(tiny) | best)
+    losses = {event["step"]: event["loss"] for event in run.events if event["type"] == "eval"}
+    assert losses[4] < losses[2] and not (run.output / "checkpoints" / "step-000004").exists()
+    assert ", step 4\n" in (run.output / "model" / "README.md").read_text()
+    assert "is the lowest held-out loss" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("changed", [{"per_device_train_batch_size": 1}, {"learning_rate": 1e-2}])
+def test_a_resume_with_other_samples_or_another_rate_is_not_compared_with_earlier_losses(tiny, tmp_path, changed):
+    run = train(tmp_path / "run", **flags(tiny))
+    step_4 = run.output / "checkpoints" / "step-000004"
+    again = train(run.output, resume_from_checkpoint=step_4, **flags(tiny) | changed)
+    assert again.steps[-1]["step"] == 10 and not [event for event in again.events if event["type"] == "verify"]
+
+
 @pytest.mark.parametrize("under_torchrun, limit", [(True, None), (False, None), (True, "3600")])
 def test_a_save_that_torchrun_would_not_wait_for_is_said_once(tiny, tmp_path, monkeypatch, capfd, under_torchrun, limit):
     monkeypatch.setattr(manager, "TORCHRUN_S", 0)

@@ -288,13 +288,18 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
     if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
         say("  an earlier version or another trainer wrote the checkpoint; its warm-up was one step behind this one's")
-    # The repeated steps may have other samples than before if some were left out since.
-    if progress.skip_ranges == loaded.skip_ranges:
+    # With other samples or another rate, the repeated steps have other losses.
+    has_same_samples = progress.skip_ranges == loaded.skip_ranges and progress.global_batch == state.layout.global_batch
+    if has_same_samples and "learning rate" not in differing:
         state.earlier_losses = _losses_behind(log, progress.step)
 
 
-def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int | None:
-    """Return the step of the undamaged checkpoint with the lowest held-out loss; None if none has one. Collective."""
+def find_best_step(manager: CheckpointManager, strategy: Strategy, last: Progress) -> int | None:
+    """Return the step with the lowest held-out loss, of undamaged checkpoints and ``last``; None if none has one. Collective.
+
+    Args:
+        last: progress of the last step, which may not be saved.
+    """
 
     def find() -> int | None:
         best = None
@@ -302,6 +307,9 @@ def find_best_step(manager: CheckpointManager, strategy: Strategy) -> int | None
         with suppress(CheckpointError):
             # Read every byte, since a damaged checkpoint must not be saved instead of the last step.
             best = resolve_resume(manager.folder.parent, "best", thorough=True).checkpoint
+        lowest = None if best is None else store.eval_loss(best)
+        if last.eval_loss is not None and (lowest is None or last.eval_loss <= lowest):
+            return last.step
         return None if best is None else store.step_of(best)
 
     return strategy.on_main(find, takes_long=True)

@@ -319,7 +319,7 @@ class Trainer(TrainerView):
 
     def _load_best(self) -> None:
         """Load the checkpoint with the lowest held-out loss, whose model is to be written. Collective."""
-        step = resume.find_best_step(self.manager, self.strategy)
+        step = resume.find_best_step(self.manager, self.strategy, self.progress)
         if step is None:
             self.console.say("WARNING: no undamaged checkpoint has a held-out loss, so the model of the last step is written")
         elif step != self.progress.step:
