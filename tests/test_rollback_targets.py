@@ -227,6 +227,29 @@ def test_the_newest_proven_checkpoint_outlives_the_first_saves_after_a_resume(ti
     assert [store.step_of(c) for c in store.list_complete(store.folder_of(run))] == [2, 10]
 
 
+class GoesBackBehindTheNewestProven(Hook):
+    """Steps 4 and 8 are proven, and step 9 goes back to step 4."""
+
+    done = False
+
+    def on_log(self, trainer, records):
+        step = records[-1].step
+        if step in (5, 9) and not self.done:
+            trainer.manager.proven = {4} if step == 5 else {4, 8}
+            trainer.manager.protect()
+        if step != 9 or self.done:
+            return None
+        self.done = True
+        return RecoveryAction(kind="rollback", rule="a test", reason="a test", options=(), onset=11, noticed=9, to_step=4)
+
+
+def test_the_proven_checkpoint_that_a_rollback_leaves_outlives_the_next_saves(tiny, tmp_path):
+    hook = {"hooks": f"{__name__}:GoesBackBehindTheNewestProven"}
+    run = train(tmp_path / "run", save_total_limit=1, **flags(tiny) | hook)
+    assert run.event("rollback")["step"] == 4
+    assert [store.step_of(c) for c in store.list_complete(run.output / "checkpoints")] == [4, 10]
+
+
 class Warned(Hook):
     def after_step(self, trainer, record):
         if record.step == 3:

@@ -141,6 +141,8 @@ class Recovery:
             resume.place_in_data(loaded, state.data, state.config)
         # The later checkpoints are set aside only now. If the load had failed, a restart would still find them.
         new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
+        # Of the checkpoints that are left, another one is the newest that is proven good.
+        self.strategy.on_main(manager.protect)
         abandoned_steps = progress.step - loaded.step
         self._take_progress(loaded, skip_ranges, rate_cuts)
 

@@ -74,7 +74,6 @@ class SpikeHandler:
         self._cursors: dict[int, tuple[int, int]] = {}
         # Steps that were saved while the detector was calm, and that are not proven good yet.
         self._unproven: list[int] = []
-        self._protected_step: int | None = None
         self._replay_cause: int | None = None
         # Steps in a row whose gradient was not finite.
         self._overflows = 0
@@ -229,9 +228,7 @@ class SpikeHandler:
     # --- reports
     def _report_finding(self, finding: Finding) -> None:
         self._log_finding(finding)
-        if finding.kind == "armed":
-            self._protect_checkpoint()
-        else:
+        if finding.kind != "armed":
             self._tell(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
         if finding.kind == "spike":
             # A checkpoint saved shortly before may hold the cause.
@@ -305,11 +302,6 @@ class SpikeHandler:
         """Mark checkpoints as proven good, after training has gone on from them for a while without a finding."""
         if not self.monitor.detector.calm:
             return
-        # No spike came, so the checkpoint may be pruned again.
-        if self._protected_step is not None:
-            self.manager.protect()
-            self.log.event("checkpoint", state="unprotected", step=self._protected_step)
-            self._protected_step = None
         newest = step - self.monitor.settings.patience - LEAD
         # A checkpoint that takes long to write is proven once it is complete.
         writing = self.manager.saver.writing_step
@@ -319,13 +311,3 @@ class SpikeHandler:
             # The report of a save takes back what was known of its step, so it comes first.
             self.manager.report(self.log)
             self.manager.prove(proven, self.log)
-
-    def _protect_checkpoint(self) -> None:
-        """Protect the newest proven checkpoint, since a spike may be coming."""
-        if not self.strategy.is_main or self._protected_step is not None:
-            return
-        proven, _ = self.manager.steps()
-        if proven:
-            self._protected_step = max(proven)
-            self.manager.protect(self._protected_step)
-            self.log.event("checkpoint", state="protected", step=self._protected_step, parent=self.cause)

@@ -10,7 +10,7 @@ from zerobook.utils.units import duration
     "checkpoint",
     when="The state of a checkpoint changed.",
     fields={
-        "state": "complete, proven_good, protected (not pruned while the detector is armed), unprotected or not_saved",
+        "state": "complete, proven_good or not_saved",
         "step": "its step",
         "folder": "its folder",
         "seconds": "seconds of the save",
@@ -25,8 +25,6 @@ def _checkpoint(event: Event) -> str:
     sentences = {
         "complete": f"Checkpoint of step {step} saved in {duration(event.get('seconds') or 0)}.",
         "proven_good": f"Checkpoint of step {step} is proven good: training continued without a spike.",
-        "protected": f"Checkpoint of step {step} is protected: it is not pruned while the detector is armed.",
-        "unprotected": f"Checkpoint of step {step} is not protected any more: no spike followed.",
         "not_saved": f"No checkpoint of step {step}: {event.get('reason')}.",
     }
     return sentences.get(state, f"Checkpoint of step {step}: {state}.")
