@@ -298,6 +298,14 @@ def test_pruning_keeps_the_newest_the_best_and_what_is_pinned(tmp_path):
         resolve_resume(tmp_path / "new", "best")
 
 
+def test_a_save_without_a_limit_reads_no_other_checkpoint(tmp_path, monkeypatch):
+    save_all(tmp_path, 1, spread(set(), 1), loss=1.0)
+    examined = []
+    monkeypatch.setattr(store, "find_damage", lambda checkpoint, **options: examined.append(checkpoint))
+    (result,) = save_all(tmp_path, 2, spread(set(), 1), loss=2.0)
+    assert result.problem is None and examined == []
+
+
 def test_a_lower_limit_makes_room_before_the_next_save(tmp_path, monkeypatch):
     for step in (1, 2, 3, 4):
         save_all(tmp_path, step, spread(set(), 1), loss=1.0 if step == 1 else 2.0)

@@ -460,8 +460,8 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
     return new_paths[::-1]
 
 
-def take_back(checkpoint: Path, step: int) -> Path:
-    """Restore the name and the pin of a checkpoint that was set aside, for a run that resumes from it. Returns its path.
+def take_back(checkpoint: Path, step: int) -> None:
+    """Restore the name and the pin of a checkpoint that was set aside, for a run that resumes from it.
 
     Another one of that step is set aside: otherwise a restart before the next save would resume from the other branch.
     """
@@ -472,7 +472,6 @@ def take_back(checkpoint: Path, step: int) -> Path:
     pin(final, is_pinned(checkpoint))
     checkpoint.rename(final)
     pin(checkpoint, False)
-    return final
 
 
 def pin(checkpoint: Path, pinned: bool = True) -> None:
@@ -503,13 +502,14 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
         keep_best: keep the one with the lowest held-out loss.
     """
     deleted: list[Path] = []
+    if keep is None:
+        return deleted
     with _warning_on_error(checkpoints):
         # The first to be deleted come first: abandoned ones, then the oldest.
         abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if find_damage(checkpoint) is None]
         unpinned = [checkpoint for checkpoint in (*abandoned, *list_complete(checkpoints)) if not is_pinned(checkpoint)]
         best_checkpoint = find_best(checkpoints) if keep_best else None
-        surplus = unpinned[:-keep] if keep else []
-        for checkpoint in surplus:
+        for checkpoint in unpinned[:-keep]:
             # Pins are read again: a person may pin while the run prunes.
             if checkpoint == best_checkpoint or step_before_suffix(checkpoint) in protected or is_pinned(checkpoint):
                 continue
