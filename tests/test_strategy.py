@@ -275,7 +275,7 @@ def test_a_lowered_rate_leaves_deepspeeds_schedule_as_it_is(kind):
             schedule.step()
     zero = ZeroStrategy.__new__(ZeroStrategy)
     zero.model, zero.owns_schedule = Engine(), True
-    zero.deepspeed_optimizer = zero.model.optimizer
+    zero.optimizer = zero.deepspeed_optimizer = zero.model.optimizer
     shares = [1, 0.5, 0.25, 0.5, 0.5, 0.75, 1, 1, 0.5]
     for share in shares:
         zero.optimizer_step(zero.learning_rate() * share)

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class CheckpointManager:
         skipped: damaged checkpoints that are not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
         save_steps: when the run saves: as the config says, or 0 if the disk has room for the last checkpoint only.
-        decisions: what was decided about spikes; on rank 0 only. `remember` changes it.
+        decisions: what was decided about spikes; on other ranks than 0, by earlier attempts. `remember` changes it.
 
     Raises:
         LockedError: another run writes to the folder.
@@ -54,19 +55,15 @@ class CheckpointManager:
         self.proven: set[int] = set()
         self.save_steps = config.save_steps
         self._keeps_proven = True
-        self.decisions = RecoveryState()
         self._has_warned_of_slow_save = False
         # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.lock_run_folder(config))
-        strategy.on_main(self._read_decisions)
+        self.decisions = RecoveryState(**strategy.on_main(lambda: asdict(RecoveryState.read(config.output_dir))))
         if config.resume_from_checkpoint == "auto":
             strategy.on_main(self._finish_rollback, takes_long=True)
         self.checkpoint = strategy.on_main(self._resolve_resume, takes_long=True)
         self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
-
-    def _read_decisions(self) -> None:
-        self.decisions = RecoveryState.read(self.config.output_dir)
 
     def remember(self, **values: Any) -> None:
         """Change values of the `RecoveryState`, and write it. On other ranks than 0 it does nothing."""
@@ -232,10 +229,9 @@ class CheckpointManager:
     def take_back(self) -> None:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
         checkpoint = self.checkpoint
-        if checkpoint is None or not self.resumes_in_place:
-            return
+        assert checkpoint is not None
         was_set_aside = store.step_of(checkpoint) < 0
-        if was_set_aside:
+        if was_set_aside and self.resumes_in_place:
             store.take_back(checkpoint, store.read_json(checkpoint / store.MANIFEST)["step"])
 
     # --- checkpoints for rollbacks; on rank 0, except `is_whole`

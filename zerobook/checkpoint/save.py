@@ -232,7 +232,9 @@ class Saver:
         # In the background, an error that is raised here would go unnoticed.
         problem: str | None = None
         try:
-            self._publish(save)
+            indices = self._wait_for_shares(save.staging)
+            complete(save.staging, save.step, indices, shapes=save.shapes, texts=save.texts, buffers=save.buffers)
+            store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
         except OSError as error:
             problem = f"rank 0: {error.strerror or error} ({error.filename or save.staging})"
         except CheckpointError as error:
@@ -257,16 +259,6 @@ class Saver:
         except Exception as error:
             # Every error is told to rank 0: in a thread it would go unnoticed.
             _report_failure(failed, f"{type(error).__name__}: {error}")
-
-    def _publish(self, save: _Save) -> None:
-        """Wait for every rank's share, and make a checkpoint of them. Rank 0.
-
-        Raises:
-            CheckpointError: a rank's share is missing, or the shares do not make whole tensors.
-        """
-        indices = self._wait_for_shares(save.staging)
-        complete(save.staging, save.step, indices, shapes=save.shapes, texts=save.texts, buffers=save.buffers)
-        store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
 
     def _wait_for_shares(self, staging: Path) -> list[dict[str, Any]]:
         """Wait until every rank has written its share, and return the index of each. Rank 0.

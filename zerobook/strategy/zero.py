@@ -72,10 +72,6 @@ class ZeroStrategy(ZeroState, Strategy):
         if self.plan.precision == "bf16" and self.plan.zero_stage in (1, 2):
             # In these stages, DeepSpeed applies gradients that are not finite unless this is set.
             self.deepspeed_optimizer.check_grad_overflow = True
-        # A wrong stage would train, with other memory than was planned.
-        stage = self.model.zero_optimization_stage()
-        if stage != self.plan.zero_stage:
-            raise RuntimeError(f"DeepSpeed runs ZeRO-{stage} where {self.plan.config_file} asks for {self.plan.zero_stage}")
 
     def _spread_frozen(self, model: nn.Module) -> nn.Module:
         """Distribute a frozen model: whole on each rank, except under ZeRO-3, which shards its weights."""
@@ -264,9 +260,6 @@ class ZeroStrategy(ZeroState, Strategy):
             inspect.getclosurevars(to_give_up).nonlocals["func"].cache_clear()
             if not coordinator.is_invalid_trace():
                 coordinator._invalidate_trace()
-
-    def learning_rate(self) -> float:
-        return float(self.deepspeed_optimizer.param_groups[0]["lr"])
 
     def _schedule(
         self, optimizer: torch.optim.Optimizer | DummyOptim, config: RecipeConfig, total_steps: int

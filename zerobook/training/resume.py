@@ -1,9 +1,8 @@
 """Resume from a checkpoint: check that data and model are the same, restore earlier decisions, compare losses."""
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +204,7 @@ def restore_decisions(progress: Progress, manager: CheckpointManager, strategy: 
     Returns:
         The state of the recovery policy.
     """
-    # Rank 0 reads the decisions and the log.
-    decisions = RecoveryState(**strategy.on_main(lambda: asdict(manager.decisions)))
+    decisions = manager.decisions
     logged_step = strategy.on_main(lambda: _newest_step(log, decisions.counted_from))
     # The last attempt may have gone on after the checkpoint. Those steps are repeated now, and not counted in ``redone`` yet.
     lost_steps = max(0, logged_step - progress.step)
@@ -286,8 +284,6 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     say(f"  as recorded: {', '.join(verified)}")
     for name, (recorded, now) in differing.items():
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
-    if "learning rate" in differing and _is_of_earlier_warm_up(state, *differing["learning rate"]):
-        say("  an earlier version or another trainer wrote the checkpoint; its warm-up was one step behind this one's")
     # With other samples or another rate, the repeated steps have other losses.
     has_same_samples = progress.skip_ranges == loaded.skip_ranges and progress.global_batch == state.layout.global_batch
     if has_same_samples and "learning rate" not in differing:
@@ -315,16 +311,6 @@ def find_best_step(manager: CheckpointManager, strategy: Strategy, last: Progres
     return strategy.on_main(find, takes_long=True)
 
 
-def _is_of_earlier_warm_up(state: RunState, recorded: float, now: float) -> bool:
-    """Return whether the recorded rate is that of earlier versions, whose warm-up of W steps began at rate 0.
-
-    After k steps, their rate was k/W of the peak, and it is (k + 1)/W now.
-    """
-    step = state.progress.step
-    in_warm_up = step < state.config.warmup_steps(state.total_steps)
-    return in_warm_up and math.isclose(recorded * (step + 1), now * step)
-
-
 def evaluation_of(log: RunLog, progress: Progress) -> dict[str, Any] | None:
     """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
     event = last_of(log.folder / EVENTS, ["eval"]).get("eval")
@@ -344,15 +330,13 @@ class ResumeCheck(Hook):
         recorded = trainer.state.earlier_losses
         # The steps of one log point are compared. At later ones, no losses are left to compare with.
         trainer.state.earlier_losses = {}
-        earlier_losses: dict[int, float] = {}
         losses: dict[int, float] = {}
         for record in records:
             if record.step in recorded:
-                earlier_losses[record.step] = recorded[record.step]
                 losses[record.step] = float(record.loss)
         if not losses:
             return
-        largest = max(abs(losses[step] - earlier) / max(abs(earlier), 1e-30) for step, earlier in earlier_losses.items())
+        largest = max(abs(loss - recorded[step]) / max(abs(recorded[step]), 1e-30) for step, loss in losses.items())
         first = min(losses)
         last = max(losses)
         self.log.event(
@@ -360,7 +344,7 @@ class ResumeCheck(Hook):
             after="steps done again",
             steps=[first, last],
             largest_relative_difference=largest,
-            first_apart=first_differing_step(earlier_losses, losses),
+            first_apart=first_differing_step(recorded, losses),
         )
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         tqdm.write(f"{steps} done again: the largest relative difference of the losses is {largest:.1e}")

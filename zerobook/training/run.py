@@ -271,9 +271,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
     entries = account.entries(plan, config, sources, flags=parent_flags())
     if entries:
         out.print(account.table(entries))
-    out.print(plan.line)
-    for note in plan.notes:
-        out.print(f"  note: {note}")
+    announce(plan)
     out.print(f"batch: {layout.arithmetic}")
     steps = f"ceil({config.num_train_epochs} x training samples / {layout.global_batch}), known once the data is read"
     if config.max_train_steps:

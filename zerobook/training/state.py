@@ -38,7 +38,7 @@ class RunState:
         self.data = data
         self.layout = layout
         self.progress = progress
-        self._collate = collate
+        self.collate = collate
         self._pin_memory = pin_memory
         self.loader: BatchLoader
         self.end_step: int
@@ -51,15 +51,6 @@ class RunState:
         """steps done -> scheduled rate of the next one"""
         self.earlier_losses: dict[int, float] = {}
         """step -> loss recorded earlier, for steps that are done again"""
-
-    @property
-    def collate(self) -> Collator:
-        return self._collate
-
-    @collate.setter
-    def collate(self, collate: Collator) -> None:
-        self._collate = collate
-        self.loader.collate = collate
 
     def build_loader(self) -> None:
         """Build the loader from the current position in the sample order, without the samples that are left out."""
@@ -74,7 +65,7 @@ class RunState:
             rows,
             order,
             self.layout,
-            self._collate,
+            self.collate,
             cursor=progress.cursor,
             end=end,
             workers=config.dataloader_num_workers,

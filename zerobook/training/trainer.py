@@ -187,6 +187,7 @@ class Trainer(TrainerView):
             self.config, sources, self.state, self.strategy, self.objective, model, reference_model
         )
         self.state.collate = self.collate
+        self.state.build_loader()
         for note in notes:
             self.console.say(note)
 
@@ -347,10 +348,7 @@ class Trainer(TrainerView):
         steps = iter(state.loader)
         while progress.step < state.end_step and not self._out_of_patience():
             enter("data", progress.step + 1)
-            planned_step = next(steps, None)
-            if planned_step is None:
-                break
-            plan, micro_batches = planned_step
+            plan, micro_batches = next(steps)
             passes_before = progress.epoch
             self._pending.append(self.train_step(plan, micro_batches))
             step = progress.step
