@@ -416,7 +416,7 @@ class Trainer(TrainerView):
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
         # Forward and backward passes.
-        total_loss: torch.Tensor | None = None
+        total_loss = torch.zeros((), device=strategy.device)
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
             # If the strategy can, it reduces gradients over the ranks in the last micro-batch only.
@@ -429,11 +429,9 @@ class Trainer(TrainerView):
                 enter("backward")
                 strategy.backward(loss)
             enter("data")
-            detached_loss = loss.detach().float()
-            total_loss = detached_loss if total_loss is None else total_loss + detached_loss
+            total_loss += loss.detach().float()
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0) + value.detach() / plan.tokens
-        assert total_loss is not None, "a step has at least one micro-batch"
 
         # The update.
         enter("optimizer")
