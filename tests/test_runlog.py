@@ -318,6 +318,9 @@ def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
     with pytest.raises(ZeroDivisionError), log_failure(NullRunLog(tmp_path), tmp_path, 3):
         1 / 0  # noqa: B018
     assert "ZeroDivisionError" in (log.folder / "crash-rank-3.txt").read_text()
+    # A rank that cannot write its file ends with the error of the training, not with that of the disk.
+    with pytest.raises(ZeroDivisionError), log_failure(NullRunLog(tmp_path), tmp_path / "missing", 3):
+        1 / 0  # noqa: B018
     with pytest.raises(KeyboardInterrupt), log_failure(log, tmp_path, 0):
         raise KeyboardInterrupt
     assert list(stream(log.folder / "events.jsonl"))[-1]["type"] == "stop"

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,9 @@ def log_failure(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None
         # A log is shown to others.
         trace = without_passwords(traceback.format_exc())
         if rank != 0:
-            write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", trace)
+            # On a full disk, the error that ended the training would be lost behind this one.
+            with suppress(OSError):
+                write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", trace)
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:

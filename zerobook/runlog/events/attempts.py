@@ -165,7 +165,7 @@ def _stop(event: Event) -> str:
 )
 def _crash(event: Event) -> str:
     subject = f"Attempt {event['of_attempt']}" if event.get("of_attempt") else "CRASH"
-    return f"{subject}: {event['reason']}."
+    return f"{subject}: {event['reason'].rstrip('.')}."
 
 
 @declare(
