@@ -416,7 +416,7 @@ class Trainer(TrainerView):
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
         rate = state.rate()
         # Forward and backward passes.
-        total_loss = torch.zeros((), device=strategy.device)
+        total_loss = torch.zeros((), dtype=torch.float32, device=strategy.device)
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
             # If the strategy can, it reduces gradients over the ranks in the last micro-batch only.
