@@ -136,6 +136,7 @@ def test_likelihoods_are_those_of_the_harness_own_model(bos_tokenizer, tasks, ch
 
     assert likelihoods == pytest.approx([likelihood for likelihood, _ in theirs.loglikelihood(choices)], rel=1e-5)
     assert rolling == pytest.approx(theirs.loglikelihood_rolling(text), rel=1e-5)
+    assert scorer.truncated_count == (3 if max_length == 16 else 0), "windows of a text lose nothing"
 
 
 def test_a_model_of_nan_has_no_accuracy(llama, tasks):

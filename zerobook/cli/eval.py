@@ -83,7 +83,7 @@ def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
 def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: list[str]) -> dict[str, Any]:
     """Measure accuracies, and print them, except with --json. Return the results."""
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"cut_prompts": 0}
     check_causal([flags.tasks], loaded.kind)
     if flags.apply_chat_template and loaded.tokenizer.chat_template is None:
         raise ConfigError("--apply_chat_template: the tokenizer has no chat template. Leave the flag out.")
@@ -98,26 +98,28 @@ def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: li
             apply_chat_template=flags.apply_chat_template,
         )
         results["lm_evaluation_harness"] = harness.measure(None, loaded.model, progress=True, resamples=1000)
+        results["cut_prompts"] += harness.truncated_count
         if not flags.json:
             print_harness(flags.path, results["lm_evaluation_harness"])
-    if not tasks:
-        return results
-    scorer = TaskScorer(
-        tasks,
-        loaded.tokenizer,
-        flags.batch_size,
-        apply_chat_template=flags.apply_chat_template,
-        max_length=loaded.context,
-    )
-    _, table = scorer(None, loaded.model, progress=True)
-    if scorer.truncated_count:
+    if tasks:
+        scorer = TaskScorer(
+            tasks,
+            loaded.tokenizer,
+            flags.batch_size,
+            apply_chat_template=flags.apply_chat_template,
+            max_length=loaded.context,
+        )
+        _, table = scorer(None, loaded.model, progress=True)
+        results["tasks"] = _nested(table)
+        results["cut_prompts"] += scorer.truncated_count
+        if not flags.json:
+            print_table(flags.path, table)
+    if results["cut_prompts"]:
         print(
-            f"{scorer.truncated_count} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
+            f"{results['cut_prompts']} prompts were longer than the model's {loaded.context} tokens and lost their beginning",
             file=sys.stderr,
         )
-    if not flags.json:
-        print_table(flags.path, table)
-    return results | {"cut_prompts": scorer.truncated_count, "tasks": _nested(table)}
+    return results
 
 
 def _nested(table: list[dict[str, Any]]) -> dict[str, Any]:

@@ -47,9 +47,8 @@ def export(arguments: list[str]) -> int:
         check_push(flags.push)
     elif flags.private:
         raise ConfigError("--private: it is for --push NAME, which is not given.")
-    checkpoint = find_checkpoint(flags.path, flags.checkpoint)
     facts = export_checkpoint(
-        checkpoint,
+        find_checkpoint(flags.path, flags.checkpoint),
         Path(flags.output).expanduser(),
         dtype=getattr(torch, flags.dtype),
         merge=not flags.keep_adapter,

@@ -71,8 +71,9 @@ class AnswerSampler:
             prompt, expected = pairs[0 if is_filler else mesh.token_parallel_rank]
             answer = self._generate(strategy, prompt, decoding)
             if not is_filler:
-                texts = {"prompt": self._text(prompt), "expected": self._text(expected), "answer": self._text(answer)}
-                answers_of_this_rank.append((number, texts))
+                answers_of_this_rank.append(
+                    (number, {"prompt": self._text(prompt), "expected": self._text(expected), "answer": self._text(answer)})
+                )
         # Ranks answered every N-th prompt, so the gathered answers are brought back into the order of the prompts. Processes
         # that answered the same prompt have the same answer.
         answers_by_number = dict(chain.from_iterable(strategy.gather(answers_of_this_rank)))

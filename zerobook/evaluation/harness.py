@@ -83,6 +83,8 @@ class HarnessScorer:
         self.max_length = max_length or sys.maxsize
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
         self.manager, self.names, self.tasks = load_tasks(tasks)
+        # Requests that have lost their beginning.
+        self.truncated_count = 0
 
     def __call__(
         self, strategy: Strategy | None, model: nn.Module, step: int = 0, progress: bool = False
@@ -256,8 +258,11 @@ class _HarnessMethods:
         """Return (log-likelihood of the continuation, whether greedy decoding gives it) of (text, context, continuation)."""
         sequences = []
         for _, context, continuation in requests:
-            # A request that is too long loses its beginning. The model does not take the last token, it only predicts it.
-            ids = [*context, *continuation][-(self.scorer.max_length + 1) :]
+            ids = [*context, *continuation]
+            # The model does not take the last token, it only predicts it.
+            if len(ids) > self.scorer.max_length + 1:
+                self.scorer.truncated_count += 1
+                ids = ids[-(self.scorer.max_length + 1) :]
             # The first token has no likelihood, since no token precedes it.
             sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
         longest = max(len(sequence.ids) for sequence in sequences)

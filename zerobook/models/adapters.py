@@ -389,8 +389,7 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
         # The output embeddings are replaced by the input embeddings, since both are one weight, and peft ties the copies.
         paths = {id(module): path for path, module in modules.items()}
         output_name = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1]
-        input_name = embedding_names(model)[0]
-        renamed = {output_name: input_name}
+        renamed = {output_name: embedding_names(model)[0]}
         names = [renamed.get(name, name) for name in names]
     unique_names = list(dict.fromkeys(names))
     for name in unique_names:

@@ -54,8 +54,9 @@ def push(folder: Path, name: str, *, private: bool) -> str:
             delete_patterns=["model*.safetensors*", "adapter_*", "config.json", "chat_template.jinja"],
         )
     except HfHubHTTPError as error:
-        advices = {401: " Run hf auth login.", 403: " The token needs write access to that name."}
-        advice = advices.get(error.response.status_code, "")
+        advice = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(
+            error.response.status_code, ""
+        )
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--push {name}: the hub refuses: {reason}.{advice} {_later_upload(folder)}") from error
     except Exception as error:

@@ -162,9 +162,12 @@ def _write_checkpoint(checkpoints: Path, folder: Path, source: Source, position:
     )
     # A compiled or wrapped model had longer names.
     weight_shapes = {unwrapped_name(name): shape for name, shape in source.shapes.items()}
-    written_by = {"strategy": source.trainer, "world_size": source.ranks}
     texts = {
-        INDEX: {ADAM_STEPS: source.optimizer_steps, "written_by": written_by, "shapes": weight_shapes},
+        INDEX: {
+            ADAM_STEPS: source.optimizer_steps,
+            "written_by": {"strategy": source.trainer, "world_size": source.ranks},
+            "shapes": weight_shapes,
+        },
         store.PROGRESS: progress.to_json(),
         "config.json": _config(folder, flags_of(source, position)),
     }

@@ -90,10 +90,9 @@ def _name_numbers(optimizer: dict[str, Any], model: nn.Module, optimizer_file: P
             numbers |= zip(names, group, strict=True)
         if all(n in states and states[n][MOMENTS[0]].shape == model.get_parameter(name).shape for name, n in numbers.items()):
             return numbers
-    sizes = ", ".join(str(len(group)) for group in groups)
     raise CheckpointError(
-        f"{optimizer_file}: it has groups of {sizes} weights, which are not those of the model in the folder. Copy the "
-        "config of the model that was trained there, or start a new run from the trained weights."
+        f"{optimizer_file}: it has groups of {', '.join(map(str, map(len, groups)))} weights, which are not those of the model "
+        "in the folder. Copy the config of the model that was trained there, or start a new run from the trained weights."
     )
 
 
