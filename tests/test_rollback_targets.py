@@ -99,9 +99,10 @@ class EndsAfterItsRollback(Diverging):
         return super().on_log(trainer, records)
 
 
-def test_a_resume_is_not_compared_with_what_a_rollback_abandoned(tiny, tmp_path):
+@pytest.mark.parametrize("answer", [{"policy": "replay"}, {"on_spike": "lower_rate"}])
+def test_a_resume_is_not_compared_with_what_a_rollback_abandoned(tiny, tmp_path, answer):
     with pytest.raises(InterruptedError):
-        train(tmp_path / "run", hooks=f"{__name__}:EndsAfterItsRollback", policy="replay", **flags(tiny))
+        train(tmp_path / "run", hooks=f"{__name__}:EndsAfterItsRollback", **flags(tiny) | answer)
     run = train(tmp_path / "run", resume_from_checkpoint="auto", **flags(tiny) | {"logging_steps": 4})
     check = [event for event in run.events if event["type"] == "verify" and event["after"] == "steps done again"][-1]
     assert check["attempt"] == 2 and check["steps"] == [7, 7], "steps 8 and 9 are of the abandoned branch"

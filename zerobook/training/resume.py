@@ -288,10 +288,9 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     say(f"  as recorded: {', '.join(verified)}")
     for name, (recorded, now) in differing.items():
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
-    # With other samples or another rate, the repeated steps have other losses.
-    has_same_samples = progress.skip_ranges == loaded.skip_ranges and progress.global_batch == state.layout.global_batch
-    if has_same_samples and "learning rate" not in differing:
-        state.earlier_losses = _losses_behind(log, progress.step)
+    # The repeated steps may have other samples than before: others were left out, or a step has more of them.
+    if progress.skip_ranges == loaded.skip_ranges and progress.global_batch == state.layout.global_batch:
+        state.earlier_losses = _losses_behind(log, progress.step, state.rate())
 
 
 def find_best_step(manager: CheckpointManager, strategy: Strategy, last: Progress) -> int | None:
@@ -359,10 +358,11 @@ def amount(samples: int) -> str:
     return counted(samples, "sample") if samples else "a stream"
 
 
-def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
+def _losses_behind(log: RunLog, step: int, rate: float) -> dict[int, float]:
     """Return step -> loss of the steps after ``step`` at the end of the log, which earlier attempts did.
 
-    Steps that a rollback abandoned are left out: their losses may be those of a spike.
+    Steps that a rollback abandoned are left out: their losses may be those of a spike. If the first step had another learning
+    rate than ``rate``, the later ones have other losses, and none is returned.
     """
     losses: dict[int, float] = {}
     branches = set()
@@ -373,6 +373,8 @@ def _losses_behind(log: RunLog, step: int) -> dict[int, float]:
         branches.add(record["branch"])
         if len(branches) > 1:
             break
+        if record["step"] == step + 1 and record["learning_rate"] != rate:
+            return {}
         if record["loss"] is not None:
             # The newest loss of a step comes first.
             losses.setdefault(record["step"], record["loss"])
