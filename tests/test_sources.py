@@ -278,6 +278,18 @@ def test_the_configs_of_a_readme_name_the_splits(tmp_path):
     assert texts(open_source(str(tmp_path), config_name="en", split="test").train) == ["en/a.jsonl"]
 
 
+def test_the_commits_in_a_cache_of_the_hub_are_not_joined(tmp_path):
+    (tmp_path / "refs").mkdir()
+    for commit in ("a1", "b2"):
+        (tmp_path / "snapshots" / commit).mkdir(parents=True)
+        (tmp_path / "snapshots" / commit / "train.jsonl").write_text('{"text": "a"}\n')
+
+    with pytest.raises(DataError, match="snapshots/COMMIT"):
+        open_source(str(tmp_path))
+
+    assert texts(open_source(str(tmp_path / "snapshots" / "b2")).train) == ["a"]
+
+
 def test_a_readme_in_a_subfolder_is_no_data(tmp_path):
     fill(tmp_path, ["en/a.jsonl"])
     write(tmp_path / "en" / "README.md", "# English")

@@ -47,8 +47,13 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
 
     Raises:
         DataError: the README cannot be read, names several configs and none is chosen, or names files that are not here; a
-            file belongs to two splits, or is there twice, once compressed.
+            file belongs to two splits, or is there twice, once compressed; the folder is a cache of the hub.
     """
+    # Commits have files in common, which would be trained on several times.
+    if (folder / "refs").is_dir() and (folder / "snapshots").is_dir():
+        raise DataError(
+            f"{folder}: it is a cache of the hub, which may hold several commits. Name one of them: {folder}/snapshots/COMMIT"
+        )
     config = _chosen_config(folder, config_name)
     base = PurePosixPath(str(config.get("data_dir") or "."))
     names = [name for name in _data_files(folder) if name.is_relative_to(base)]

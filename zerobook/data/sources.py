@@ -207,18 +207,14 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
 def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, make_source: Callable[[str, Any], Source]) -> Splits:
     """Return the splits of a loaded dataset. ``make_source`` makes a source of one of them and its name."""
     train, held_out = _choose(name, list(loaded), split)
-    held_out_source = None
-    held_out_name = ""
-    if held_out is not None:
-        held_out_source = replace(make_source(f"{name} held out", loaded[held_out]), is_held_out=True)
-        held_out_name = f"split {held_out}"
     unused = [f"split {split_name}" for split_name in loaded if split_name not in (train, held_out)]
-    return Splits(
-        train=make_source(f"{name} {train}", loaded[train]),
-        held_out=held_out_source,
-        train_name=f"split {train}",
-        held_out_name=held_out_name,
-        unused=tuple(unused),
+    splits = Splits(train=make_source(f"{name} {train}", loaded[train]), train_name=f"split {train}", unused=tuple(unused))
+    if held_out is None:
+        return splits
+    return replace(
+        splits,
+        held_out=replace(make_source(f"{name} held out", loaded[held_out]), is_held_out=True),
+        held_out_name=f"split {held_out}",
     )
 
 
