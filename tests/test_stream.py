@@ -338,6 +338,23 @@ def test_a_bad_sample_in_a_shard_says_where_it_stands(tiny, tmp_path, library, m
     assert "not valid JSON" in part.views[0].store.meta["bad_samples"][0]
 
 
+def test_the_shards_of_a_stream_have_the_format_of_its_first_sample(tiny, tmp_path, library, monkeypatch):
+    chats = (tiny / "chats.jsonl").read_text()
+    monkeypatch.setattr(files, "SHARD_BYTES", len(chats.encode()))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(chats)
+    (folder / "b.jsonl").write_text('{"text": "a document"}\n{"id": 1}\n')
+    keys = dict(train_file=str(folder), streaming=True, max_train_steps=1)
+
+    stream = library(on_bad_sample="skip", **keys)
+    sizes = [len(stream.shard(0, index)) for index in range(2)]
+
+    assert sizes[0] > 0 and sizes[1] == 0
+    with pytest.raises(DataError, match=r"b\.jsonl, line 1: expected messages, it has text"):
+        library(**keys).shard(0, 1)
+
+
 def test_streaming_says_what_it_needs(tiny, tmp_path):
     chats = str(tiny / "chats.jsonl")
     with pytest.raises(ConfigError) as caught:

@@ -633,10 +633,10 @@ class Library:
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         format: str | None = spec.format
         try:
-            # A shard of a stream may be empty.
-            if not format and self.config.streaming and not first_chunk:
-                format = "text"
             if not format:
+                # A shard of a stream may be empty, or begin with a bad sample.
+                if self.config.streaming and not source.is_held_out:
+                    first_chunk = next(chunks(self._splits(spec).train.read(), tqdm(disable=True)), [])
                 format = detect(first_chunk, columns, formats_of(self.encoder), skip=self.config.on_bad_sample == "skip")
             return Reading(
                 format, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
