@@ -188,12 +188,16 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
     # The planner divides the samples of a step into micro-batches.
     sources["per_device_train_batch_size"] = sources["gradient_accumulation_steps"] = "default"
 
-    def settings(method: str) -> dict[str, Any]:
-        return _published_settings(method, encoder_decoder)[1]
-
     files = sorted(shipped("accelerate_configs").glob("*.yaml"))
     lengths = None if encoder_decoder else read_lengths(config)
-    return Request(recipe_file, kind(config), sources, files, settings, lengths=lengths)
+    return Request(
+        recipe_file,
+        kind(config),
+        sources,
+        files,
+        settings=lambda method: _published_settings(method, encoder_decoder)[1],
+        lengths=lengths,
+    )
 
 
 def _published_settings(method: str, encoder_decoder: bool) -> tuple[str, dict[str, Any]]:

@@ -56,8 +56,7 @@ def follow_gathers(
             assumed to run in the order of their weights, and backward in reverse order.
     """
     if sharding.kind == "fsdp":
-        layers = [weight for weight in weights if weight.unit and sharding.reshards]
-        return Gathers(list(weights), layers)
+        return Gathers(list(weights), [weight for weight in weights if weight.unit and sharding.reshards])
     if sharding.stage < 3:
         return Gathers()
     coordinator = _Coordinator(weights, visits or _visits_in_order(weights), sharding)

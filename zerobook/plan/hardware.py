@@ -166,9 +166,11 @@ def _parse_or_read_rate(text: str, key: str) -> float:
 
 def nearest(memory: int) -> Device:
     """Return the device with bf16 whose memory is closest to ``memory`` bytes."""
-    recent = [device for device in DEVICES.values() if device.bf16]
     # Cards of the same size on paper differ by some hundred megabytes.
-    return min(recent, key=lambda device: (round(abs(device.memory - memory) / 1e9), device.name != "a100-80gb"))
+    return min(
+        (device for device in DEVICES.values() if device.bf16),
+        key=lambda device: (round(abs(device.memory - memory) / 1e9), device.name != "a100-80gb"),
+    )
 
 
 def _choose_device(name: str | None, memory: int | None, problems: list[str]) -> Device:

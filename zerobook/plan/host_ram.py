@@ -81,8 +81,8 @@ def _zero_blocks(model: ModelWeights, sharding: ShardingSpec, accumulation: int)
         # the gradients of earlier micro-batches, each complete
         for group, partition in zip(model.groups, partitions, strict=True):
             buffers += [sharding.compute_bytes * weight.numel for weight in weights_of_partition(group, partition, rank=0)]
-    masters_and_gradients = [FP32_BYTES * elements for elements in (*partitions, *partitions)]
-    return HostBlocks(buffers, masters_and_gradients, [])
+    # masters and gradients
+    return HostBlocks(buffers, [FP32_BYTES * elements for elements in (*partitions, *partitions)], [])
 
 
 def _zero3_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:

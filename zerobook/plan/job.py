@@ -355,8 +355,8 @@ class _Int8Product(torch.autograd.Function):
         ctx.out_features = out_features
         # the quantised input, which lives until the product is made
         x.new_empty(x.shape, dtype=torch.int8)
-        sums = x.new_empty(*x.shape[:-1], out_features, dtype=torch.int32)
-        return sums.to(x.dtype)
+        # the sums
+        return x.new_empty(*x.shape[:-1], out_features, dtype=torch.int32).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -67,8 +67,7 @@ def paper_figures(
     }
     rule = None
     if nodes > 1:
-        legs_between = [leg for leg in legs if not leg.within_node]
-        formula["between"] = _legs_text(legs_between, sharding, density, of_node=True)
+        formula["between"] = _legs_text([leg for leg in legs if not leg.within_node], sharding, density, of_node=True)
         if mixed and trained == parameters and sharding.stage == 3 and sharding.shard_ranks == sharding.ranks:
             rule = formulas.between_nodes_rule(parameters, nodes)
             formula["rule"] = f"48 P/{nodes} bits"

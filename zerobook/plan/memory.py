@@ -98,8 +98,11 @@ def peak_memory(
     """
     gathers = gathers or follow_gathers(model.weights, sharding, trace.visits, accumulation)
     # Padding makes the last rank the fullest of some strategies, and the first that of others.
-    rank_states = [count_states(model, sharding, rank) for rank in (0, sharding.ranks - 1)]
-    states = max(rank_states, key=lambda states: states.live.total)
+    states = max(
+        count_states(model, sharding, 0),
+        count_states(model, sharding, sharding.ranks - 1),
+        key=lambda states: states.live.total,
+    )
 
     moments = _moments(model, sharding, trace, states, gathers.peak_elements, accumulation)
     if on_gpu and model.is_quantised and (sharding.is_zero3 or sharding.kind == "fsdp"):

@@ -64,12 +64,6 @@ _COLLECTIVES = {
 """Collective -> the argument that counts, and how many times a ring sends (N - 1)/N of it."""
 
 
-def watch_collectives() -> None:
-    for name in _COLLECTIVES:
-        if hasattr(dist, name):
-            setattr(dist, name, _watch(name, getattr(dist, name)))
-
-
 def _watch(name: str, collective: Any) -> Any:
     (position, keywords), passes = _COLLECTIVES[name]
 
@@ -170,7 +164,9 @@ def _now(trainer: TrainerView) -> float:
 
 def main() -> None:
     os.environ[RESULT], recipe, *flags = sys.argv[1:]
-    watch_collectives()
+    for name in _COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, _watch(name, getattr(dist, name)))
     sys.argv = [recipe, *flags, "--hooks", f"{Probe.__module__}:{Probe.__name__}"]
     sys.path.insert(0, os.path.dirname(recipe))
     runpy.run_path(recipe, run_name="__main__")

@@ -209,8 +209,7 @@ def row_shard_elements(weight: Weight, ranks: int, rank: int) -> int:
     rows = weight.shape[0]
     rows_per_rank = ceil_div(rows, ranks)
     # The last ranks have fewer rows, or none.
-    rows_of_rank = max(0, min(rows_per_rank, rows - rows_per_rank * rank))
-    return rows_of_rank * prod(weight.shape[1:])
+    return max(0, min(rows_per_rank, rows - rows_per_rank * rank)) * prod(weight.shape[1:])
 
 
 def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> RankStates:
