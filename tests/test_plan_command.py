@@ -237,23 +237,24 @@ def test_of_rows_that_are_as_fast_the_one_that_keeps_nothing_on_the_host_is_firs
     assert rank_rows([offloaded, host, faster, plain]) == [plain, offloaded, faster, host]
 
 
-def remedies_of(held: DeviceBytes, config, *, when: str = "", host_at_load: int = 0, **sharding) -> list[str]:
-    """Return what is named as help where a GPU of 100 bytes and a host of 100 bytes are too small."""
+def remedies_of(held: DeviceBytes, config, *, when: str = "", host_at_load: int = 0, gpus: int = 1, **sharding) -> list[str]:
+    """Return what is named as help where GPUs of 100 bytes and a host of 100 bytes are too small."""
     spread = ShardingSpec(**{"kind": "deepspeed", "name": "", "ranks": 1, "ranks_per_node": 1, "stage": 3} | sharding)
     memory = PeakMemory(device=held, when=when, host_at_load=host_at_load, host=0, disk=0, low=held.total, high=held.total)
     row = Row(file="zero3", name="ZeRO-3", sharding=spread, memory=memory)
-    check_limits(row, config, cluster(gpu_memory="100B", host_memory="100B"))
+    check_limits(row, config, cluster(gpus=str(gpus), gpu_memory="100B", host_memory="100B"))
     return row.remedies
 
 
 def test_no_remedy_is_named_that_cannot_help():
     full = made("causal_lm", WIDE, per_device_train_batch_size=8).config
     states = DeviceBytes(parameters=120)
-    eight = {"ranks": 8, "ranks_per_node": 8}
+    eight = {"gpus": 8, "ranks": 8, "ranks_per_node": 8}
 
     assert remedies_of(states, full, **eight) == ["more sharding", "offload", "LoRA"]
     assert remedies_of(states, full, **eight, shard_ranks=8) == ["offload", "LoRA"], "all ranks share the states"
-    assert remedies_of(states, full) == ["offload", "LoRA"], "one rank has nothing to share"
+    assert remedies_of(states, full) == ["offload", "LoRA"], "one GPU has nothing to share"
+    assert remedies_of(states, full, gpus=8) == ["more sharding", "offload", "LoRA"], "seven GPUs are idle"
     quantised = made("lora_finetune", WIDE, load_in_4bit=True).config
     assert remedies_of(states, quantised) == ["more or larger GPUs"], "a quantised base is not offloaded"
     assert remedies_of(states, quantised, **eight, when="load") == ["larger GPUs"], "each GPU holds the base at first"

@@ -251,7 +251,7 @@ def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
     row.tight = row.memory.high > capacity
     # If the plan alone exceeds the GPU, and its range does not, the run may fit; the remedies hold all the same.
     if row.memory.total > capacity:
-        row.remedies += _gpu_remedies(row.memory, row.sharding, config, capacity)
+        row.remedies += _gpu_remedies(row.memory, row.sharding, config, cluster)
     elif exceeds_at_load:
         # Remedies for the GPU are sharding, which helps here too.
         loads_one_copy = row.sharding.is_zero3 or row.sharding.rank_0_loads or row.sharding.ranks == 1
@@ -275,13 +275,14 @@ def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | 
     return True
 
 
-def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConfig, capacity: int) -> list[str]:
+def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConfig, cluster: Cluster) -> list[str]:
     """Return what would save as much of a GPU's memory as the plan exceeds it by."""
     # Each GPU holds all of a quantised base at first, however many GPUs there are.
     if memory.when == "load":
         return ["larger GPUs"]
     # The allocator keeps a share of freed activations too.
     activations = memory.device.activations * memory.device.reserved / memory.device.allocated
+    capacity = cluster.device.memory
     room = capacity - (memory.total - activations)
     rows = config.per_device_train_batch_size
     remedies = []
@@ -297,8 +298,8 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
             # One row alone is too long.
             remedies.append(f"a smaller --{config.length_key}")
         return remedies
-    # One rank has nothing to share, and a quantised base cannot be moved to the host.
-    if 1 < sharding.ranks != sharding.shard_ranks:
+    # All GPUs may share the states already, and a quantised base cannot be moved to the host.
+    if sharding.shard_ranks < cluster.ranks:
         remedies.append("more sharding")
     if sharding.offload_param == "none" and config.base_format is None:
         remedies.append("offload")
