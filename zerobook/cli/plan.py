@@ -123,8 +123,7 @@ def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
 def _expect_failures(flags: argparse.Namespace, cluster: Cluster, checkpoint_bytes: float) -> FailurePlan | None:
     """Return the failures of ``--failures``, or of a run on several nodes; None for one node without the flag, and where no
     checkpoint was planned."""
-    is_wanted = flags.failures is not None or cluster.nodes > 1
-    if not is_wanted or checkpoint_bytes == 0:
+    if (flags.failures is None and cluster.nodes == 1) or checkpoint_bytes == 0:
         return None
     return plan_failures(flags.failures or "llama3", cluster.ranks, cluster.nodes, checkpoint_bytes)
 
@@ -204,9 +203,7 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
             if values[mode] and values[flag]:
                 problems.append(f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out.")
     # Several kinds of GPU, and lists or ranges of counts, describe several machines.
-    has_several_kinds = "," in (flags.gpu or "")
-    has_several_counts = re.search("[,-]", f"{flags.gpus}{flags.nodes}") is not None
-    has_several_machines = has_several_kinds or has_several_counts
+    has_several_machines = "," in (flags.gpu or "") or re.search("[,-]", f"{flags.gpus}{flags.nodes}") is not None
     for mode in ("formulas", "failures"):
         if values[mode] and has_several_machines:
             problems.append(f"--{mode}: it is planned for one machine, and --gpu, --gpus or --nodes name several. Choose one.")
@@ -267,8 +264,10 @@ def here(processes: str | None) -> Cluster:
     # Ranks hold the same, so the GPU with the least free memory decides.
     (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))
     if free < 0.9 * total:
-        used = f"{size(total - free)} of GPU {busiest}'s {size(total)} are taken by others"
-        print(f"note: {used}; planned with what is free.", file=sys.stderr)
+        print(
+            f"note: {size(total - free)} of GPU {busiest}'s {size(total)} are taken by others; planned with what is free.",
+            file=sys.stderr,
+        )
     name = hardware.gpu_name or "GPU"
     listed_device = find_device(name)
     device = listed_device or nearest(total).speed_of(name, total)
@@ -444,8 +443,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     for header in ("ranks", *names):
         comparison.add_column(header, justify="right")
     for run in measurements:
-        cells = [_compare_figure(run.figures.get(name)) for name in names]
-        comparison.add_row(run.file, str(run.ranks), *cells)
+        comparison.add_row(run.file, str(run.ranks), *(_compare_figure(run.figures.get(name)) for name in names))
     out = console(table.WIDTH)
     out.print(comparison)
     for run in measurements:

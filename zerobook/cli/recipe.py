@@ -106,8 +106,7 @@ def recipe(argv: list[str]) -> int:
 
     # Print the plan and the next commands.
     say(f"{best.traced.job.name}: {count(best.traced.model.parameters)} parameters, on {cluster.name}\n")
-    notes = [("note", limit) for limit in limits]
-    table.show_lines([*advice.describe(cluster), ("settings", source), *notes])
+    table.show_lines([*advice.describe(cluster), ("settings", source), *(("note", limit) for limit in limits)])
     say(f"\nwrote {file}")
     if not has_data:
         say("Name your data in it, train_file or dataset_name.")

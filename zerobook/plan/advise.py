@@ -401,8 +401,8 @@ class _Search:
         if not row.fits or row.remedies:
             self.misfits.append(row)
             return
-        candidate = Candidate(self.method, self.recipe, self._unset(flags), traced, row)
-        (self.tight if row.tight else self.roomy).append(candidate)
+        candidates = self.tight if row.tight else self.roomy
+        candidates.append(Candidate(self.method, self.recipe, self._unset(flags), traced, row))
 
     def _unset(self, flags: dict[str, Any]) -> dict[str, Any]:
         """Return the flags that the user did not set, or set to another value."""

@@ -112,8 +112,9 @@ class Job:
             return self
         kind = auto_class(type(self.model_config), encoder_decoder=self.recipe.encoder_decoder)
         model_class = kind._model_mapping.get(type(self.model_config), None)
-        precision = self.config.mixed_precision or "no"
-        attention = choose_attention(self.config, self.model_config, model_class, Hardware(gpus=1), precision)
+        attention = choose_attention(
+            self.config, self.model_config, model_class, Hardware(gpus=1), self.config.mixed_precision or "no"
+        )
         changes = {"attn_implementation": attention or self.config.attn_implementation}
         return replace(self, recipe=type(self.recipe)(self.config.model_copy(update=changes)))
 
@@ -124,8 +125,7 @@ class Job:
             return None
         rows = self.config.eval_rows
         if keeps_logits:
-            label_length = self.shape.target or self.shape.source
-            rows = rows_at_once(rows, label_length, vocabulary(self.model_config))
+            rows = rows_at_once(rows, self.shape.target or self.shape.source, vocabulary(self.model_config))
         return self.shape._replace(rows=rows)
 
     @contextmanager
@@ -235,8 +235,9 @@ class Job:
             )
             if parameter in quantised_layers:
                 layer = quantised_layers[parameter]
-                packed_parameters = layer.in_features * layer.out_features
-                weight = replace(weight, packed_parameters=packed_parameters, scale_bytes=layer.scale_bytes)
+                weight = replace(
+                    weight, packed_parameters=layer.in_features * layer.out_features, scale_bytes=layer.scale_bytes
+                )
             weights[parameter] = weight
         groups = []
         for group in parameter_groups(model, self.config.weight_decay):

@@ -51,8 +51,7 @@ def paper_figures(
     if sharding.offload_param == "none":
         gpu_states += states.parameters
     if sharding.offload_optimizer == "none":
-        gpu_states += states.gradients
-        gpu_states += states.optimizer
+        gpu_states += states.gradients + states.optimizer
 
     # The law of each transfer, as numbers and as text.
     trained_letter = "P" if trained == parameters else "T"
@@ -140,17 +139,23 @@ def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
         # Each gather, and the reduce-scatter, are a third of ZeRO-3's traffic. ZeRO++ quantises them, and hpZ gathers for the
         # backward pass inside the node.
         gather = sharding.weight_factor
-        reduction = sharding.gradient_factor
         backward_ranks = sharding.nearest_copy_ranks
         within_node = shard_ranks <= sharding.ranks_per_node
         backward_within_node = backward_ranks <= sharding.ranks_per_node
-        copies = sharding.ranks // shard_ranks
         legs = [
             _Leg("weights, forward", "all-gather", gather, "P", shard_ranks, within_node),
             _Leg("weights, backward", "all-gather", gather, "P", backward_ranks, backward_within_node),
-            _Leg("gradients", "reduce-scatter", reduction, trained_letter, shard_ranks, within_node),
+            _Leg("gradients", "reduce-scatter", sharding.gradient_factor, trained_letter, shard_ranks, within_node),
             # Hybrid sharding: a rank's shard of the gradients is all-reduced over the copies.
-            _Leg("gradients, copies", "all-reduce", all_reduce, trained_letter, copies, on_one_node, divisor=shard_ranks),
+            _Leg(
+                "gradients, copies",
+                "all-reduce",
+                all_reduce,
+                trained_letter,
+                sharding.ranks // shard_ranks,
+                on_one_node,
+                divisor=shard_ranks,
+            ),
         ]
     return [leg for leg in legs if leg.ranks > 1]
 

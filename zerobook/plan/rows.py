@@ -255,16 +255,13 @@ def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
     elif exceeds_at_load:
         # Remedies for the GPU are sharding, which helps here too.
         loads_one_copy = row.sharding.is_zero3 or row.sharding.rank_0_loads or row.sharding.ranks == 1
-        remedy = "more host RAM" if loads_one_copy else "zero3, whose ranks do not load a copy each"
-        row.remedies.append(remedy)
+        row.remedies.append("more host RAM" if loads_one_copy else "zero3, whose ranks do not load a copy each")
     if exceeds_host:
-        remedy = "zero3_nvme" if row.sharding.offload_optimizer == "cpu" else "more host RAM"
-        row.remedies.append(remedy)
+        row.remedies.append("zero3_nvme" if row.sharding.offload_optimizer == "cpu" else "more host RAM")
     if exceeds_disk:
         # A single checkpoint cannot be limited any further.
         has_fewer = row.checkpoints is None or row.checkpoints > 1
-        remedy = "a lower --save_total_limit" if has_fewer else "a larger --disk"
-        row.remedies.append(remedy)
+        row.remedies.append("a lower --save_total_limit" if has_fewer else "a larger --disk")
 
 
 def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | None) -> bool:
@@ -367,8 +364,15 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
             return (2 if row.bare else 1, float(row.memory.total), 0)
         simplicity = SIMPLEST.index(row.file) if row.file in SIMPLEST else len(SIMPLEST)
         slowdown = fastest / row.tokens_per_second if row.tokens_per_second else 1.0
-        uses_host = row.memory.host > 0
         # What is planned to exceed the GPU, and may fit all the same, comes after what fits.
-        return (0, bool(row.remedies), int(math.log(slowdown, SAME_RATE)), row.tight, uses_host, simplicity, slowdown)
+        return (
+            0,
+            bool(row.remedies),
+            int(math.log(slowdown, SAME_RATE)),
+            row.tight,
+            row.memory.host > 0,
+            simplicity,
+            slowdown,
+        )
 
     return sorted(rows, key=sort_key)

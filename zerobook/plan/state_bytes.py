@@ -382,5 +382,4 @@ def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
     rounding_buffer = largest_elements if staying_elements < elements else 0
     largest_weight = max(weight.numel for weight in model.weights)
     buffer_elements = nvme_buffer_elements(sharding.nvme_buffer_elements, largest_weight, sharding.ranks)
-    read_buffers = sharding.nvme_buffers * buffer_elements
-    return (read_buffers + unused_room + rounding_buffer) * sharding.compute_bytes
+    return (sharding.nvme_buffers * buffer_elements + unused_room + rounding_buffer) * sharding.compute_bytes

@@ -371,12 +371,11 @@ def trace_evaluation(
         # Under autocast, accelerate converts the logits to fp32.
         loss(model if precision == "no" else _Upcast(model), batch)
 
-    was_training = model.training
     model.eval()
     try:
         return _trace(evaluate, model, batch, precision, device, repetitions).peak_bytes
     finally:
-        model.train(was_training)
+        model.train()
 
 
 def _trace(
