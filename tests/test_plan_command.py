@@ -218,6 +218,13 @@ def test_checkpoints_are_counted_as_the_run_keeps_them():
     assert kept(save_steps=10, save_total_limit=2) == 3 and kept() == 3 and kept(save_steps=0) == 1
 
 
+def test_the_head_of_a_plan_has_the_accumulation_that_follows_from_a_global_batch(tiny, capsys):
+    line = ["plan", "--gpus", "2", "--strategies", "ddp", str(tiny / "llama"), "--block_size", "64"]
+    assert main([*line, "--global_batch_size", "64", "--per_device_train_batch_size", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "accumulation 4 |" in text and "one micro-batch's" in text
+
+
 def test_what_is_tight_goes_behind_what_is_not_and_as_fast():
     facts = {"tokens_per_step": 100, "memory": SimpleNamespace(host=0)}
     roomy = Row(file="zero3", name="zero3", time=SimpleNamespace(step=1.01), **facts)
