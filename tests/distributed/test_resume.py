@@ -167,7 +167,7 @@ def test_a_finished_run_that_lost_its_model_writes_it_and_does_nothing_twice(tin
     done = [e["type"] for e in again.events if e["attempt"] == 2]
     assert "run_end" in done and not {"eval", "checkpoint", "metrics"} & set(done)
     (resumed,) = [e for e in again.events if e["type"] == "resume"]
-    assert "nothing is trained" in again.text and not resumed["differing"]
+    assert "nothing is left to train" in again.text and not resumed["differing"]
     ends = [e for e in again.events if e["type"] == "run_end"]
     assert ends[0]["eval"] == ends[1]["eval"] and ends[0]["eval"]["loss"] > 0 and ends[0]["progress"] == ends[1]["progress"]
     assert {f: f.stat().st_mtime_ns for f in saved} == saved, "the checkpoint is not written again"

@@ -76,7 +76,8 @@ class Console(Hook):
         if state.progress.step < state.end_step:
             self._introduce_padding(trainer)
         else:
-            self.say(f"step {state.progress.step} was the last one; nothing is left to train")
+            advice = "a higher --max_train_steps or --num_train_epochs trains on"
+            self.say(f"step {state.progress.step} was the last one; nothing is left to train ({advice})")
 
     def _introduce_data(self, data: PreparedData) -> None:
         """Print for each dataset its format, its counts, and the columns that are not read."""

@@ -264,7 +264,6 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     say(f"resumed {manager.checkpoint} at step {progress.step}")
     # There is no next step to compare.
     if progress.step >= state.end_step:
-        say("  no step is left, so nothing is trained. To train on, raise --max_train_steps or --num_train_epochs")
         differing = {}
     # The later checkpoints are set aside only after the load. If it had failed, a restart would still find them.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
