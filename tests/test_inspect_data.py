@@ -73,6 +73,7 @@ def test_lines_are_named(tmp_path, tiny, capsys):
     assert facts["in_both"] == {"count": 1, "first": ["sample 2"]} and facts["held_out"]["samples"] == 2
     assert main(line) == 2
     said = capsys.readouterr().out
+    assert f"the tokenizer of {tiny / 'llama'} (--model)" in said.replace("\n", "")
     for words in ("line 4 (as line 1)", f"--max_seq_length {found['needed_length']} keeps all of them whole", "line 1: "):
         assert words in said
 

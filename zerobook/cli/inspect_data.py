@@ -100,6 +100,8 @@ def _print_text(
     train: Examined, held_out: Examined | None, held_out_count: int, shared_samples: Locations, flags: argparse.Namespace
 ) -> None:
     """Print the findings about the training data, the held-out data, and the samples that are in both."""
+    # Other tokenizers and chat templates give other lengths.
+    say(f"tokens are counted with the tokenizer of {flags.model} (--model)")
     _print_findings(train, flags.max_seq_length)
     if held_out:
         _print_findings(held_out, flags.max_seq_length)

@@ -165,9 +165,7 @@ def code_state(file: Path) -> dict[str, Any]:
 
 def _ask_git(folder: Path, *words: str) -> str:
     # A git that hangs, as on a network drive, does not block the run.
-    return subprocess.run(
-        ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True
-    ).stdout.strip()
+    return subprocess.check_output(["git", "-C", str(folder), *words], stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
 
 
 @contextmanager

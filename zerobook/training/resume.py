@@ -239,11 +239,10 @@ def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str]
     if checkpoint is None or not state.progress.total_steps:
         return state.end_step
     progress = state.progress
-    config = state.config
     saved = store.read_json(checkpoint / "config.json")["config"]
     # The length is set as a number of steps, or follows from the epochs and the global batch.
     saved_length = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
-    length = config.max_train_steps or (config.num_train_epochs, state.layout.global_batch)
+    length = state.config.max_train_steps or (state.config.num_train_epochs, state.layout.global_batch)
     if length == saved_length:
         return progress.total_steps
     if state.end_step != progress.total_steps:
