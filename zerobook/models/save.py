@@ -53,7 +53,8 @@ def save_model(
 
     def write() -> None:
         staging = staging_of(folder)
-        advice = "The last checkpoint holds the weights: free some space, and resume with --resume_from_checkpoint auto."
+        # With --on_save_error continue, the last checkpoint may be older than the model, or missing.
+        advice = "Free some space, and resume from the last checkpoint with --resume_from_checkpoint auto."
         with disk_errors_named(folder, advice):
             try:
                 _write(model, tokenizer, staging, weights | strategy.buffers(), dtype)
