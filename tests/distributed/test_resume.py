@@ -166,11 +166,20 @@ def test_a_finished_run_that_lost_its_model_writes_it_and_does_nothing_twice(tin
     assert set(after) == set(before) and all(torch.equal(after[name], before[name]) for name in before)
     done = [e["type"] for e in again.events if e["attempt"] == 2]
     assert "run_end" in done and not {"eval", "checkpoint", "metrics"} & set(done)
-    (resumed,) = [e for e in again.events if e["type"] == "resume"]
-    assert "nothing is left to train" in again.text and not resumed["differing"]
     ends = [e for e in again.events if e["type"] == "run_end"]
     assert ends[0]["eval"] == ends[1]["eval"] and ends[0]["eval"]["loss"] > 0 and ends[0]["progress"] == ends[1]["progress"]
     assert {f: f.stat().st_mtime_ns for f in saved} == saved, "the checkpoint is not written again"
+
+
+@pytest.mark.launch
+def test_a_run_that_is_past_its_end_compares_no_next_step(tiny, tmp_path):
+    settings = flags(tiny) | {"num_train_epochs": 1}
+    launch("single", 1, "causal_lm", tmp_path / "run", **settings | {"max_train_steps": 30})
+
+    again = launch("single", 1, "causal_lm", tmp_path / "run", resume_from_checkpoint="auto", **settings)
+
+    (resumed,) = [event for event in again.events if event["type"] == "resume"]
+    assert "nothing is left to train" in again.text and not resumed["differing"]
 
 
 @pytest.mark.launch
