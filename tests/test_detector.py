@@ -549,6 +549,14 @@ def test_a_run_that_dies_after_one_batch_without_labels_is_dead():
     assert [f.step for f in found] == [204]
 
 
+@pytest.mark.parametrize(("norm", "zeros", "is_dead"), [(0.5, 45, True), (0.5, 39, False), (0.004, 45, False)])
+def test_a_run_whose_gradients_stay_exactly_zero_is_dead(norm, zeros, is_dead):
+    losses = noise(0.03)[:100]
+    points = [Point(step=i, loss=x, grad_norm=0.0 if 30 <= i < 30 + zeros else norm) for i, x in enumerate(losses)]
+    found = [(f.kind, f.onset, f.step) for f in replay(points) if "gradient was exactly 0" in f.reason]
+    assert found == [("divergence", 30, 69)] * is_dead
+
+
 def test_a_loss_that_is_often_exactly_zero_is_not_dead():
     rng = random.Random(0)
     losses = [max(0.0, 1 - step / 100 + rng.gauss(0, 0.7)) for step in range(200)]

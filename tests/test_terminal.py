@@ -134,7 +134,11 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     assert BRACKETS in capsys.readouterr().out
     shape = SimpleNamespace(source=1, target=0, rows=1)
     config = SimpleNamespace(
-        gradient_accumulation_steps=1, mixed_precision=None, activation_checkpointing="none", attn_implementation=None
+        accumulation_on=lambda ranks: 1,
+        gradient_accumulation_steps=1,
+        mixed_precision=None,
+        activation_checkpointing="none",
+        attn_implementation=None,
     )
     job = SimpleNamespace(name=BRACKETS, shape=shape, config=config)
     subject = SimpleNamespace(job=job, model=SimpleNamespace(parameters=1, trained_elements=1))
@@ -154,7 +158,9 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
         paper=None,
         checkpoint=1,
     )
-    where = SimpleNamespace(host_memory=0, name="x", cpu=False, device=SimpleNamespace(like="", memory=1, has_run=True))
+    where = SimpleNamespace(
+        ranks=1, host_memory=0, name="x", cpu=False, device=SimpleNamespace(like="", memory=1, has_run=True)
+    )
     plan_table.show(subject, [SimpleNamespace(**row)], where)
     assert capsys.readouterr().out.count(BRACKETS) == 3
 

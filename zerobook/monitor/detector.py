@@ -47,6 +47,10 @@ SMALL_RETURN = 8
 """An overshoot stays below the first loss by this factor."""
 USUAL_SERIES = 3
 """Series of at most three zeros after which zeros are usual in this data. A batch without supervised tokens is rarer."""
+STILL_STEPS = 40
+"""Gradients of exactly 0 in a row after which a run is dead. Healthy runs of published logs have at most seven."""
+ROUNDED_NORM = 0.01
+"""Where norms are usually smaller than this, a log may have rounded them to 0."""
 DEAD_LEVEL = 0.02
 """A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
 by step."""
@@ -76,6 +80,7 @@ class Detector:
         risen: number of points in a row at which the level was far above ``lowest``.
         zeros: steps of the newest points, if their loss was exactly 0; at most those that are needed for a verdict.
         zero_series: number of series of zeros that a usual loss has followed, as in hinge losses.
+        still: steps of the newest points, if their gradient was exactly 0; at most those that are needed for a verdict.
         not_finite: steps of the newest points, if their loss or gradient was not finite.
         spikes: values of ``seen`` at the newest alarms.
         chronic: whether the ``chronic`` finding was reported.
@@ -106,6 +111,7 @@ class Detector:
         self.risen: int = state.get("risen", 0)
         self.zeros: list[int] = state.get("zeros", [])
         self.zero_series: int = state.get("zero_series", 0)
+        self.still: list[int] = state.get("still", [])
         self.not_finite: list[int] = state.get("masked", [])
         self.spikes: list[int] = state.get("spikes", [])
         self.chronic: bool = state.get("chronic", False)
@@ -136,6 +142,7 @@ class Detector:
             "risen": self.risen,
             "zeros": list(self.zeros),
             "zero_series": self.zero_series,
+            "still": list(self.still),
             "masked": list(self.not_finite),
             "spikes": list(self.spikes),
             "chronic": self.chronic,
@@ -144,8 +151,9 @@ class Detector:
 
     @property
     def calm(self) -> bool:
-        """True if the detector is neither armed nor inside an excursion, and the last point was finite and not 0."""
-        return self.armed is None and self.excursion is None and not self.not_finite and not self.zeros
+        """True if the detector is neither armed nor in an excursion, and the last loss and gradient were finite and not 0."""
+        is_sound = not self.not_finite and not self.zeros and not self.still
+        return self.armed is None and self.excursion is None and is_sound
 
     @property
     def has_level(self) -> bool:
@@ -154,7 +162,7 @@ class Detector:
     def onset(self) -> int | None:
         """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
         # From the earliest of these steps on, the weights may be damaged.
-        steps = [*self.not_finite[:1], *self.zeros[:1]]
+        steps = [*self.not_finite[:1], *self.zeros[:1], *self.still[:1]]
         if self.armed is not None:
             steps.append(self.armed)
         if self.excursion is not None:
@@ -201,7 +209,8 @@ class Detector:
         if point.learning_rate is not None:
             self.last_rate = point.learning_rate
         # The norm first: a shock at this step changes what its loss is compared with.
-        return self._see_norm(point) + self._see_loss(point, stride) + self._see_level(point)
+        findings = self._see_still(point) + self._see_norm(point)
+        return findings + self._see_loss(point, stride) + self._see_level(point)
 
     def finish(self) -> list[Finding]:
         """End the series, and judge an excursion that has not come back."""
@@ -256,6 +265,19 @@ class Detector:
             return []
         reason = f"the loss was exactly 0 at {enough} points in a row, where {self.loss.level():.4g} was usual"
         return [self._finding("divergence", point, reason)]
+
+    def _see_still(self, point: Point) -> list[Finding]:
+        """Process a gradient of exactly 0. If many follow each other, the weights are destroyed, and learn nothing any more."""
+        has_norms = len(self.norm.accepted) > 0 and self.norm.level() > math.log(ROUNDED_NORM)
+        if point.grad_norm != 0.0 or point.loss <= DEAD_LEVEL or not has_norms:
+            self.still.clear()
+            return []
+        if len(self.still) == STILL_STEPS:
+            return []
+        self.still.append(point.step)
+        if len(self.still) < STILL_STEPS:
+            return []
+        return [self._finding("divergence", point, f"the gradient was exactly 0 at {STILL_STEPS} points in a row")]
 
     # --- the gradient norm, which often moves first
     def _see_norm(self, point: Point) -> list[Finding]:
@@ -591,8 +613,8 @@ class Detector:
     # --- findings
     def _finding(self, kind: str, point: Point, reason: str) -> Finding:
         """Return a finding about a point that belongs to no excursion."""
-        # A point that is not finite, or 0, belongs to those right before it.
-        steps = self.not_finite or self.zeros or [point.step]
+        # A point whose loss or gradient is not finite, or 0, belongs to those right before it.
+        steps = self.not_finite or self.zeros or self.still or [point.step]
         base = self.loss.level() if self.has_level else point.loss
         return Finding(
             kind=kind,
