@@ -128,7 +128,7 @@ class RecipeFile:
 
     def figures(self, row: Any) -> str:
         """Return the header's line ``Plan`` for a planned row."""
-        assert row.fits, f"{self.name}: {row.problems or row.over}"
+        assert row.fits, f"{self.name}: {row.problems or row.exceeded}"
         steps, where = self.steps(self.read()[0]), self.hardware
         hours = steps * row.time.step / 3600
         price = hours * where.ranks * PRICES[where.device.name]

@@ -297,8 +297,8 @@ def test_zero3_is_named_only_where_it_loads_fewer_copies(sharding, remedy):
 def test_remedies_name_what_is_in_the_way():
     where = cluster(gpus="8", gpu="a100-80gb", host_memory="45GB", disk="1GB")
     rows = rows_of("causal_lm", WIDE, where, ("zero2", "zero3"), **HALF, block_size=1000, save_steps=0)
-    assert rows["zero2"].over[0].startswith("host RAM while loading") and "zero3" in rows["zero2"].remedies[0]
-    assert rows["zero3"].over == [f"disk: {size(rows['zero3'].checkpoint)} of 1.00 GB"]
+    assert rows["zero2"].exceeded[0].startswith("host RAM while loading") and "zero3" in rows["zero2"].remedies[0]
+    assert rows["zero3"].exceeded == [f"disk: {size(rows['zero3'].checkpoint)} of 1.00 GB"]
     assert rows["zero3"].remedies == ["a larger --disk"]
     (large,) = rows_of("seq2seq_chatbot", "blenderbot_400m", cluster(gpu_memory="2GB"), ("zero2",), max_source_length=128,
                        max_target_length=64, **HALF).values()  # fmt: skip

@@ -101,7 +101,7 @@ def test_the_most_that_ddp_fits_on_a_v100(tmp_path, layers, billions, accumulati
     v100 = cluster(gpus="8", gpu="v100-32gb", gpu_memory="32GiB")
     (ddp,) = [plan_row(file, traced, v100, sources) for file in FILES if file.stem == "ddp"]
     assert traced.model.parameters / 1e9 == pytest.approx(billions, abs=0.005)
-    assert ddp.fits is fits, ddp.over
+    assert ddp.fits is fits, ddp.exceeded
     # by the formulas, even of 32 x 10^9 bytes: 16 a parameter, and 4 of buckets beside gradients that are kept
     buckets = 4 * traced.model.parameters * (accumulation - 1)
     held = formulas.model_states(traced.model.parameters, 0, 8, mixed=True).total + buckets
@@ -141,7 +141,7 @@ def test_falcon_40b():
     # every rank loads its own copy
     whole = rows_of("causal_lm", "falcon_40b", eight, files=("zero2",), mixed_precision="bf16", per_device_train_batch_size=1)
     assert whole["zero2"].memory.host_at_load == 4 * weights * 8 > 1.3e12
-    assert any("host RAM while loading" in reason for reason in whole["zero2"].over)
+    assert any("host RAM while loading" in reason for reason in whole["zero2"].exceeded)
 
 
 @pytest.mark.full  # ten seconds a trace
@@ -219,8 +219,9 @@ def test_what_smaller_activations_would_fit_goes_before_what_nothing_would():
         return Row(file=name, name=name, memory=held, **facts)
 
     rows = [
-        Row(file="impossible", name="", problems=["it cannot run"]), row_of("states alone", 90, over=["GPU memory"], bare=True),
-        row_of("near", 100, over=["GPU memory"]), row_of("far", 120, over=["GPU memory"]),
+        Row(file="impossible", name="", problems=["it cannot run"]),
+        row_of("states alone", 90, exceeded=["GPU memory"], bare=True),
+        row_of("near", 100, exceeded=["GPU memory"]), row_of("far", 120, exceeded=["GPU memory"]),
         row_of("fits", 70, time=StepSeconds(1, 0, 0, 0, 0, 0), tokens_per_step=10),
     ]  # fmt: skip
     assert [made.file for made in rank_rows(rows)] == ["fits", "near", "far", "states alone", "impossible"]

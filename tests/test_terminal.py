@@ -151,7 +151,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
         time=None,
         memory=None,
         problems=[],
-        over=[],
+        exceeded=[],
         uncounted=[BRACKETS],
         bare=False,
         untraced=False,

@@ -413,10 +413,10 @@ class _Search:
                 unset[key] = value
         return unset
 
-    def nearest_to_fitting(self) -> str:
+    def describe_nearest_misfit(self) -> str:
         """Return what the strategy that is nearest to fitting lacks."""
         nearest = rank_rows(self.misfits)[0]
-        reasons = nearest.over or nearest.problems or ["it may need more than the GPU has"]
+        reasons = nearest.exceeded or nearest.problems or ["it may need more than the GPU has"]
         text = f"{nearest.file} comes nearest: {'; '.join(reasons)}"
         if nearest.remedies:
             text += f". It needs {' or '.join(nearest.remedies)}"
@@ -427,7 +427,7 @@ def _may_fit_with_less(row: Row) -> bool:
     """Return whether smaller activations can make a strategy fit, or allow a larger micro-batch than one that fits."""
     if row.problems or row.bare:
         return False
-    return row.fits or any(limit.startswith("GPU memory") for limit in row.over)
+    return row.fits or any(limit.startswith("GPU memory") for limit in row.exceeded)
 
 
 def advise(request: Request, cluster: Cluster, methods: list[str] | None = None) -> Advice:
@@ -458,7 +458,7 @@ def advise(request: Request, cluster: Cluster, methods: list[str] | None = None)
             shortfalls[method] = error.problems[0]
             continue
         if not candidates:
-            shortfalls[method] = search.nearest_to_fitting()
+            shortfalls[method] = search.describe_nearest_misfit()
             continue
         ranked[method] = candidates
         if not candidates[0].row.offloads:

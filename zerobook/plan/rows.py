@@ -65,12 +65,12 @@ class Row:
     # why it cannot run; then there are no figures
     problems: list[str] = field(default_factory=list)
     # what does not fit, and what would help
-    over: list[str] = field(default_factory=list)
+    exceeded: list[str] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
-        return not self.problems and not self.over
+        return not self.problems and not self.exceeded
 
     @property
     def offloads(self) -> bool:
@@ -268,7 +268,7 @@ def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | 
     """Return whether a resource does not suffice, and then add it to the row."""
     if available_bytes is None or needed_bytes <= available_bytes:
         return False
-    row.over.append(f"{resource}: {size(needed_bytes)} of {size(available_bytes)}")
+    row.exceeded.append(f"{resource}: {size(needed_bytes)} of {size(available_bytes)}")
     return True
 
 

@@ -221,14 +221,14 @@ def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
         for problem in row.problems:
             verb = "be planned" if row.untraced else "run"
             out.print(f"[bold]{row.file}[/] cannot {verb}: {escape(problem)}")
-        if row.over:
-            resources = tuple(reason.partition(":")[0] for reason in row.over)
+        if row.exceeded:
+            resources = tuple(reason.partition(":")[0] for reason in row.exceeded)
             similar_rows.setdefault((resources, tuple(row.remedies)), []).append(row)
     for (resources, remedies), group in similar_rows.items():
         reason = " and ".join(resources)
         # The amounts of several rows differ, so only those of one are printed.
         if len(group) == 1:
-            reason = "; ".join(group[0].over)
+            reason = "; ".join(group[0].exceeded)
         files = ", ".join(row.file for row in group)
         line = f"does not fit ({reason}): [bold]{files}[/]"
         if remedies:
