@@ -36,6 +36,7 @@ echo "${nodes[@]}" > "$RECORD/nodes"
 trap 'kill -USR1 "${nodes[@]}"' USR1
 code=0
 for node in "${nodes[@]}"; do
+  wait "$node" || code=$? # also if it has ended already
   while kill -0 "$node" 2>/dev/null; do wait "$node" || code=$?; done
 done
 exit $code
