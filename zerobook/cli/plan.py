@@ -123,7 +123,8 @@ def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
 def _expect_failures(flags: argparse.Namespace, cluster: Cluster, checkpoint_bytes: float) -> FailurePlan | None:
     """Return the failures of ``--failures``, or of a run on several nodes; None for one node without the flag, and where no
     checkpoint was planned."""
-    if (flags.failures is None and cluster.nodes == 1) or checkpoint_bytes == 0:
+    is_wanted = flags.failures is not None or cluster.nodes > 1
+    if not is_wanted or checkpoint_bytes == 0:
         return None
     return plan_failures(flags.failures or "llama3", cluster.ranks, cluster.nodes, checkpoint_bytes)
 
@@ -203,7 +204,9 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
             if values[mode] and values[flag]:
                 problems.append(f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out.")
     # Several kinds of GPU, and lists or ranges of counts, describe several machines.
-    has_several_machines = "," in (flags.gpu or "") or re.search("[,-]", f"{flags.gpus}{flags.nodes}") is not None
+    has_several_kinds = "," in (flags.gpu or "")
+    has_several_counts = re.search("[,-]", f"{flags.gpus}{flags.nodes}") is not None
+    has_several_machines = has_several_kinds or has_several_counts
     for mode in ("formulas", "failures"):
         if values[mode] and has_several_machines:
             problems.append(f"--{mode}: it is planned for one machine, and --gpu, --gpus or --nodes name several. Choose one.")

@@ -199,7 +199,8 @@ class Judge:
         for rank, beat in sorted(self.beats.items()):
             if rank not in blamed_ranks and beat.phase not in FINISHED_PHASES:
                 ranks_by_position.setdefault((beat.phase, beat.step), []).append(rank)
-        return [(*position, rank_ranges(ranks)) for position, ranks in list(ranks_by_position.items())[:MAX_PLACES]]
+        waiting = [(phase, step, rank_ranges(ranks)) for (phase, step), ranks in ranks_by_position.items()]
+        return waiting[:MAX_PLACES]
 
 
 def describe(verdict: Verdict) -> str:

@@ -76,7 +76,8 @@ class Stragglers:
                 if rank_seconds > slowest_normal:
                     slow_ranks_by_host.setdefault(hosts[rank], []).append(rank)
             for host, ranks in slow_ranks_by_host.items():
-                slow.append(Slow(what, host, ranks, self._step, max(seconds[rank] for rank in ranks), typical))
+                longest = max(seconds[rank] for rank in ranks)
+                slow.append(Slow(what, host, ranks, self._step, longest, typical))
         return slow
 
 

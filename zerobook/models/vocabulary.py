@@ -25,10 +25,11 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Non
     from tokenizers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
+    template = str(tokenizer.chat_template or "")
     # Repeated tokens are dropped. Ids are assigned in the order of the flag.
     new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
     for token in new:
-        tokenizer.add_tokens(AddedToken(token, special=token in str(tokenizer.chat_template or ""), normalized=False))
+        tokenizer.add_tokens(AddedToken(token, special=token in template, normalized=False))
     tokenizer.new_token_ids = sorted(cast("list[int]", tokenizer.convert_tokens_to_ids(new)))
 
 

@@ -81,7 +81,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a decision on a rollback depends on. ``step`` is the newest one that the run has done."""
+    """A spike to decide on, with its trouble. ``step`` is the newest one that the run has done."""
 
     finding: Finding
     trouble: Trouble
