@@ -113,7 +113,7 @@ def test_small_files_of_others_are_refused_by_name_or_passed_over(tmp_path, monk
     for kind, read in refused.values():
         with pytest.raises(kind, match=r"evil\.json"):
             read()
-    assert trackers._read_identities(file) == {} and "evil.json" in capsys.readouterr().out
+    assert trackers._read_ids(file) == {} and "evil.json" in capsys.readouterr().out
     shutil.copyfile(file, tmp_path / load.ORIGIN_FILE) if file.is_file() else os.mkfifo(tmp_path / load.ORIGIN_FILE)
     assert load._read_origin(tmp_path) == {}
 

@@ -33,61 +33,53 @@ IDENTITIES = "trackers.json"
 class Trackers(Hook):
     """Logs the last step of each log point, evaluations, and messages of the spike monitor.
 
-    Trackers accept each step number once, so their step number never goes back: it also counts the abandoned steps. A tracker
-    that raises an error gets no more calls: the training goes on, and the runlog has all values.
+    Trackers accept each step number only once, so the number that they get also counts the abandoned steps. A tracker that
+    raises an error is not called again: the training goes on, and the runlog has all values.
     """
 
     def __init__(self, strategy: Strategy, config: RecipeConfig, *, resumed: bool):
         """Start the trackers, or continue those of a resumed run. Collective.
 
         Args:
-            resumed: the run goes on from a checkpoint of its own folder; its config was logged by its first attempt.
+            resumed: the run continues from a checkpoint in its own folder.
         """
+        self.strategy = strategy
         self.accelerator = strategy.accelerator
         self.has_ended = False
-        file = Path(config.output_dir) / "runlog" / IDENTITIES
-        identities = _read_identities(file) if resumed else {}
-        wandb_id = os.environ.get("WANDB_RUN_ID") or identities.get("wandb") or uuid.uuid4().hex[:8]
-        project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
-        name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
-        # MLflow reads a name only for a new run.
-        mlflow_options = {"run_name": name}
-        if "mlflow" in identities:
-            mlflow_options = {"run_id": identities["mlflow"]}
-        options: dict[str, dict[str, Any]] = {
-            # Each tracker has a name of its own for the run's name, and those that can resume a run take its id.
-            "wandb": {"name": name, "id": wandb_id, "resume": "allow"},
-            "mlflow": mlflow_options,
-            "swanlab": {"experiment_name": name},
-            "trackio": {"name": name},
-        }
-
-        def start(kind: str) -> None:
-            if kind == "wandb" and strategy.is_main and "WANDB_MODE" not in os.environ:
-                reason = _why_wandb_is_offline()
-                if reason is not None:
-                    folder = os.environ.get("WANDB_DIR", config.output_dir)
-                    options["wandb"] |= {"mode": "offline", "dir": folder}
-                    tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
-            # The config was logged by the attempt that began the run in this tracker.
-            logged_config = None if kind in identities else _flat(config.model_dump())
-            self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
-
+        ids_file = Path(config.output_dir) / "runlog" / IDENTITIES
+        ids = _read_ids(ids_file) if resumed else {}
+        wandb_id = os.environ.get("WANDB_RUN_ID") or ids.get("wandb") or uuid.uuid4().hex[:8]
+        options = _make_options(config, ids, wandb_id)
         trackers: list[GeneralTracker] = []
-        # One after another, since each may fail. On other ranks than 0, accelerate starts none.
-        for kind in config.report_to:
-            self.accelerator.log_with = [kind]
+        # Start one after another, since each may fail. On other ranks than 0, accelerate starts none.
+        for name in config.report_to:
+            self.accelerator.log_with = [name]
             self.accelerator.trackers = []
-            if _succeeds(kind, partial(start, kind)):
+            # A tracker with an id already has the config, from the attempt that began the run in it.
+            logged_config = None if name in ids else _flatten(config.model_dump())
+            if _succeeds(name, partial(self._start, name, config, logged_config, options)):
                 trackers += self.accelerator.trackers
         self.accelerator.trackers = trackers
         if strategy.is_main:
             for tracker in trackers:
-                # Trackers without ids have an empty one, which says that they have logged the config.
-                identities.setdefault(tracker.name, wandb_id if tracker.name == "wandb" else "")
+                # A tracker without ids gets an empty one, which records that it has the config.
+                ids.setdefault(tracker.name, wandb_id if tracker.name == "wandb" else "")
                 if tracker.name == "mlflow":
-                    identities["mlflow"] = tracker.active_run.info.run_id
-            write_whole(file, json.dumps(identities))
+                    ids["mlflow"] = tracker.active_run.info.run_id
+            write_whole(ids_file, json.dumps(ids))
+
+    # Start one tracker. W&B starts offline if it cannot be reached, unless the user has set ``WANDB_MODE``.
+    def _start(
+        self, name: str, config: RecipeConfig, logged_config: dict[str, Any] | None, options: dict[str, dict[str, Any]]
+    ) -> None:
+        if name == "wandb" and self.strategy.is_main and "WANDB_MODE" not in os.environ:
+            reason = _why_wandb_is_offline()
+            if reason is not None:
+                folder = os.environ.get("WANDB_DIR", config.output_dir)
+                options["wandb"] |= {"mode": "offline", "dir": folder}
+                tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
+        project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
+        self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         last = records[-1]
@@ -106,10 +98,10 @@ class Trackers(Hook):
         if trainer.pace.tflops is not None:
             values["tflops"] = trainer.pace.tflops
         values |= {f"train/{name}": value for name, value in last.metrics.items()}
-        self._log(values, _step(trainer, last.step))
+        self._log(values, _tracker_step(trainer, last.step))
 
     def on_alert(self, trainer: TrainerView, messages: Sequence[str]) -> None:
-        step = _step(trainer, trainer.progress.step)
+        step = _tracker_step(trainer, trainer.progress.step)
 
         def write(tracker: Any) -> None:
             if tracker.name == "tensorboard":
@@ -117,10 +109,10 @@ class Trackers(Hook):
             elif tracker.name == "wandb":
                 tracker.run.log({"runlog": "\n".join(messages)}, step=step)
 
-        self._each(write)
+        self._call_each(write)
 
     def on_evaluate(self, trainer: TrainerView, record: EvaluationRecord) -> None:
-        self._log(held_out.tracked(record.result), _step(trainer, record.step))
+        self._log(held_out.tracked(record.result), _tracker_step(trainer, record.step))
 
     def on_end(self, trainer: TrainerView) -> None:
         self.has_ended = True
@@ -129,25 +121,41 @@ class Trackers(Hook):
         self.has_ended = False
 
     def close(self, trainer: TrainerView) -> None:
-        # After the model is written: some trackers wait here until all is uploaded. A run that failed is not called finished.
-        # `Accelerator.end_training` would end the process group too.
+        # Finish the trackers here, when the model is written: some wait until everything is uploaded. A run that failed is not
+        # marked as finished. Do not call `Accelerator.end_training`, which would end the process group too.
         if self.has_ended:
-            self._each(lambda tracker: tracker.finish())
+            self._call_each(lambda tracker: tracker.finish())
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        self._each(lambda tracker: tracker.log(values, step=step))
+        self._call_each(lambda tracker: tracker.log(values, step=step))
 
-    def _each(self, call: Callable[[GeneralTracker], None]) -> None:
+    def _call_each(self, call: Callable[[GeneralTracker], None]) -> None:
         """Call ``call`` with each tracker that has not failed."""
-        trackers = self.accelerator.trackers
-        self.accelerator.trackers = [tracker for tracker in trackers if _succeeds(tracker.name, partial(call, tracker))]
+        self.accelerator.trackers = [
+            tracker for tracker in self.accelerator.trackers if _succeeds(tracker.name, partial(call, tracker))
+        ]
+
+
+def _make_options(config: RecipeConfig, ids: dict[str, str], wandb_id: str) -> dict[str, dict[str, Any]]:
+    """Return tracker -> its arguments, with the name of the run, and the id to continue a run if the tracker takes one."""
+    run_name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
+    # MLflow reads a name only for a new run.
+    mlflow_options = {"run_name": run_name}
+    if "mlflow" in ids:
+        mlflow_options = {"run_id": ids["mlflow"]}
+    return {
+        "wandb": {"name": run_name, "id": wandb_id, "resume": "allow"},
+        "mlflow": mlflow_options,
+        "swanlab": {"experiment_name": run_name},
+        "trackio": {"name": run_name},
+    }
 
 
 def _succeeds(name: str, call: Callable[[], None]) -> bool:
     """Return whether a call of a tracker raises no error; otherwise, print a warning."""
     try:
         call()
-    # Each tracker's library has errors of its own.
+    # Catch everything, since each tracker's library has other errors.
     except Exception as error:
         reason = without_passwords(f"{type(error).__name__}: {error}")
         tqdm.write(f"WARNING: {name}: {reason}. The run goes on without this tracker; the runlog has all values")
@@ -160,10 +168,10 @@ def _why_wandb_is_offline() -> str | None:
     import wandb
 
     address = wandb.setup().settings.base_url
-    # A prompt for a key would stop an unattended run.
+    # Without a key, W&B would ask for one, and an unattended run would wait without end.
     if not (os.environ.get("WANDB_API_KEY") or _is_logged_in(urlsplit(address).netloc)):
         return f"there is no key for {address} (wandb login)"
-    # Its client tries for minutes.
+    # Test the connection here, since W&B's client tries for minutes.
     try:
         hub.connect(address)
     except OSError as error:
@@ -180,10 +188,10 @@ def _is_logged_in(host: str) -> bool:
     return any(name == host or "wandb" in name for name in names)
 
 
-def _read_identities(file: Path) -> dict[str, str]:
-    """Return the trackers' own ids of the run; nothing if there are none that can be read."""
+def _read_ids(file: Path) -> dict[str, str]:
+    """Return tracker -> its id of the run; nothing if the file is missing or damaged."""
     try:
-        return {name: str(identity) for name, identity in read_json(file).items()}
+        return {name: str(run_id) for name, run_id in read_json(file).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
@@ -192,13 +200,13 @@ def _read_identities(file: Path) -> dict[str, str]:
         return {}
 
 
-def _step(trainer: TrainerView, step: int) -> int:
-    """Return the trackers' number of a step, which never goes back."""
+def _tracker_step(trainer: TrainerView, step: int) -> int:
+    """Return the number that trackers get for a step. It also counts the steps that were done twice, so it never goes back."""
     return step + trainer.progress.redone
 
 
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as numbers and texts, which every tracker takes, without passwords in addresses."""
+def _flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers as they are and other values as text, which every tracker takes, without passwords in addresses."""
     flat = {}
     for name, value in values.items():
         flat[name] = value if isinstance(value, int | float | bool) else without_passwords(str(value))
