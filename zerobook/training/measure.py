@@ -21,7 +21,7 @@ from zerobook.utils.shipped import find, names, shipped
 
 ANSWERS = 8
 """Number of prompts of a file that are answered."""
-_NOT_OF_THE_RUN = {
+_UNUSED_KEYS = {
     "dataset_name",
     "dataset_config_name",
     "datasets",
@@ -44,8 +44,8 @@ _NOT_OF_THE_RUN = {
     "expect",
     "policy",
 }
-"""Keys of the run's config that are not used: the data come from the file, and the tokenizer from the saved model. Nothing is
-trained, and the run's folders may be those of another machine."""
+"""Keys of the run's config that an evaluation ignores. The data come from the file, and the tokenizer from the saved model.
+Nothing is trained, and the run's folders may be those of another machine."""
 
 
 def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:
@@ -53,12 +53,12 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
 
     Args:
         path: the run's output_dir, or the model, the adapter or a checkpoint in it.
-        file: data, of any format that a run takes.
+        file: a data file, in any format that a run reads.
         rows: maximum number of rows that are measured; None for all rows.
 
     Raises:
-        ConfigError: the folder is not in a run, its recipe is not here, the file cannot be read, or its samples are longer than
-            the model's positions.
+        ConfigError: the folder is not in a run, the recipe's file is missing, the data cannot be read, or a sample is longer
+            than the model allows.
     """
     from zerobook.data.prepare import prepare
     from zerobook.data.templates import end_tokens
@@ -66,36 +66,35 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     from zerobook.models.load import check_fit, load_tokenizer
     from zerobook.models.vocabulary import fit_embeddings
 
-    recipe, sources = _recipe_of(path, file, rows, trust_remote_code)
-    # The precision and quantisation are those of the run, and there is one process. No optimizer is needed.
+    recipe, sources = _make_recipe(path, file, rows, trust_remote_code)
+    # One process evaluates, without an optimizer, in the precision and with the quantisation of the run.
     plan, config, _ = resolve_this_process(recipe.config, sources, trains=False)
     recipe = type(recipe)(config)
     strategy = build(config, plan)
     tokenizer = load_tokenizer(config, strategy)
     objective = recipe.objective()
     data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
-    # `_recipe_of` names the file as the training data. Its rows are the held-out data of this evaluation.
+    # `_make_recipe` passes the file as training data. Make its rows the held-out data.
     file_rows = cast("PreparedRows", data.train)
     data = replace(data, held_out={Path(file).name: file_rows})
     model = recipe.model(tokenizer, strategy)
     fit_embeddings(model, tokenizer)
     adapted = recipe.adapt(model)
-    # An adapter may have embeddings with more rows than the model's own.
+    # Check after the adapter is added, since it may have embeddings with more rows than those of the model.
     check_fit(model, tokenizer, data)
     collate = recipe.collator(tokenizer, adapted)
     strategy.model = strategy.prepare_frozen(adapted)
-    keep_mask = objective.needs_attention_mask(strategy.model)
     collate = choose_isolating_collator(
         strategy,
         collate,
-        keep_mask=keep_mask,
+        keep_mask=objective.needs_attention_mask(strategy.model),
         flag=config.rows_shared_by,
         chooses_attention=config.attn_implementation == "auto",
         trains=False,
     )
     scorers = [*recipe.scorers(tokenizer, adapted, data, collate)]
-    # Running text has no prompts, and neither has a chat whose tokens are all trained on. The scorer of an encoder-decoder
-    # generates answers already.
+    # Generate answers if there are prompts. Running text has none, and neither has a chat whose tokens are all trained on. The
+    # scorers of an encoder-decoder generate answers already.
     formats = {name for name, _ in data.formats.values()}
     has_prompts = formats != {"text"} and getattr(config, "assistant_only_loss", True)
     if has_prompts and not recipe.encoder_decoder:
@@ -109,32 +108,22 @@ def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bo
     return cast("EvaluationRecord", evaluator.evaluate(0))
 
 
-def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) -> tuple[Recipe[Any], ConfigSources]:
-    """Return the recipe of the run that a folder belongs to, with its result as the model and ``file`` as the data."""
+def _make_recipe(path: str, file: str, rows: int | None, trust_remote_code: bool) -> tuple[Recipe[Any], ConfigSources]:
+    """Return the recipe of the run that a folder belongs to, with the run's result as the model and ``file`` as the data.
+
+    The second value has the source of each key of the recipe's config.
+    """
     from zerobook.models.result import locate_result
 
-    folder = Path(path).expanduser().absolute()
-    run = next((place for place in (folder, *folder.parents[:2]) if (place / "runlog").is_dir()), None)
-    starts = [] if run is None else History.read(run).of("run_start")
-    if not starts:
-        raise ConfigError(f"{path}: --file measures a run's model as the run does, and there is no run. Give an output_dir.")
-    start = starts[-1]
-    script = Path(start["argv"][0])
-    # Earlier versions did not record their code.
-    name = start.get("code", {}).get("file", script.name).removesuffix(".py")
-    if name in names("recipes"):
-        script = find(name, "recipes")
-    if not trust_remote_code and script.resolve().parent != shipped("recipes").resolve():
-        # The runlog of somebody else may name any file, and the working folder may have a recipe of a shipped one's name.
-        raise ConfigError(f"{path}: its recipe is {script}, whose code would run. Read it, and give --trust_remote_code.")
-    kind = recipe_class(str(script))
-    if kind.reference_model is not Recipe.reference_model:
+    start = _read_run_start(path)
+    recipe_type = recipe_class(str(_find_script(path, start, trust_remote_code)))
+    if recipe_type.reference_model is not Recipe.reference_model:
         raise ConfigError(f"{path}: its recipe compares the model with another one, which --file cannot do.")
-    fields = kind.config_class.model_fields
-    # Defaults are left out: settings of adapters are refused if the model has no adapter.
+    fields = recipe_type.config_class.model_fields
+    # Leave defaults out: a setting of adapters, for example, is refused if the model has no adapter.
     values = {}
     for key, value in start["config"].items():
-        if key in fields.keys() - _NOT_OF_THE_RUN and value != fields[key].default:
+        if key in fields.keys() - _UNUSED_KEYS and value != fields[key].default:
             values[key] = value
     changes = {
         "model_name_or_path": locate_result(path, trust_remote_code=trust_remote_code),
@@ -146,11 +135,37 @@ def _recipe_of(path: str, file: str, rows: int | None, trust_remote_code: bool) 
         "eval_samples": 0,
     }
     values |= {key: value for key, value in changes.items() if key in fields}
-    config = kind.config_class(**values)
+    config = recipe_type.config_class(**values)
     problems = config.problems()
     if problems:
         raise ConfigError(problems)
     # No setting counts as set by the user, since those of an adapter come from its folder.
     sources = ConfigSources(dict.fromkeys(fields, "default"))
     sources["mixed_precision"] = "the run"
-    return kind(config), sources
+    return recipe_type(config), sources
+
+
+# Return the last ``run_start`` event of the run that a folder belongs to.
+def _read_run_start(path: str) -> dict[str, Any]:
+    folder = Path(path).expanduser().absolute()
+    # A model is in the run's folder, and a checkpoint in a folder of that.
+    for run in (folder, *folder.parents[:2]):
+        if (run / "runlog").is_dir():
+            starts = History.read(run).of("run_start")
+            if starts:
+                return starts[-1]
+            break
+    raise ConfigError(f"{path}: --file measures a run's model as the run does, and there is no run. Give an output_dir.")
+
+
+def _find_script(path: str, start: dict[str, Any], trust_remote_code: bool) -> Path:
+    """Return the file of the run's recipe: one of the package, or the user's, which needs ``trust_remote_code``."""
+    script = Path(start["argv"][0])
+    # Runs of earlier versions did not record their code.
+    name = start.get("code", {}).get("file", script.name).removesuffix(".py")
+    if name in names("recipes"):
+        script = find(name, "recipes")
+    if not trust_remote_code and script.resolve().parent != shipped("recipes").resolve():
+        # The runlog of somebody else may name any file, and the working folder may have a recipe of a shipped one's name.
+        raise ConfigError(f"{path}: its recipe is {script}, whose code would run. Read it, and give --trust_remote_code.")
+    return script
