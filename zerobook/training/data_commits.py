@@ -22,12 +22,13 @@ def with_data_commits(config: RecipeConfig, strategy: Strategy) -> RecipeConfig:
     return config.with_data_revisions(strategy.on_main(lambda: _find_commits(config)))
 
 
+# Return the commit of each training dataset on the hub, and of each other dataset the revision in the config.
 def _find_commits(config: RecipeConfig) -> list[str | None]:
     specs = config.dataset_specs()
     recorded: dict[tuple[str, str | None], str | None] = {}
-    # Do not look for a checkpoint in a run without datasets on the hub.
+    # Only datasets on the hub have recorded commits.
     if any(is_on_hub(spec.path) for spec in specs):
-        recorded = _recorded_commits(config)
+        recorded = _read_recorded_commits(config)
     commits = []
     for spec in specs:
         commit = None
@@ -37,8 +38,11 @@ def _find_commits(config: RecipeConfig) -> list[str | None]:
     return commits
 
 
-def _recorded_commits(config: RecipeConfig) -> dict[tuple[str, str | None], str | None]:
-    """Return (name of a dataset, revision that the user asked for) -> revision that the run reads, as the checkpoint says."""
+def _read_recorded_commits(config: RecipeConfig) -> dict[tuple[str, str | None], str | None]:
+    """Return (dataset, revision in the user's config) -> commit that the run read, from the checkpoint to resume from.
+
+    The result is empty if there is no such checkpoint.
+    """
     checkpoint = None
     # A run without a checkpoint that it could resume is refused later.
     with suppress(CheckpointError):
@@ -46,13 +50,14 @@ def _recorded_commits(config: RecipeConfig) -> dict[tuple[str, str | None], str 
     if checkpoint is None:
         return {}
     saved = store.read_json(checkpoint / "config.json")
-    asked = _revisions(saved["asked"])
-    used = _revisions(saved["config"])
-    return {key: revision for key, (_, revision) in zip(asked, used, strict=True)}
+    requested = _list_revisions(saved["asked"])
+    used = _list_revisions(saved["config"])
+    return {key: commit for key, (_, commit) in zip(requested, used, strict=True)}
 
 
-def _revisions(saved: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Return the name and the revision of each dataset. ``saved``: a config; one of an earlier version lacks newer keys."""
+def _list_revisions(saved: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+    """Return the name and the revision of each dataset in a saved config."""
+    # The config may lack keys, since an earlier version of Zerobook may have saved it.
     if not saved.get("datasets"):
         return [(str(saved.get("dataset_name")), saved.get("dataset_revision"))]
     return [(spec["path"], spec.get("revision")) for spec in saved["datasets"]]

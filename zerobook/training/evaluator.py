@@ -55,12 +55,12 @@ class Evaluator:
         """Rows per forward pass of a process; 0 without held-out data."""
         if not self.data.held_out:
             return 0
-        # The output layer computes the loss itself, and keeps no logits.
+        # Logits limit the number of rows. There are none if the output layer computes the loss itself.
         if getattr(self.collate, "supervised", False):
             return self.config.eval_rows
-        longest = max(rows.most_labels for rows in self.data.held_out.values())
+        most_labels = max(rows.most_labels for rows in self.data.held_out.values())
         vocabulary = held_out.vocabulary(cast("PreTrainedModel", self.strategy.unwrapped).config)
-        return held_out.rows_at_once(self.config.eval_rows, longest, vocabulary)
+        return held_out.rows_at_once(self.config.eval_rows, most_labels, vocabulary)
 
     def evaluate(self, step: int) -> EvaluationRecord | None:
         """Evaluate the model and return the record; None without held-out data and scorers. Collective."""
@@ -70,7 +70,7 @@ class Evaluator:
         start = time.monotonic()
         # Turn off dropout.
         strategy.model.eval()
-        # Scorers generate texts, and transformers cannot do so with the routers' outputs.
+        # Turn off the routers' outputs of experts: transformers cannot generate texts with them, as scorers do.
         with router_outputs_off(strategy.unwrapped):
             result: dict[str, Any] = {}
             if self.data.held_out:

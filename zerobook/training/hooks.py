@@ -204,9 +204,9 @@ class Hooks:
     An error in a user's hook gets a note with the hook's name.
     """
 
-    def __init__(self, user: Sequence[Hook]):
+    def __init__(self, user_hooks: Sequence[Hook]):
         self._trainer_hooks: list[Hook] = []
-        self._user_hooks = [*user]
+        self._user_hooks = [*user_hooks]
         self._by_method: dict[str, list[Hook]] = {}
         self._are_closed = False
 
@@ -229,16 +229,16 @@ class Hooks:
         try:
             return getattr(hook, name)(*arguments)
         except Exception as error:
-            self._note(error, hook, name)
+            self._add_note(error, hook, name)
             raise
 
     @contextmanager
     def closing(self, trainer: TrainerView) -> Iterator[None]:
-        """Return a context for the training. At its end, all hooks are closed; they are told of an error before."""
+        """Return a context for the training. At its end all hooks are closed; after an error, ``on_error`` is called first."""
         try:
             yield
         except BaseException as error:
-            # Ctrl-C and the end of the process after a stop are not errors of the training, nor are those of closing.
+            # Ctrl-C and the exit after a stop are not errors of the training. An error of a hook's `close` is none either.
             if isinstance(error, Exception) and not self._are_closed:
                 self._end("on_error", trainer, error, first_error=error)
             self.close(trainer, first_error=error)
@@ -248,18 +248,20 @@ class Hooks:
     def close(self, trainer: TrainerView, first_error: BaseException | None = None) -> None:
         """Close all hooks, once. Errors are added to ``first_error`` as notes; without one, the first of them is raised."""
         if not self._are_closed:
-            # Set first: an error of a hook's own ``close`` comes here again.
+            # Set this first: if a hook's `close` raises an error, `closing` calls this method again.
             self._are_closed = True
             self._end("close", trainer, first_error=first_error)
 
     def _end(self, name: str, *arguments: Any, first_error: BaseException | None) -> None:
-        """Call a method of every hook, also if an earlier hook's fails."""
+        """Call a method of every hook, also after an error of another hook.
+
+        Errors are added to ``first_error`` as notes. If that is None, the first of them is raised at the end.
+        """
         raises = first_error is None
         for hook in self._overriding(name):
             try:
                 self._call(hook, name, *arguments)
             except Exception as error:
-                # A hook that cannot be closed must not keep the next ones open.
                 if first_error is None:
                     first_error = error
                 else:
@@ -268,24 +270,23 @@ class Hooks:
             raise first_error
 
     def state_dicts(self, trainer: TrainerView) -> dict[str, dict[str, Any]]:
-        """Return hook's name -> its state, without empty ones. Call on every rank."""
+        """Return hook's name -> its state, without empty states. Call on every rank."""
         states = {}
-        for name, hook in self._named().items():
+        for name, hook in self._name_hooks().items():
             state = self._call(hook, "state_dict", trainer)
-            # Without a state, the checkpoint stays as earlier versions wrote it.
             if state:
                 states[name] = state
         return states
 
     def load_state_dicts(self, trainer: TrainerView, states: dict[str, dict[str, Any]]) -> None:
         """Give each hook the state of its name. Call on every rank."""
-        for name, hook in self._named().items():
+        for name, hook in self._name_hooks().items():
             if name in states:
                 self._call(hook, "load_state_dict", trainer, states[name])
 
-    def _named(self) -> dict[str, Hook]:
-        """Return name -> hook of those that have a state. The second one of a class is ``Class-2``."""
-        # The names are those of the classes, and not positions: a resumed run may have further hooks.
+    def _name_hooks(self) -> dict[str, Hook]:
+        """Return name -> hook, for the hooks that override ``state_dict``. The second hook of a class is named ``Class-2``."""
+        # Name hooks by their class and not by their position, since a resumed run may have further hooks.
         named: dict[str, Hook] = {}
         counts: Counter[str] = Counter()
         for hook in self._overriding("state_dict"):
@@ -296,22 +297,24 @@ class Hooks:
         return named
 
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> AbstractContextManager[Any]:
-        """Return one context of the contexts of all hooks."""
+        """Return one context that contains the contexts of all hooks."""
         hooks = self._overriding("around_loss")
         if not hooks:
             return nullcontext()
-        # If a hook fails, the contexts that were entered before are left again.
+        # If a hook fails, the stack leaves the contexts that were entered before.
         with ExitStack() as stack:
             for hook in hooks:
                 try:
                     stack.enter_context(hook.around_loss(trainer, batch))
                 except Exception as error:
-                    self._note(error, hook, "around_loss")
+                    self._add_note(error, hook, "around_loss")
                     raise
+            # Move the contexts to a new stack, which the caller leaves. This one would leave them here.
             return stack.pop_all()
 
     def _overriding(self, name: str) -> list[Hook]:
-        """Return the hooks that have a method ``name`` of their own: most have few, and some run at every step."""
+        """Return the hooks that override the method ``name``, in the order of the calls."""
+        # Look the methods up only once, since some are called at every step.
         if name not in self._by_method:
             hooks = [*self._trainer_hooks, *self._user_hooks]
             if name in _REVERSED:
@@ -319,8 +322,8 @@ class Hooks:
             self._by_method[name] = [hook for hook in hooks if getattr(type(hook), name) is not getattr(Hook, name)]
         return self._by_method[name]
 
-    def _note(self, error: Exception, hook: Hook, method: str) -> None:
-        """Add to the error which of the user's hooks raised it."""
+    def _add_note(self, error: Exception, hook: Hook, method: str) -> None:
+        """Add a note to the error that names the hook, if it is one of the user's."""
         if hook in self._user_hooks:
             error.add_note(f"The error was raised by the hook {_path_of(hook)}, in {method}.")
 

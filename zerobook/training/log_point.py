@@ -16,17 +16,17 @@ from zerobook.training.intervals import Measured
 def reduce_records(
     records: Sequence[StepRecord], mesh: Mesh, clock: Measured, objective: str, *, has_command: bool = False
 ) -> tuple[Measured, bool]:
-    """Convert the tensors of ``records`` to numbers, and sum losses over ranks. Collective.
+    """Convert the tensors of ``records`` to numbers, in place, and sum losses and metrics over the ranks. Collective.
 
-    Every rank gets the same bits, since all decide from them. This waits for the device.
+    Every rank gets exactly the same numbers, since all ranks decide from them. This waits for the device.
 
     Args:
-        clock: what this rank has measured.
-        has_command: a command of a person waits. Only rank 0 knows.
-        objective: name of the class, for an error.
+        clock: this rank's measurements of steps and saves.
+        has_command: whether a command of a person waits. Only rank 0 knows this.
+        objective: name of the objective's class, for an error message.
 
     Returns:
-        Rank 0's ``clock`` and ``has_command``.
+        Rank 0's ``clock`` and ``has_command``, on every rank.
     """
     names = sorted(records[0].sums)
     for record in records:
@@ -35,15 +35,16 @@ def reduce_records(
                 f"{objective}.loss returned the metrics {names} in one step and {sorted(record.sums)} in another. It has to "
                 "return the same metrics for every batch, since they are summed over the ranks; a metric may be 0."
             )
+    # Make a table with a row for each step, and columns for the loss, the norm and each metric.
     losses = torch.stack([torch.as_tensor(record.loss) for record in records]).float()
     norms = torch.stack([torch.as_tensor(record.grad_norm, device=losses.device).float() for record in records])
-    # Every rank has the same norms. The sum over the ranks takes the first rank's.
+    # Every rank has the same norms. Only rank 0 contributes them to the sum over the ranks.
     if mesh.rank != 0:
         norms = torch.zeros_like(norms)
     columns = [losses, norms]
     for name in names:
         columns.append(torch.stack([record.sums[name] for record in records]).float())
-    # Two more rows carry what rank 0 knows, so that all ranks decide the same about saves and commands without a collective.
+    # Two further rows send what only rank 0 knows to all ranks, which saves another collective.
     main_rows = losses.new_zeros(2, len(columns))
     if mesh.rank == 0:
         main_rows[0, :2] = torch.tensor(clock)

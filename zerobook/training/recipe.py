@@ -88,10 +88,9 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return the model to train: set ``requires_grad`` on its trained weights, and add the adapters of the config."""
         from zerobook.models.adapters import adapt_model
 
-        config = self.config
-        if not config.trains_adapters:
+        if not self.config.trains_adapters:
             return model
-        return adapt_model(model, config.model_dump(), revision=config.model_revision)
+        return adapt_model(model, self.config.model_dump(), revision=self.config.model_revision)
 
     def reference_model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel | None:
         """Return a second model, which is not trained, or None. `Objective.reference_model` is this model, prepared.
@@ -104,9 +103,8 @@ class Recipe(ABC, Generic[ConfigT]):
         """Return the collator, which makes a batch from rows."""
         from zerobook.data.collate import causal_collator
 
-        config = self.config
         return causal_collator(
-            tokenizer, model, packed=config.packing, padding_free=config.padding_free, length=config.row_length
+            tokenizer, model, packed=self.config.packing, padding_free=self.config.padding_free, length=self.config.row_length
         )
 
     def scorers(

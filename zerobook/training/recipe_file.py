@@ -45,7 +45,7 @@ def check_recipe(name: str) -> tuple[Path, str]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: this is not valid Python: {error}.") from None
-    class_name = _class_that_runs(tree)
+    class_name = _find_class_name(tree)
     if class_name is None:
         raise ConfigError(
             f"{name}: it declares no recipe, so it was not run. A recipe declares a class that derives from "
@@ -67,19 +67,19 @@ def recipe_class(name: str) -> type[Recipe[Any]]:
     """Run a recipe's file, without the training, and return its class.
 
     Raises:
-        ConfigError: the file is not a recipe. It was not run then, unless it looked like one.
+        ConfigError: the file is not a recipe. Such a file is run only if it calls `zerobook.training.run.run` with a class.
     """
     from zerobook.training.recipe import Recipe
 
     path, class_name = check_recipe(name)
-    # A file that was loaded already is not run again.
+    # Do not run a file again that is loaded already.
     for loaded in sys.modules.values():
         if _is_loaded_from(loaded, path):
             return getattr(loaded, class_name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    # Processes that prepare data import the file by its name, to find its encoder and objective.
+    # Register the module and its folder: processes that prepare data import the file by its name, for encoder and objective.
     sys.modules[path.stem] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -98,16 +98,16 @@ def _is_loaded_from(module: ModuleType, file: Path) -> bool:
     if not origin:
         return False
     try:
-        # Thousands of modules are loaded: this is ten times as fast as a comparison of resolved paths.
+        # Thousands of modules are loaded, and `samefile` is ten times as fast as a comparison of resolved paths.
         return os.path.samefile(origin, file)
     except OSError:
         # Built-in modules have an origin that is not a file, and a file may have been deleted.
         return False
 
 
-def _class_that_runs(tree: ast.Module) -> str | None:
+def _find_class_name(tree: ast.Module) -> str | None:
     """Return the name in ``run(NAME)``, where ``run`` is imported from `zerobook.training.run`; None if there is none."""
-    # The names that `run` is imported as.
+    # `run` may be imported under other names.
     run_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == _RUN:

@@ -45,9 +45,9 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
 
     A user's error is printed without a traceback, and the process exits with 2.
     """
-    # Has an effect only before transformers and DeepSpeed are imported.
+    # Silence messages of libraries. This has an effect only before transformers and DeepSpeed are imported.
     hush()
-    # There is no process group yet, so an error can end the launcher too.
+    # An error that every process raises before there is a process group ends the launcher too.
     with exit_on_error(ends_launcher=True):
         parsed = read(recipe_class.config_class)
         config = parsed.config
@@ -121,8 +121,8 @@ def train(
         data = prepare(config, tokenizer, strategy, encoder=recipe.encoder(tokenizer), objective=objective)
         preflight.check_data(strategy, data.fingerprints)
         if data.uses_default_template:
-            # The data show that a template is needed. The config names it from here on, so that checkpoints, the saved model
-            # and its exports have it.
+            # The data are chats, and the tokenizer has no template. Put the default template into the config, so that
+            # checkpoints, the saved model and its exports have it.
             config = config.with_chat_template(DEFAULT)
             sources["chat_template"] = "default of a tokenizer without one"
             recipe = type(recipe)(config)
@@ -131,7 +131,7 @@ def train(
         # Load the model.
         enter("load")
         base_model = recipe.model(tokenizer, strategy)
-        # Resize the embeddings before adapters are added: these copy embeddings that are trained in full.
+        # Resize the embeddings before adapters are added, since an adapter copies embeddings that are trained in full.
         note = fit_embeddings(base_model, tokenizer)
         if note and strategy.is_main:
             say(f"  note: {note}")
@@ -162,14 +162,15 @@ def _run_to_end(trainer: Trainer, strategy: Strategy, tokenizer: PreTrainedToken
     """Train, save the model, and print the next commands. Return the final progress. Collective."""
     from zerobook.models.save import save_model
 
-    config = trainer.config
     try:
-        progress = trainer.run(save_result=lambda: save_model(strategy, tokenizer, config, partial(_make_card, trainer)))
+        progress = trainer.run(
+            save_result=lambda: save_model(strategy, tokenizer, trainer.config, partial(_make_card, trainer))
+        )
         strategy.finish()
         if trainer.save_results and strategy.is_main:
-            say(next_commands(config))
+            say(next_commands(trainer.config))
     finally:
-        # A launched process ends now, and the system closes its files. A script or a notebook goes on.
+        # A script or a notebook goes on, so close the run's files. A launched process ends now, which closes them.
         if not launched():
             trainer.close()
     return progress
@@ -180,14 +181,13 @@ def _make_card(trainer: Trainer) -> str:
     from zerobook.models.card import Training, format_card
 
     config = trainer.config
-    strategy = trainer.strategy
     training = Training(
         run=Path(config.output_dir),
         progress=trainer.result.to_json(),
-        strategy=strategy.describe()["strategy"],
-        world_size=strategy.world_size,
+        strategy=trainer.strategy.describe()["strategy"],
+        world_size=trainer.strategy.world_size,
     )
-    model: Any = strategy.unwrapped
+    model: Any = trainer.strategy.unwrapped
     return format_card(config.model_dump(), training, seq2seq=model.config.is_encoder_decoder, adapter=config.trains_adapters)
 
 

@@ -26,7 +26,7 @@ def learning_rate_schedule(
     import torch
     from transformers import get_scheduler
 
-    # transformers requires an optimizer. Only the schedule's factor is used, so this one never takes a step.
+    # transformers requires an optimizer. Only the schedule's factor is used, so this optimizer never takes a step.
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=peak)
     options = {}
     if name == "polynomial":
@@ -37,7 +37,7 @@ def learning_rate_schedule(
         name, placeholder, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=options
     )
     factor = scheduler.lr_lambdas[0]
-    # transformers' own function has its own warm-up.
+    # Without this warm-up, the rate is that of transformers, with its warm-up from 0.
     warms_up = name != "constant" and not from_zero
 
     def rate(step: int) -> float:

@@ -50,8 +50,8 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
 
-    # Weights without a matrix product are not counted: rows of the input embeddings are looked up, and text does not pass
-    # through a vision tower. Tied embeddings are multiplied in the output layer.
+    # Skip weights without a matrix product: the rows of input embeddings are only looked up, and text does not pass through a
+    # vision tower. Embeddings that are tied to the output layer count, since that multiplies them.
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding
@@ -71,7 +71,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
             trained += size
         else:
             frozen += size
-    # The heads together can be wider or narrower than the hidden size.
+    # All heads together may be wider or narrower than the hidden size.
     heads = getattr(text, "num_attention_heads", None)
     head_size = getattr(text, "head_dim", None)
     attention_width = heads * head_size if heads and head_size else width
@@ -86,7 +86,7 @@ def peak_flops(strategy: Strategy) -> float | None:
     # Without mixed precision, torch does not use the tensor cores, unless the weights themselves are in half precision.
     is_half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in strategy.unwrapped.parameters())
     computes_in_fp32 = strategy.plan.precision == "no" and not is_half
-    # Some images turn TF32 on, whose peak the data sheet of the planner lacks.
+    # Some container images turn TF32 on. Its peak is not in the table of devices.
     if device is None or (computes_in_fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32"):
         return None
     return strategy.world_size * (device.fp32 if computes_in_fp32 else device.flops)
