@@ -283,7 +283,7 @@ def test_late_commands_are_refused_at_the_end(commanded, monkeypatch):
 
 
 def test_a_run_is_not_ended_for_want_of_samples(commanded, monkeypatch):
-    monkeypatch.setattr(Recovery, "checked", lambda recovery, action: replace(action, kind="stop"))
+    monkeypatch.setattr(Recovery, "check_samples_left", lambda recovery, action: replace(action, kind="stop"))
     run = commanded({7: [{"action": "skip", "steps": (1, 5)}]}, max_train_steps=20)
     assert "no samples" in run.event("command")["refused_because"] and run.events[-1]["type"] == "run_end"
 

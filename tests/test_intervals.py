@@ -23,9 +23,9 @@ from zerobook.training.intervals import (
     SHORTEST_S,
     AutomaticEvaluations,
     AutomaticSaves,
+    FixedSteps,
     Measured,
     SaveClock,
-    Schedule,
     Timetable,
 )
 
@@ -35,13 +35,13 @@ SECONDS = st.floats(1e-4, 7200)
 def saved_steps(total, step_seconds, save_seconds, *, start=0, resumed=False):
     """The steps that a run with constant times saves, its end left out."""
     saves = AutomaticSaves(step=start, resumed=resumed, total_steps=total, save_seconds=save_seconds)
-    saves.measured(Measured(step_seconds, save_seconds))
+    saves.set_measured(Measured(step_seconds, save_seconds))
     steps = []
     # A run looks after each step; between two saves, nothing changes here.
     while saves.next_step < total:
         steps.append(saves.next_step)
         assert saves.is_due(steps[-1]) and not saves.is_due(steps[-1] - 1)
-        saves.saved(steps[-1])
+        saves.note_save(steps[-1])
     return steps
 
 
@@ -92,9 +92,9 @@ def test_steps_that_become_slower_do_not_stretch_the_half_hour(rows, step, slowe
     for number in range(1, total):
         seconds = step if number < total / 2 else step * slower
         unsaved += seconds
-        saves.measured(Measured(unsaved / (number - saves.last_save), save))
+        saves.set_measured(Measured(unsaved / (number - saves.last_save), save))
         if saves.is_due(number):
-            saves.saved(number)
+            saves.note_save(number)
             longest, unsaved = max(longest, unsaved), 0.0
 
     assert max(longest, unsaved) <= LONGEST_S + 2 * step * slower
@@ -124,7 +124,7 @@ def test_without_a_measured_step_only_the_early_save_is_due():
     saves = AutomaticSaves(step=0, resumed=False, total_steps=1000, save_seconds=1.0)
 
     assert saves.next_step == FIRST_STEP
-    saves.saved(FIRST_STEP)
+    saves.note_save(FIRST_STEP)
     assert saves.next_step is None and not saves.is_due(999)
 
 
@@ -134,7 +134,7 @@ def test_automatic_evaluations_take_at_most_5_percent_of_the_time_after_the_firs
     evaluated = []
     for step in range(1, total):
         if evaluations.is_due(step, step_seconds):
-            evaluations.evaluated(step, evaluation)
+            evaluations.note_evaluation(step, evaluation)
             evaluated.append(step)
 
     assert not evaluated or evaluated[0] >= 0.09 * total, "what scorers take is known only after the first one"
@@ -150,8 +150,8 @@ def test_automatic_evaluations_wait_for_a_measured_step():
 
 def test_an_evaluation_step_is_saved_as_soon_as_the_cost_allows():
     saves = AutomaticSaves(step=0, resumed=False, total_steps=100_000, save_seconds=1.0)
-    saves.saved(100)
-    saves.measured(Measured(step_seconds=1.0, save_seconds=1.0))
+    saves.note_save(100)
+    saves.set_measured(Measured(step_seconds=1.0, save_seconds=1.0))
 
     assert [saves.is_due(step, evaluates=True) for step in (110, 118, 119)] == [False, False, True]
     assert not saves.is_due(119)
@@ -160,7 +160,7 @@ def test_an_evaluation_step_is_saved_as_soon_as_the_cost_allows():
 @given(rows=ROWS, batch=st.integers(1, 64), epochs=st.integers(1, 5))
 def test_each_epoch_has_one_step_that_ends_it(rows, batch, epochs):
     passes = [min(epochs, step * batch / rows) for step in range(math.ceil(rows * epochs / batch) + 1)]
-    schedule = Schedule("epoch", len(passes) - 1)
+    schedule = FixedSteps("epoch", len(passes) - 1)
 
     due = [step for step in range(1, len(passes)) if schedule.is_due(step, passes[step - 1], passes[step])]
 
@@ -170,7 +170,7 @@ def test_each_epoch_has_one_step_that_ends_it(rows, batch, epochs):
 
 @given(share=st.integers(2, 50), total=st.integers(50, 5000))
 def test_a_share_of_the_run_is_due_that_often(share, total):
-    schedule = Schedule(1 / share, total)
+    schedule = FixedSteps(1 / share, total)
 
     due = [step for step in range(1, total + 1) if schedule.is_due(step, 0, 0)]
 
@@ -179,7 +179,7 @@ def test_a_share_of_the_run_is_due_that_often(share, total):
 
 def test_an_epoch_is_due_at_the_step_that_ends_it():
     passes = [0, 0.4, 0.8, 1.2, 1.6, 2.0]
-    schedule = Schedule("epoch", 5)
+    schedule = FixedSteps("epoch", 5)
 
     assert [step for step in range(1, 6) if schedule.is_due(step, passes[step - 1], passes[step])] == [3, 5]
 

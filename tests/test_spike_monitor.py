@@ -93,13 +93,13 @@ class Run:
                 if measure is not None:
                     return measure
             if step % 10 == 0:
-                self.spikes.saved(step)
+                self.spikes.note_save(step)
                 self.manager.whole.append(step)
                 self.states[step] = self.monitor.detector.state()
         return None
 
     def back(self, measure):
-        return self.spikes.go_back(measure, self.states[measure.to_step], None)
+        return self.spikes.forget_abandoned(measure, self.states[measure.to_step], None)
 
     def events(self, kind):
         return [e for e in stream(self.log.folder / "events.jsonl") if e["type"] == kind]

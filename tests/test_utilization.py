@@ -63,7 +63,7 @@ def test_the_share_of_the_peak(monkeypatch):
     pace.start()
     pace.count(tokens=30, all_tokens=200, rows=4)
     now[0] = 11.0
-    with pace.apart():  # an evaluation, say
+    with pace.paused():  # an evaluation, say
         now[0] = 15.0
     now[0] = 16.0
     phases = {"forward": 2.0, "data": 0.5}

@@ -20,8 +20,8 @@ _KINDS: dict[str, ActionKind] = {
     "save": "save",
     "stop": "stop",
 }
-"""Action of a command -> kind of the recovery action. The monitor's own ``skip`` and ``lower_rate`` go back first. Those of a
-command do not, so they have kinds of their own."""
+"""Action of a command -> kind of the recovery action. If the monitor decides on ``skip`` or ``lower_rate``, the run first goes
+back to a checkpoint. For a command it does not, so that these have other kinds."""
 
 
 class OperatorCommands:
@@ -48,51 +48,55 @@ class OperatorCommands:
         self.recovery = recovery
         self.log = log
         self.say = say
-        # Number of the event of the last command that was carried out, on rank 0.
-        self._last_accepted = -1
+        # Number of the event of the last accepted command, on rank 0; -1 if there is none.
+        self._last_accepted_event = -1
         strategy.on_main(lambda: commands.make_folder(log.folder))
 
     def is_waiting(self) -> bool:
-        """Return whether a command waits. It is False on all ranks but 0, which sends the answer at the log point."""
+        """Return whether a command waits. Only rank 0 can know: the others return False, and learn it at the log point."""
         return self.strategy.is_main and commands.is_waiting(self.log.folder)
 
     def take(self) -> RecoveryAction | None:
-        """Take the oldest command. Return the action to carry out; None if there is none. Collective."""
-        # Finish a save in progress first: it may complete the checkpoint that the command names, or prune it.
+        """Accept or refuse the oldest command. Return the action to carry out; None if there is none. Collective."""
+        # Finish a save in progress first: it may complete or prune the checkpoint to which the command goes back.
         self.manager.finish(self.log)
         received = self.strategy.on_main(self._receive)
         if received is None:
             return None
         command_id, user, fields, problem = received
+        # A malformed command has a problem and no fields.
         command = None if fields is None else Command(**fields)
         action = None
         if command is not None and problem is None:
-            action = self._action_of(command, f"{user}@{command.host}")
-            problem = self._refusal(command, action)
-        event = self._record(Received(command_id, user, command, problem))
+            action = self._make_action(command, f"{user}@{command.host}")
+            problem = self._why_impossible(command, action)
+        event_number = self._record_answer(Received(command_id, user, command, problem))
         if command is None or problem is not None:
             return None
-        self._last_accepted = event
+        self._last_accepted_event = event_number
         if command.on_spike is not None:
             self.spikes.change_policy(command.on_spike)
         if action is not None:
-            self.spikes.obey(action, event)
+            self.spikes.report_command(action, event_number)
         return action
 
     def refuse_waiting(self, reason: str) -> None:
-        """Refuse the commands that came too late. Rank 0 does so."""
+        """Refuse, on rank 0, all commands that still wait when the run ends."""
         if not self.strategy.is_main:
             return
+        # The number is limited, since new commands may keep coming.
         for _ in range(commands.MOST_FILES):
             received = commands.take_oldest(self.log.folder)
             if received is None:
                 return
-            self._record(received._replace(problem=received.problem or reason))
+            self._record_answer(received._replace(problem=received.problem or reason))
 
     def _receive(self) -> list[Any] | None:
         """Take a command on rank 0, and check what only rank 0 knows.
 
-        Return [id, user, fields of the command, problem]: messages between ranks hold plain values.
+        Returns:
+            [id, user, fields of the command, problem], since messages between ranks hold plain values only; None if no command
+                waits.
         """
         received = commands.take_oldest(self.log.folder)
         if received is None:
@@ -103,20 +107,21 @@ class OperatorCommands:
         return [received.command_id, received.user, command.model_dump(), self._why_outdated(command)]
 
     def _why_outdated(self, command: Command) -> str | None:
-        """Return why a command belongs to another state of the run than the present one, which its author has not seen."""
+        """Return why a command was meant for an earlier state of the run; None if it is still meant for the present one."""
         if command.attempt != self.log.attempt:
             return f"it was given to attempt {command.attempt}, and this is attempt {self.log.attempt}"
-        # Saving and stopping are right in every state.
+        # A command to save or to stop has the same meaning in every state.
         if command.action not in ("rollback", "lower_rate", "skip"):
             return None
         if command.branch != self.log.branch:
             return "the run has gone back to an earlier step since it was given"
-        if command.newest_seq < self._last_accepted:
-            return f"another command (event {self._last_accepted}) was carried out since it was given"
+        # The author had seen events up to `newest_seq`, and so did not know of that command.
+        if command.newest_seq < self._last_accepted_event:
+            return f"another command (event {self._last_accepted_event}) was carried out since it was given"
         return None
 
-    def _action_of(self, command: Command, author: str) -> RecoveryAction | None:
-        """Return what a command asks for; None for a change of the policy."""
+    def _make_action(self, command: Command, author: str) -> RecoveryAction | None:
+        """Return the recovery action of a command; None for a change of the policy, which needs none."""
         if command.action == "policy":
             return None
         step = self.state.progress.step
@@ -125,7 +130,7 @@ class OperatorCommands:
             rule=f"{author} asked for it",
             reason=command.reason or "no reason was given",
             options=(),
-            # Nothing up to this step is suspect.
+            # Checkpoints of the last steps before the onset count as suspect. With this onset, that of ``step`` does not.
             onset=step + LEAD,
             noticed=step,
             to_step=command.step,
@@ -134,25 +139,28 @@ class OperatorCommands:
             by=author,
         )
 
-    def _refusal(self, command: Command, action: RecoveryAction | None) -> str | None:
+    def _why_impossible(self, command: Command, action: RecoveryAction | None) -> str | None:
         """Return why a command cannot be carried out; None if it can. Collective, with the same answer on every rank."""
         step = self.state.progress.step
         if command.step is not None:
-            return self._refusal_of_rollback(command.step)
+            return self._why_no_rollback(command.step)
         if command.steps is not None:
             first, last = command.steps
             if last > step:
                 return f"step {last} is in the future: the run is at step {step}"
-            if len(self.spikes.cursors(first, last)) <= last - first:
+            # Steps of earlier attempts, and steps long ago, are not in memory.
+            if len(self.spikes.cursors(first, last)) < last - first + 1:
                 return f"this attempt does not remember the samples of all steps from {first} to {last}"
             assert action is not None
-            if self.recovery.checked(action).kind == "stop":
+            # The check turns an action that would leave out all samples into a stop.
+            if self.recovery.check_samples_left(action).kind == "stop":
                 return "no samples would be left"
         if command.action == "save" and not self.spikes.monitor.last_is_finite:
             return "the loss or the gradient of this step is not finite"
         return None
 
-    def _refusal_of_rollback(self, to_step: int) -> str | None:
+    # Collective, like `_why_impossible`.
+    def _why_no_rollback(self, to_step: int) -> str | None:
         step = self.state.progress.step
         if to_step > step:
             return f"step {to_step} is in the future: the run is at step {step}"
@@ -167,8 +175,8 @@ class OperatorCommands:
             return f"the checkpoint of step {to_step} is damaged"
         return None
 
-    def _record(self, received: Received) -> int:
-        """Log a command and its answer, and print both. Return the number of the event."""
+    def _record_answer(self, received: Received) -> int:
+        """Log a command and its answer, and print a refusal or a change of the policy. Return the number of the event."""
         command = received.command
         step = self.state.progress.step
         # A malformed command names neither a host nor an action.
@@ -178,7 +186,7 @@ class OperatorCommands:
             host = command.host
             facts = {"action": command.action, "argument": command.argument, "why": command.reason}
         author = f"{received.user}@{host}"
-        number = self.log.event(
+        event_number = self.log.event(
             "command",
             id=received.command_id,
             step=step,
@@ -191,4 +199,4 @@ class OperatorCommands:
             self.say(f"step {step}: a command of {author} is refused: {received.problem}")
         elif command is not None and command.on_spike is not None:
             self.say(f"step {step}: {author} sets --on_spike {command.on_spike} for this run")
-        return number
+        return event_number

@@ -14,19 +14,19 @@ from zerobook.monitor.policy import RecoveryAction
 from zerobook.runlog.records import EvaluationRecord, StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.training.intervals import describe_evaluations, describe_saves
-from zerobook.training.resume import amount
+from zerobook.training.resume import describe_size
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 from zerobook.utils.units import counted
 
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-"""Format of the progress bar: at 80 columns, the bar itself has 20 or more."""
+"""Format of the progress bar. In a terminal of 80 columns, the bar itself has 20 or more."""
 MUCH_PADDING = 0.5
-"""Share of a batch's tokens that are padding, from which a run names flags against it."""
+"""If this share of a batch's tokens or more is padding, the run names flags against it."""
 SAMPLES = 3
-"""Samples of an evaluation that are printed; the page has all."""
+"""Number of samples of an evaluation that are printed; the page of the runlog has all."""
 SAMPLE_LINES = 3
-"""Lines of each text of a sample, at most."""
+"""Maximum number of lines of each text of a sample."""
 
 
 class Console(Hook):
@@ -35,7 +35,7 @@ class Console(Hook):
     def __init__(self, *, silent: bool):
         self.silent = silent
         self.bar: tqdm
-        """from `on_start` on"""
+        """the progress bar; `on_start` creates it"""
 
     def say(self, line: str) -> None:
         if not self.silent:
@@ -53,15 +53,15 @@ class Console(Hook):
         live = trainer.strategy.describe()
         processes = "" if live["strategy"] == "one process" else f", {counted(live['world_size'], 'process')}"
         self.say(f"running: {live['strategy']}{processes}, master weights in {live['master_dtype']}")
-        self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {amount(len(data.train))}")
+        self.say(f"{state.layout.arithmetic}; {counted(state.total_steps, 'step')} over {describe_size(len(data.train))}")
         if trainer.save_results:
             self.say(describe_saves(trainer.manager.save_steps, trainer.manager.saver.keep))
             if data.held_out:
                 self.say(describe_evaluations(config.eval_steps))
-        # Sizes of whole weights, of which a rank may hold a part.
+        # The strategy knows the shapes of complete weights. A rank may hold only parts of them.
         trained = sum(trainer.strategy.shape(parameter).numel() for _, parameter in trainer.strategy.trainable())
         self.say(f"trained parameters: {trained:,}")
-        # The default ratio of adapters is no wish of the user.
+        # A ratio counts only if the user has set it: recipes for adapters have one by default.
         sets_warm_up = config.num_warmup_steps or ("warmup_ratio" in config.model_fields_set and config.warmup_ratio)
         if config.lr_scheduler_type == "constant" and sets_warm_up:
             self.say("  note: lr_scheduler_type constant has no warm-up; constant_with_warmup has one")
@@ -72,12 +72,14 @@ class Console(Hook):
         self._introduce_data(data)
         if data.held_out:
             self._introduce_evaluation(config, trainer.evaluator.rows_at_once)
-        # A finished run that is started again reads no batch.
+        # A finished run that is started again has no batch whose padding could be counted.
         if state.progress.step < state.end_step:
             self._introduce_padding(trainer)
         else:
-            advice = "a higher --max_train_steps or --num_train_epochs trains on"
-            self.say(f"step {state.progress.step} was the last one; nothing is left to train ({advice})")
+            self.say(
+                f"step {state.progress.step} was the last one; nothing is left to train (a higher --max_train_steps or "
+                "--num_train_epochs trains on)"
+            )
 
     def _introduce_data(self, data: PreparedData) -> None:
         """Print for each dataset its format, its counts, and the columns that are not read."""
@@ -92,10 +94,11 @@ class Console(Hook):
                 self.say(f"  note: columns of {name} that are not read: {', '.join(ignored)}")
 
     def _introduce_evaluation(self, config: RecipeConfig, rows: int) -> None:
-        """Print a note if an evaluation takes fewer rows at once than the config asks for."""
+        """Print a note if an evaluation takes fewer rows at once, ``rows``, than ``per_device_eval_batch_size``."""
         requested = config.per_device_eval_batch_size
         if rows >= requested:
             return
+        # Either `RecipeConfig.eval_rows` or the evaluator has lowered the number.
         if rows == config.eval_rows:
             why = "would make longer rows than training does (padding_free)"
         else:
@@ -104,21 +107,20 @@ class Console(Hook):
         self.say(f"  note: an evaluation takes {rows_at_once} at once; {requested}, as per_device_eval_batch_size asks, {why}")
 
     def _introduce_padding(self, trainer: TrainerView) -> None:
-        """Print how much of a batch is padding, and flags against it if that is much."""
+        """Print which share of a batch is padding, and flags against it if the share is large."""
         padding = 0.0 if trainer.config.padding_free else trainer.state.loader.padding()
         self.say(f"{padding:.1%} of a batch's tokens are padding")
         if padding >= MUCH_PADDING:
             is_seq2seq = getattr(trainer.strategy.unwrapped.config, "is_encoder_decoder", False)
-            self.say(f"  note: {_less_padding(trainer.config, is_seq2seq)}")
+            self.say(f"  note: {_advise_against_padding(trainer.config, is_seq2seq)}")
 
     def on_start(self, trainer: TrainerView) -> None:
-        # A file gets the lines of `on_log` only: a bar is made to be written over.
-        shows_bar = sys.stderr.isatty() and not self.silent
+        # A bar overwrites itself, which a file cannot show. There, only the lines of `on_log` are written.
         self.bar = tqdm(
             total=trainer.state.total_steps,
             initial=trainer.progress.step,
             bar_format=BAR,
-            disable=not shows_bar,
+            disable=self.silent or not sys.stderr.isatty(),
             mininterval=1,
             dynamic_ncols=True,
         )
@@ -127,7 +129,7 @@ class Console(Hook):
         self.bar.update(1)
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
-        # The bar has the last step's figures, and a line for each log point stays behind.
+        # The bar shows the figures of the last step. In addition, each log point prints a line, which stays.
         last = records[-1]
         figures = f"loss {last.loss:.4f}, {trainer.pace.tokens_per_second:,.0f} tok/s"
         self.bar.set_postfix_str(figures)
@@ -170,7 +172,7 @@ def describe_sample(sample: dict[str, Any], width: int) -> str:
     return "\n".join(lines)
 
 
-def _less_padding(config: RecipeConfig, is_seq2seq: bool) -> str:
+def _advise_against_padding(config: RecipeConfig, is_seq2seq: bool) -> str:
     """Return a note on the flags that reduce the padding of a batch."""
     flags = []
     if not is_seq2seq:

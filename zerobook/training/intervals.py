@@ -16,27 +16,29 @@ if TYPE_CHECKING:
 FIRST_STEP = 10
 """Step by which a new run saves for the first time. A spike can be rolled back only to a checkpoint from before it."""
 FIRST_STEP_OF_SHORT = 5
-"""The same of a run of 24 to 50 steps, in which step 10 would be late. Up to 100 steps, it is a tenth of the run."""
+"""Step of the first save in a run of `SHORT_STEPS` to 50 steps, in which step 10 would be late. In a run of 50 to 100 steps,
+the first save is at a tenth of the run."""
 SHORT_STEPS = 24
-"""Steps of the shortest run with such a save. In fewer, a spike is hardly told from noise."""
+"""In a run of fewer steps, a spike can hardly be told from noise, so that an early save would be of no use."""
+# The limits below may change this number of saves.
 SAVES_A_RUN = 10
 LONGEST_S = 1800.0
-"""Seconds of work that a killed run loses at most."""
+"""Maximum seconds between two saves: a killed run loses no more work than this."""
 SHORTEST_S = 60.0
-"""Seconds between two saves at least: less work than that is soon done again."""
+"""Minimum seconds between two saves: less work than this is soon repeated."""
 SHARE = 0.05
 """Share of the run's time that saves may take."""
 WRITE_SPEED = 0.5e9
-"""Bytes a second of a save that was not measured yet."""
+"""Estimated bytes per second of a save, until the first one is measured."""
 _ROUNDING = 1e-6
-"""Keeps a quotient that is a whole number from being rounded to its neighbour."""
+"""Added or subtracted before rounding, so that 2.9999999 and 3.0000001 both become 3."""
 
 
 def automatic_interval(step_seconds: float, save_seconds: float, total_steps: int) -> int:
     """Return the steps between two automatic saves.
 
-    There are ten saves in a run, and fewer where they would be less than a minute apart or take more than 5 % of the time.
-    Half an hour is the longest interval, whatever a save takes.
+    A run has ten saves, or fewer if they would be less than a minute apart or take more than 5 % of the time. No interval is
+    longer than half an hour, however long a save takes.
 
     >>> automatic_interval(step_seconds=2.0, save_seconds=3.0, total_steps=1000)  # ten a run
     100
@@ -45,22 +47,24 @@ def automatic_interval(step_seconds: float, save_seconds: float, total_steps: in
     >>> automatic_interval(step_seconds=2.0, save_seconds=3.0, total_steps=100_000)  # half an hour
     900
     """
-    shortest = max(steps_to_earn(save_seconds, step_seconds), _steps_of(SHORTEST_S, step_seconds))
-    return max(1, min(_longest(step_seconds), max(total_steps // SAVES_A_RUN, shortest)))
+    shortest = max(steps_to_earn(save_seconds, step_seconds), _count_steps(SHORTEST_S, step_seconds))
+    interval = max(total_steps // SAVES_A_RUN, shortest)
+    # A single step may take longer than half an hour, so the interval is at least 1.
+    return max(1, min(interval, _longest_interval(step_seconds)))
 
 
-def steps_to_earn(seconds: float, step_seconds: float) -> int:
-    """Return the steps of which ``seconds`` beside them are 5 % of the time."""
-    return _steps_of(seconds * (1 - SHARE) / SHARE, step_seconds)
+def steps_to_earn(save_seconds: float, step_seconds: float) -> int:
+    """Return the number of steps beside which a save takes 5 % of the time of both."""
+    return _count_steps(save_seconds * (1 - SHARE) / SHARE, step_seconds)
 
 
-def _longest(step_seconds: float) -> int:
-    """Return the most steps between two saves."""
+def _longest_interval(step_seconds: float) -> int:
+    """Return the maximum number of steps between two saves."""
     return int(LONGEST_S / step_seconds + _ROUNDING)
 
 
-def _steps_of(seconds: float, step_seconds: float) -> int:
-    """Return the least number of steps that take ``seconds``."""
+def _count_steps(seconds: float, step_seconds: float) -> int:
+    """Return the number of steps that take ``seconds``, rounded up."""
     return math.ceil(seconds / step_seconds - _ROUNDING)
 
 
@@ -68,106 +72,111 @@ class Measured(NamedTuple):
     """Measurements of rank 0; every rank decides from the same values."""
 
     step_seconds: float
-    """of a step with the evaluations, without saves; 0 if it is not known yet"""
+    """mean seconds of a step, with the evaluations and without the saves; 0 if it is not known yet"""
     save_seconds: float
+    """seconds of the last save, or an estimate"""
 
 
 class SaveClock:
     """Measures the seconds of a step and of a save, on the host.
 
     Args:
-        save_seconds: an estimate, until the first save is measured.
+        save_seconds: an estimate, which counts until the first save is measured.
     """
 
     def __init__(self, save_seconds: float) -> None:
         self._save_seconds = save_seconds
         self._step_seconds = 0.0
         self._first_step: int | None = None
-        self._begun = 0.0
+        self._start_time = 0.0
 
     def start(self, step: int) -> None:
-        """Start a measurement after ``step``."""
+        """Start to measure the steps after ``step``."""
         self._first_step = step
-        self._begun = time.monotonic()
+        self._start_time = time.monotonic()
 
     def read(self, step: int) -> Measured:
-        """Return the mean since the last start, or the one before if no step was done since."""
+        """Return the mean seconds of the steps from the last start to ``step``, and the seconds of the last save.
+
+        If no step was done since the last start, the mean is that of the measurement before.
+        """
         if self._first_step is not None and step > self._first_step:
-            self._step_seconds = (time.monotonic() - self._begun) / (step - self._first_step)
+            self._step_seconds = (time.monotonic() - self._start_time) / (step - self._first_step)
         return Measured(self._step_seconds, self._save_seconds)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Measure a save. Use it as a context manager."""
-        begun = time.monotonic()
+        """Return a context for a save, whose seconds it measures."""
+        start_time = time.monotonic()
         yield
-        self._save_seconds = time.monotonic() - begun
+        self._save_seconds = time.monotonic() - start_time
 
 
 class AutomaticSaves:
     """Decides when a run saves, from measured times. Every rank gets the same values, and so decides the same.
 
     Args:
-        step: steps that are done at the start of the attempt.
+        step: number of steps that are done at the start of the attempt.
         resumed: there is a checkpoint of ``step``, so no early save is needed.
-        total_steps: of the run.
-        save_seconds: an estimate.
+        total_steps: number of steps of the run.
+        save_seconds: estimated seconds of a save.
     """
 
     def __init__(self, *, step: int, resumed: bool, total_steps: int, save_seconds: float):
         self.total_steps = total_steps
         self.last_save = step
-        self._first_step = step
+        self._start_step = step
         self._saves = 0
-        first_step = FIRST_STEP
+        steps_before_save = FIRST_STEP
         if total_steps >= SHORT_STEPS:
-            first_step = min(FIRST_STEP, max(FIRST_STEP_OF_SHORT, total_steps // SAVES_A_RUN))
-        self._early = None if resumed else step + first_step
+            steps_before_save = min(FIRST_STEP, max(FIRST_STEP_OF_SHORT, total_steps // SAVES_A_RUN))
+        # The step of the early save, from which a first spike can be rolled back; None once there is a checkpoint.
+        self._early_step = None if resumed else step + steps_before_save
         self._measured = Measured(0.0, save_seconds)
 
     @property
     def next_step(self) -> int | None:
-        """The step after which the run saves next; None if no time of a step is known yet, and none is due by count."""
-        # No time is known yet: only the first save, which is due by count, can be.
+        """The step after which the run saves next; None if the time of a step is not known and no early save is due."""
+        # The step of the early save is a fixed number, which needs no measured time.
         if self._measured.step_seconds == 0:
-            return self._early
-        due = self.last_save + automatic_interval(*self._measured, self.total_steps)
-        # An early save takes time that the run earns later: the next one waits for that, but not longer than half an hour.
-        due = max(due, min(self._earned_step(), self.last_save + _longest(self._measured.step_seconds)))
-        # A save that the run cannot earn any more is not made early.
-        if self._early is None or self._earned_step() > self.total_steps:
-            return due
-        return min(due, self._early)
+            return self._early_step
+        next_step = self.last_save + automatic_interval(*self._measured, self.total_steps)
+        # Saves so far may have taken more than their share of the time. Wait until they have not, but half an hour at most.
+        latest_step = self.last_save + _longest_interval(self._measured.step_seconds)
+        next_step = max(next_step, min(self._earned_step(), latest_step))
+        # Do without the early save if a save takes more than 5 % of the time of the whole run.
+        if self._early_step is None or self._earned_step() > self.total_steps:
+            return next_step
+        return min(next_step, self._early_step)
 
     def _earned_step(self) -> int:
-        """Return the step from which one more save keeps the saves of this attempt within 5 % of its time."""
+        """Return the step from which all saves of this attempt and one more take at most 5 % of its time."""
         step_seconds, save_seconds = self._measured
-        return self._first_step + steps_to_earn((self._saves + 1) * save_seconds, step_seconds)
+        return self._start_step + steps_to_earn((self._saves + 1) * save_seconds, step_seconds)
 
-    def measured(self, values: Measured) -> None:
-        """Take over what rank 0 has measured."""
+    def set_measured(self, values: Measured) -> None:
+        """Set the measurements of rank 0."""
         self._measured = values
 
-    def saved(self, step: int) -> None:
+    def note_save(self, step: int) -> None:
         """Note a save of ``step``."""
-        self.went_back(step)
+        self.note_rollback(step)
         self._saves += 1
 
-    def went_back(self, step: int) -> None:
-        """Note a rollback to ``step``: there is a checkpoint of it."""
+    def note_rollback(self, step: int) -> None:
+        """Note a rollback to ``step``, of which there is a checkpoint."""
         self.last_save = step
-        self._early = None
+        self._early_step = None
 
     def is_due(self, step: int, *, evaluates: bool = False) -> bool:
         """Return whether the run saves after ``step``.
 
         Args:
-            evaluates: ``--eval_steps`` names this step. It is saved as soon as the cost allows: `best` is one of those that
-                were saved.
+            evaluates: the step is evaluated, since ``--eval_steps`` names it. Such a step is saved earlier, as soon as the cost
+                allows, since only a saved step can be the best one.
         """
         if self.next_step is not None and step >= self.next_step:
             return True
-        # A step that is evaluated is saved earlier than it would be due, if the run has earned it.
         if not evaluates or self._measured.step_seconds == 0:
             return False
         step_seconds, save_seconds = self._measured
@@ -178,67 +187,81 @@ class AutomaticEvaluations:
     """Decides at which checkpoints a run evaluates: where evaluations take at most 5 % of the time.
 
     Args:
-        step: steps that are done at the start of the attempt.
-        total_steps: of the run.
-        batches: of the held-out data, each as large as a training step's.
+        step: number of steps that are done at the start of the attempt.
+        total_steps: number of steps of the run.
+        batches: number of batches of the held-out data, each as large as a training step's.
     """
 
     def __init__(self, *, step: int, total_steps: int, batches: float):
         self.last_evaluation = step
-        # A forward pass takes a third of a training step. What scorers take is not known: a tenth of the run comes first.
+        # A forward pass takes a third of a training step. The time of scorers is not known, so the first evaluation is not made
+        # before a tenth of the run.
         self._estimated_steps = max(batches / 3, SHARE * total_steps / SAVES_A_RUN)
         self._seconds: float | None = None
 
-    def evaluated(self, step: int, seconds: float) -> None:
+    def note_evaluation(self, step: int, seconds: float) -> None:
         """Note an evaluation of ``step`` that took ``seconds``, the same value on every rank."""
         self.last_evaluation = step
         self._seconds = seconds
 
-    def went_back(self, step: int) -> None:
+    def note_rollback(self, step: int) -> None:
         """Note a rollback to ``step``."""
         self.last_evaluation = step
 
     def is_due(self, step: int, step_seconds: float) -> bool:
-        """Return whether the checkpoint of ``step`` is evaluated. Its time follows from ``step_seconds``, 0 if not known."""
+        """Return whether the checkpoint of ``step`` is evaluated.
+
+        Args:
+            step_seconds: mean seconds of a step; 0 if they are not known yet.
+        """
         if step_seconds == 0:
             return False
-        # The last evaluation's time, or an estimate before the first one.
-        cost = self._estimated_steps * step_seconds if self._seconds is None else self._seconds
-        # The evaluation is to take 5 % of the time since the last one, its own included.
-        return SHARE * (step - self.last_evaluation) * step_seconds >= (1 - SHARE) * cost
+        # An evaluation takes as long as the last one. Before the first one, its seconds are estimated.
+        evaluation_seconds = self._seconds
+        if evaluation_seconds is None:
+            evaluation_seconds = self._estimated_steps * step_seconds
+        # It may take 5 % of the sum of its own time and that of the steps since the last evaluation.
+        return SHARE * (step - self.last_evaluation) * step_seconds >= (1 - SHARE) * evaluation_seconds
 
 
-class Schedule:
-    """The steps at which something is due, for a value of ``eval_steps`` or ``save_steps``.
+class FixedSteps:
+    """The steps that the user has set by ``eval_steps`` or ``save_steps``.
 
     Args:
-        interval: steps, a share of the run, or ``epoch``; never for 0 and ``auto``, see `AutomaticSaves`.
-        total_steps: of the run.
+        interval: a number of steps (int), a share of the run (float), or ``epoch``. With 0 and ``auto``, no step is due: of
+            ``auto``, `AutomaticSaves` and `AutomaticEvaluations` decide.
+        total_steps: number of steps of the run.
     """
 
     def __init__(self, interval: Interval | str, total_steps: int):
         self._at_epochs = interval == "epoch"
         self._every = 0
         if isinstance(interval, float):
-            # The sum keeps a product that is a whole number from being rounded down.
-            self._every = max(1, int(interval * total_steps + 1e-6))
+            self._every = max(1, int(interval * total_steps + _ROUNDING))
         elif isinstance(interval, int):
             self._every = interval
 
     def is_due(self, step: int, passes_before: float, passes: float) -> bool:
-        """Return whether it is due after ``step``, which took the passes over the data from ``passes_before`` to ``passes``."""
+        """Return whether ``step`` is one of the steps.
+
+        Args:
+            passes_before: passes over the data before the step.
+            passes: passes over the data after it.
+        """
         if self._at_epochs:
             return int(passes) > int(passes_before)
         return self._every > 0 and step % self._every == 0
 
 
 class Timetable:
-    """Decides after which steps a run evaluates and saves, and measures what that takes. Every rank decides the same.
+    """Decides after which steps a run evaluates and saves, and measures the seconds of both. Every rank decides the same.
 
     Args:
-        resumed: there is a checkpoint of the first step.
-        save_seconds: an estimate, until the first save is measured.
-        held_out_batches: of the held-out data, each as large as a training step's; None if nothing is evaluated.
+        step: number of steps that are done at the start of the attempt.
+        resumed: there is a checkpoint of ``step``.
+        save_seconds: estimated seconds of a save, which count until the first save is measured.
+        held_out_batches: number of batches of the held-out data, each as large as a training step's; None if nothing is
+            evaluated.
         saves: False for a run that saves nothing.
     """
 
@@ -259,9 +282,9 @@ class Timetable:
         self._clock = SaveClock(save_seconds)
         self._steps_of_attempt = 0
         self._step_seconds = 0.0
-        self._evaluations = Schedule(eval_steps, total_steps)
-        self._saves = Schedule(save_steps, total_steps)
-        # Each is None if the user has set the steps.
+        self._evaluations = FixedSteps(eval_steps, total_steps)
+        self._saves = FixedSteps(save_steps, total_steps)
+        # The attributes below are None if the user has set the steps.
         self._automatic_saves: AutomaticSaves | None = None
         if save_steps == AUTOMATIC and saves:
             self._automatic_saves = AutomaticSaves(
@@ -272,28 +295,27 @@ class Timetable:
             self._automatic_evaluations = AutomaticEvaluations(step=step, total_steps=total_steps, batches=held_out_batches)
 
     def is_evaluation_set(self, step: int, passes_before: float, passes: float) -> bool:
-        """Return whether ``--eval_steps`` names the step, which took the passes over the data from one number to the other."""
+        """Return whether ``--eval_steps`` names the step. For the arguments, see `FixedSteps.is_due`."""
         return self._evaluations.is_due(step, passes_before, passes)
 
     def is_evaluation_due(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is evaluated by itself."""
-        automatic = self._automatic_evaluations
-        return automatic is not None and automatic.is_due(step, self._step_seconds)
+        """Return whether the checkpoint of a step is evaluated although ``--eval_steps`` does not name the step."""
+        return self._automatic_evaluations is not None and self._automatic_evaluations.is_due(step, self._step_seconds)
 
     def is_save_due(self, step: int, passes_before: float, passes: float, *, evaluates: bool) -> bool:
-        """Return whether the run saves after a step. ``evaluates``: ``--eval_steps`` names it."""
-        # A step that is evaluated is a good one to save: `best` is one of those that were saved.
+        """Return whether the run saves after a step. ``evaluates``: ``--eval_steps`` names the step."""
         if self._automatic_saves is not None:
             return self._automatic_saves.is_due(step, evaluates=evaluates)
         return self._saves.is_due(step, passes_before, passes)
 
     def measure_first_steps(self, step: int, *, settle: Callable[[], None]) -> None:
-        """Let all ranks know how long a step takes before the first log point, which slow steps reach late. Collective once.
+        """Measure the second step of the attempt, and send rank 0's measurement to all ranks. Collective in that step.
 
-        The first step of an attempt is left out: much of its time is spent on compiling and allocating.
+        Call it after every step. Without this measurement, all ranks would know the time of a step only at the first log point,
+        which a run of slow steps reaches late. The first step is not measured: it takes long, for compiling and allocating.
 
         Args:
-            settle: waits until the device has done the steps that it was given. A host may be steps ahead of it.
+            settle: waits until the device has done all steps that it was given. The host may be steps ahead of the device.
         """
         self._steps_of_attempt += 1
         if self._steps_of_attempt <= 2:
@@ -304,37 +326,37 @@ class Timetable:
             self.set_measured(Measured(*self._strategy.on_main(lambda: list(self.read_clock(step)))))
 
     def read_clock(self, step: int) -> Measured:
-        """Return what this rank has measured. Rank 0's values count: see `set_measured`."""
+        """Return this rank's measurements. Only rank 0's are used: see `set_measured`."""
         return self._clock.read(step)
 
     def set_measured(self, values: Measured) -> None:
-        """Take over what rank 0 has measured. Call with the same values on every rank."""
+        """Set the measurements of rank 0. Call this on every rank with the same values."""
         self._step_seconds = values.step_seconds
         if self._automatic_saves is not None:
-            self._automatic_saves.measured(values)
+            self._automatic_saves.set_measured(values)
 
-    def evaluated(self, step: int, seconds: float) -> None:
+    def note_evaluation(self, step: int, seconds: float) -> None:
         """Note an evaluation that took ``seconds`` on this rank. Collective."""
         if self._automatic_evaluations is not None:
-            # Rank 0's clock, so that all ranks decide the same about the next evaluation.
-            self._automatic_evaluations.evaluated(step, self._strategy.on_main(lambda: seconds))
+            # Use rank 0's seconds on all ranks, so that all decide the same about the next evaluation.
+            self._automatic_evaluations.note_evaluation(step, self._strategy.on_main(lambda: seconds))
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Return a context for a save."""
+        """Return a context for a save of ``step``."""
         with self._clock.saving():
             yield
-        # The time of a step is measured without saves.
+        # Start the measurement again, since the time of a step is measured without saves.
         self._clock.start(step)
         if self._automatic_saves is not None:
-            self._automatic_saves.saved(step)
+            self._automatic_saves.note_save(step)
 
-    def went_back(self, step: int) -> None:
+    def note_rollback(self, step: int) -> None:
         """Note a rollback to ``step``."""
         self._clock.start(step)
         for automatic in (self._automatic_saves, self._automatic_evaluations):
             if automatic is not None:
-                automatic.went_back(step)
+                automatic.note_rollback(step)
 
 
 def describe_evaluations(eval_steps: Interval | str) -> str:
@@ -353,7 +375,11 @@ def describe_evaluations(eval_steps: Interval | str) -> str:
 
 
 def describe_saves(save_steps: Interval | str, keep: int | None) -> str:
-    """Return a line that says when the run saves, and what cannot work if it does not."""
+    """Return a line that says when the run saves.
+
+    Args:
+        keep: number of checkpoints that are kept; None for all.
+    """
     if save_steps == 0:
         return (
             "checkpoints: at the end only. A run that is killed cannot resume, and starts again at step 0; a spike cannot be "

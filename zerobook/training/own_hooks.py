@@ -29,17 +29,21 @@ class StragglerReport(Hook):
             self._console.say(f"WARNING: step {trainer.progress.step}: {stragglers.describe(slow)}")
 
 
-def own_hooks(trainer: TrainerView, console: Console, runlog_hook: RunlogHook | None, watch: Watch | None) -> list[Hook]:
-    """Return the hooks, in the order in which they are called."""
+def make_own_hooks(trainer: TrainerView, console: Console, runlog_hook: RunlogHook | None, watch: Watch | None) -> list[Hook]:
+    """Return the trainer's own hooks, in the order in which they are called.
+
+    Args:
+        runlog_hook: writes the runlog; None on all ranks but 0.
+        watch: finds slow ranks; None if ranks do not watch each other.
+    """
     config = trainer.config
-    log = trainer.log
     hooks: list[Hook] = []
-    # Ranks are compared before anything else: their devices have done the same steps now.
+    # Compare the ranks first. At this moment their devices have done the same steps.
     if watch is not None:
-        hooks.append(StragglerReport(watch, log, console))
+        hooks.append(StragglerReport(watch, trainer.log, console))
     if runlog_hook is not None:
-        hooks += [runlog_hook, ResumeCheck(log)]
-    hooks += [MemoryRecord(log), console]
+        hooks += [runlog_hook, ResumeCheck(trainer.log)]
+    hooks += [MemoryRecord(trainer.log), console]
     if config.report_to:
         hooks.append(Trackers(trainer.strategy, config, resumed=trainer.manager.resumes_in_place))
     if config.profiled_steps is not None:

@@ -16,11 +16,12 @@ from zerobook.training.utilization import ModelFlops, model_flops, peak_flops
 class Pace:
     """Measures tokens per second, the share of the time that the run waits for data, and the use of the devices.
 
-    Evaluations and saves do not count: see `apart`.
+    Evaluations and saves do not count: see `paused`.
 
     Attributes:
-        flops: operations of the model; None if they are not known.
-        peak: operations per second of all devices; None if it is not known.
+        flops: floating-point operations of the model per token; None if they are not known.
+        peak: peak operations per second of all devices together; None if it is not known.
+        devices: number of devices, one for each rank.
         tokens_per_second: supervised tokens, over all ranks.
         all_tokens_per_second: tokens of the rows without padding, over all ranks.
         data_wait: share of the time spent waiting for data, 0 to 1.
@@ -29,9 +30,6 @@ class Pace:
         seconds: phase of `zerobook.health.position` -> its seconds since the last log point. On a GPU, a phase ends when the
             device has done its work. Writing the log counts as ``reduce``.
         clock: measures phases on a GPU; None on a CPU.
-
-    Args:
-        device: device of this process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +46,7 @@ class Pace:
         self.start()
 
     def measure_model(self, strategy: Strategy) -> None:
-        """Count the operations of the prepared model, and look up those that its devices can do."""
+        """Count the operations of the prepared model per token, and look up the peak of the devices."""
         self.flops = model_flops(strategy)
         self.peak = peak_flops(strategy)
         self.devices = strategy.world_size
@@ -57,16 +55,16 @@ class Pace:
 
     def start(self) -> None:
         """Start a measurement."""
-        self._since = time.monotonic()
+        self._start_time = time.monotonic()
         self._tokens = self._all_tokens = self._rows = 0
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Return a context whose time is not measured, for what is not a training step."""
+    def paused(self) -> Iterator[None]:
+        """Return a context whose time is not measured, for an evaluation or a save."""
         start = time.monotonic()
         yield
-        # Move the start of the measurement by the time that was spent.
-        self._since += time.monotonic() - start
+        # Begin the measurement later by the time that was spent.
+        self._start_time += time.monotonic() - start
 
     def count(self, tokens: int, all_tokens: int, rows: int) -> None:
         """Add a step, over all ranks: its supervised tokens, the tokens of its rows, and its rows."""
@@ -75,10 +73,14 @@ class Pace:
         self._rows += rows
 
     def measure(self, step: int) -> None:
-        """Close the measurement at a log point, update the attributes, and start a new one. The device has done its work."""
+        """Close the measurement at a log point, update the attributes, and start a new measurement.
+
+        The device must have done the steps. ``step`` is the newest one.
+        """
         # On a GPU, the clock of the host shows when work was given to the device, not how long it took.
-        self.seconds = position.log_point(step, self.clock.read() if self.clock else None, forward_waits=self._forward_waits)
-        seconds = max(time.monotonic() - self._since, 1e-9)
+        device_seconds = self.clock.read() if self.clock else None
+        self.seconds = position.log_point(step, device_seconds, forward_waits=self._forward_waits)
+        seconds = max(time.monotonic() - self._start_time, 1e-9)
         self.tokens_per_second = self._tokens / seconds
         self.all_tokens_per_second = self._all_tokens / seconds
         self.data_wait = self.seconds.get("data", 0.0) / seconds
@@ -99,6 +101,7 @@ class DeviceClock:
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
         position.on_enter(self._record)
 
+    # The host calls this whenever it enters a phase.
     def _record(self, phase: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -115,14 +118,14 @@ class DeviceClock:
         return dict(seconds)
 
     def locate(self) -> position.Position:
-        """Return the position that the device has reached, or that of the host if the device has done all its work.
+        """Return the position (phase and step) that the device has reached; the host's if the device has done all its work.
 
-        The host runs ahead of the device, so after one GPU has stopped, all hosts soon wait in the same phase. ``since`` is the
-        time at which a call first saw the device there. Any thread may call this. If the device hangs, the call may not return,
-        and may keep Python's lock.
+        If one GPU stops, the hosts of all ranks soon wait in the same phase, since a host runs ahead of its device. Only the
+        devices' positions show which GPU stopped. ``since`` of the position is the time at which a call first saw the device
+        there. Any thread may call this. If the device hangs, the call may not return, and may keep Python's lock.
         """
-        host = position.here()
-        # A copy, since the main thread adds and removes events.
+        host_position = position.here()
+        # Use a copy, since the main thread adds and removes events.
         events = self._events.copy()
         count = len(events)
         # A failed device raises an error here. The main thread will report it.
@@ -130,10 +133,12 @@ class DeviceClock:
             # A new thread uses the first GPU, and a query there would create a context of this process, which takes memory.
             if torch.cuda.is_initialized():
                 torch.cuda.set_device(self._gpu)
+            # Drop the newest events, which the device has not reached.
             while events and not events[-1][1].query():
                 events.pop()
+        # The device has reached every event, or it is not known which one it has reached.
         if not events or len(events) == count:
-            return host
+            return host_position
         reached, _ = events[-1]
         if reached.entered != self._current.entered:
             self._current = reached._replace(since=time.monotonic())

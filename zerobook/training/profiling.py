@@ -27,7 +27,7 @@ class Profiler(Hook):
     def before_step(self, trainer: TrainerView, step: int) -> None:
         if step != self.first or self._written:
             return
-        # A rollback went back to before the first step, which is now profiled a second time.
+        # A rollback to before the first step ended the profile early. It starts again.
         if self._profile is not None:
             self._profile.stop()
         activities = [ProfilerActivity.CPU]
@@ -38,7 +38,7 @@ class Profiler(Hook):
 
     def after_step(self, trainer: TrainerView, record: StepRecord) -> None:
         if record.step == self.last and self._profile is not None:
-            with during("save"), trainer.pace.apart():
+            with during("save"), trainer.pace.paused():
                 self._write(trainer, self._profile)
             self._profile = None
             self._written = True
@@ -48,15 +48,13 @@ class Profiler(Hook):
             self._profile.stop()
             self._profile = None
         if not self._written and trainer.strategy.is_main:
-            steps = f"steps {self.first} to {self.last}"
-            tqdm.write(f"profile: this attempt did not run all of {steps}, so no trace was written")
+            tqdm.write(f"profile: this attempt did not run all of steps {self.first} to {self.last}, so no trace was written")
 
     def _write(self, trainer: TrainerView, profiled: profile) -> None:
-        strategy = trainer.strategy
-        # Kernels of these steps may still run.
-        if strategy.device.type == "cuda":
+        # Wait for the kernels of these steps, which may still run.
+        if trainer.strategy.device.type == "cuda":
             torch.cuda.synchronize()
         profiled.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
-        profiled.export_chrome_trace(str(self.folder / f"steps-{self.first}-{self.last}.rank{strategy.rank}.json.gz"))
+        profiled.export_chrome_trace(str(self.folder / f"steps-{self.first}-{self.last}.rank{trainer.strategy.rank}.json.gz"))
         trainer.log.event("profile", steps=[self.first, self.last], folder=str(self.folder))

@@ -30,20 +30,21 @@ from zerobook.utils.units import counted
 
 
 def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
-    """Refuse training data that differ from the checkpoint's, in contents or order. Records the data in ``progress``.
+    """Refuse training data that differ from the checkpoint's in contents or order, and record the data in ``progress``.
 
     Raises:
-        CheckpointError: with both values.
+        CheckpointError: the data differ. The message has both values.
     """
     train = data.train
+    # A checkpoint that was imported from another trainer does not name its data.
     if checkpoint and not progress.data_fingerprint:
-        place_in_data(progress, data, config)
+        set_data_position(progress, data, config)
         return
     if checkpoint and (progress.data_fingerprint, progress.data_size) != (train.fingerprint, len(train)):
         raise CheckpointError(
-            f"{checkpoint}: it was trained on {amount(progress.data_size)} with fingerprint {progress.data_fingerprint}; "
-            f"the data is now {amount(len(train))} with fingerprint {train.fingerprint}. {_why_other_data(checkpoint, config)} "
-            "Or start a new run from the exported model."
+            f"{checkpoint}: it was trained on {describe_size(progress.data_size)} with fingerprint "
+            f"{progress.data_fingerprint}; the data is now {describe_size(len(train))} with fingerprint {train.fingerprint}. "
+            f"{_describe_changed_settings(checkpoint, config)} Or start a new run from the exported model."
         )
     progress.data_size = len(train)
     progress.data_fingerprint = train.fingerprint
@@ -51,17 +52,16 @@ def check_data(checkpoint: Path | None, progress: Progress, data: PreparedData, 
         _check_order(checkpoint, config.order_settings)
 
 
-def place_in_data(progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
+def set_data_position(progress: Progress, data: PreparedData, config: RecipeConfig) -> None:
     """Give the progress of another trainer's checkpoint a position in this run's data, after the same number of passes.
 
-    It is not known which samples the other trainer has used in an unfinished pass, so this run's order is taken for that.
-    A stream begins anew.
+    In an unfinished pass, the other trainer has used other samples than this run would have, but which ones is not known. The
+    run goes on as if they were the first ones of its own order. A stream begins again.
     """
-    train = data.train
     progress.seed = config.seed
-    progress.cursor = round(progress.epoch * len(train))
-    progress.data_size = len(train)
-    progress.data_fingerprint = train.fingerprint
+    progress.cursor = round(progress.epoch * len(data.train))
+    progress.data_size = len(data.train)
+    progress.data_fingerprint = data.train.fingerprint
 
 
 def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
@@ -78,11 +78,12 @@ def _check_order(checkpoint: Path, settings: OrderSettings) -> None:
 
 
 def compare_held_out_data(progress: Progress, data: PreparedData, say: Callable[[str], None]) -> None:
-    """Forget the held-out losses of the checkpoint if they were measured on other data, with a warning."""
+    """Forget the held-out losses of the checkpoint, with a warning, if they were measured on other data."""
     if not data.held_out:
         return
     earlier = progress.held_out_fingerprint
     fingerprint = data.held_out_fingerprint
+    # This returns whether losses were forgotten.
     if progress.use_held_out_data(fingerprint):
         names = ", ".join(data.held_out)
         earlier_data = f"fingerprint {earlier}" if earlier else "data that the checkpoint does not name"
@@ -120,12 +121,12 @@ DATA_SETTINGS = frozenset(
 """Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too."""
 
 
-def _why_other_data(checkpoint: Path, config: RecipeConfig) -> str:
-    """Return the settings about data that differ from the checkpoint's, in words."""
+def _describe_changed_settings(checkpoint: Path, config: RecipeConfig) -> str:
+    """Return which settings about data differ from the checkpoint's, and what to do."""
     saved = store.read_json(checkpoint / "config.json")["config"]
     now = config.model_dump(mode="json")
     recipe_settings = type(config).model_fields.keys() - RecipeConfig.model_fields.keys()
-    # A checkpoint of an earlier version lacks some settings, which cannot be compared.
+    # Compare only what both have: a checkpoint of an earlier version of Zerobook lacks some settings.
     names = (DATA_SETTINGS | recipe_settings) & saved.keys() & now.keys()
     saved_settings = {name: saved[name] for name in names}
     changed = differences(saved_settings, {name: now[name] for name in names})
@@ -138,7 +139,7 @@ def _why_other_data(checkpoint: Path, config: RecipeConfig) -> str:
 ADAPTER_SETTINGS = ("adapter", "lora_r", "lora_alpha", "lora_target_modules", "modules_to_save")
 """Settings that decide what adapters compute."""
 ADAPTER_FACTS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
-"""The same in the config of an adapter that is trained further."""
+"""Keys with the same meaning in the config of an adapter (``--adapter_path``) that the run trains further."""
 
 
 def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:
@@ -147,7 +148,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
     A branch on the hub can move while a run is stopped, and a folder can get other content.
 
     Raises:
-        CheckpointError: with both values.
+        CheckpointError: something differs. The message has both values.
     """
     if checkpoint is None:
         return
@@ -155,7 +156,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
     values = config.model_dump()
     facts = getattr(model, "base_facts", None)
 
-    # The settings of new adapters.
+    # Compare the settings of new adapters.
     if config.trains_adapters:
         for name in ADAPTER_SETTINGS:
             before = saved["config"].get(name)
@@ -170,7 +171,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
                     "the old value, or start a new run from the exported model."
                 )
 
-    # The adapter that is trained further.
+    # Compare the config of the adapter that is trained further.
     saved_adapter = _adapter_facts(saved.get("base"))
     adapter = _adapter_facts(facts)
     for name in ADAPTER_FACTS:
@@ -180,7 +181,7 @@ def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) 
                 f"--adapter_path {values.get('adapter_path')} has {adapter.get(name)}. Bring that adapter back."
             )
 
-    # The model below them.
+    # Compare the base model: its commit on the hub if both are known, and its weights otherwise.
     saved_commit = saved.get("base_commit")
     commit = getattr(model, "base_commit", None)
     if config.trains_adapters and saved_commit and commit and saved_commit != commit:
@@ -199,51 +200,53 @@ def _adapter_facts(base_facts: dict[str, Any] | None) -> dict[str, Any]:
 def restore_decisions(progress: Progress, manager: CheckpointManager, strategy: Strategy, log: RunLog) -> dict[str, Any]:
     """Apply what earlier attempts decided after the checkpoint was written. Collective.
 
-    A run without a checkpoint begins anew, without decisions. Only ``redone`` is kept, since trackers have seen those steps.
+    A run without a checkpoint begins again, without decisions. It keeps only ``redone``, the number of repeated steps, since
+    trackers have seen those steps.
 
     Returns:
         The state of the recovery policy.
     """
     decisions = manager.decisions
-    logged_step = strategy.on_main(lambda: _newest_step(log, decisions.counted_from))
-    # The last attempt may have gone on after the checkpoint. Those steps are repeated now, and not counted in ``redone`` yet.
+    logged_step = strategy.on_main(lambda: _find_newest_step(log, decisions.counted_from))
+    # The last attempt may have trained on after the checkpoint. The run repeats those steps, and ``redone`` lacks them so far.
     lost_steps = max(0, logged_step - progress.step)
-    # The checkpoint's count is larger if the file with the decisions was removed.
+    # If the file with the decisions was removed, the count in the checkpoint is the larger one.
     progress.redone = max(progress.redone, decisions.redone + lost_steps)
     if manager.checkpoint is None:
         decisions = RecoveryState()
     progress.skip_ranges = joined(progress.skip_ranges, decisions.skip_ranges)
-    # The file has every cut of the run, and with them those of the checkpoint.
+    # The file has every cut of the learning rate, also those that the checkpoint has.
     progress.rate_cuts = decisions.rate_cuts or progress.rate_cuts
     manager.proven = set(decisions.proven)
-    # A later resume counts only the steps that are logged from this attempt on.
+    # From here on, a resume counts only the steps of this attempt and later ones.
     manager.remember(**vars(decisions) | {"redone": progress.redone, "counted_from": [log.attempt, log.branch]})
     return decisions.policy
 
 
-def _newest_step(log: RunLog, counted_from: list[int]) -> int:
-    """Return the newest step in the log; 0 if there is none, or if its attempt and branch are from before ``counted_from``."""
+def _find_newest_step(log: RunLog, counted_from: list[int]) -> int:
+    """Return the newest step in the log; 0 if there is none, or if it is from before ``counted_from``, [attempt, branch]."""
+    # `backwards` yields None for a damaged record.
     record = next(filter(None, backwards(log.folder / STEPS)), None)
     if record is None or [record["attempt"], record["branch"]] < counted_from:
         return 0
     return record["step"]
 
 
-def schedule_steps(state: RunState, checkpoint: Path | None, say: Callable[[str], None]) -> int:
+def choose_schedule_length(state: RunState, checkpoint: Path | None, say: Callable[[str], None]) -> int:
     """Return the length of the learning-rate schedule, in steps.
 
     A resumed run keeps the length that the checkpoint records: samples left out since then shorten the run, not the
     schedule. The length changes only if a person asks for another number of steps or epochs, or another global batch.
     """
-    # Not every trainer records the length.
+    # A checkpoint that was imported from another trainer may lack the length.
     if checkpoint is None or not state.progress.total_steps:
         return state.end_step
     progress = state.progress
     saved = store.read_json(checkpoint / "config.json")["config"]
-    # The length is set as a number of steps, or follows from the epochs and the global batch.
-    saved_length = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
-    length = state.config.max_train_steps or (state.config.num_train_epochs, state.layout.global_batch)
-    if length == saved_length:
+    # The user has set a number of steps, or the length follows from the epochs and the global batch.
+    saved_request = saved["max_train_steps"] or (saved["num_train_epochs"], progress.global_batch)
+    request = state.config.max_train_steps or (state.config.num_train_epochs, state.layout.global_batch)
+    if request == saved_request:
         return progress.total_steps
     if state.end_step != progress.total_steps:
         say(f"  the learning-rate schedule is computed again: {state.end_step} steps, {progress.total_steps} before")
@@ -254,19 +257,19 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in manager.skipped.values():
         say(f"skipped: {reason}")
-    # The progress was read before, for the sample order and the schedule. It has decisions of later attempts, too.
+    # The state's progress is used, and not the loaded one: it also has the decisions of later attempts.
     loaded, bytes_read = manager.load()
     progress = state.progress
-    verified, differing = state.verify(progress.following)
+    verified, differing = state.compare_next_step(progress.following)
     if not strategy.is_main:
         return
     say(f"resumed {manager.checkpoint} at step {progress.step}")
-    # There is no next step to compare.
+    # A run at its end has no next step that could differ.
     if progress.step >= state.end_step:
         differing = {}
-    # The later checkpoints are set aside only after the load. If it had failed, a restart would still find them.
+    # Set the later checkpoints aside only now: if the load had failed, a restart would still find them.
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
-    # Before the first save, which prunes.
+    # Protect checkpoints before the first save, which prunes.
     manager.protect()
     manager.remember(rollback_to=None)
     log.event(
@@ -286,9 +289,9 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     say(f"  as recorded: {', '.join(verified)}")
     for name, (recorded, now) in differing.items():
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
-    # The repeated steps may have other samples than before: others were left out, or a step has more of them.
+    # Compare losses only if the repeated steps have the same samples: no others are left out, and a step has as many.
     if progress.skip_ranges == loaded.skip_ranges and progress.global_batch == state.layout.global_batch:
-        state.earlier_losses = _losses_behind(log, progress.step, state.rate())
+        state.earlier_losses = _read_later_losses(log, progress.step, state.rate())
 
 
 def find_best_step(manager: CheckpointManager, strategy: Strategy, last: Progress) -> int | None:
@@ -300,9 +303,9 @@ def find_best_step(manager: CheckpointManager, strategy: Strategy, last: Progres
 
     def find() -> int | None:
         best = None
-        # A save that failed, or losses that are not finite, must not cost the model of the last step.
+        # There may be no checkpoint with a finite loss. The model of the last step is written then.
         with suppress(CheckpointError):
-            # Read every byte, since a damaged checkpoint must not be saved instead of the last step.
+            # Read every byte, so that no damaged checkpoint replaces the last step.
             best = resolve_resume(manager.folder.parent, "best", thorough=True).checkpoint
         lowest = None if best is None else store.eval_loss(best)
         if last.eval_loss is not None and (lowest is None or last.eval_loss <= lowest):
@@ -312,10 +315,10 @@ def find_best_step(manager: CheckpointManager, strategy: Strategy, last: Progres
     return strategy.on_main(find, takes_long=True)
 
 
-def evaluation_of(log: RunLog, progress: Progress) -> dict[str, Any] | None:
-    """Return the evaluation of the state that ``progress`` describes, if it is the last one in the log. Rank 0."""
+def find_evaluation(log: RunLog, progress: Progress) -> dict[str, Any] | None:
+    """Return the last evaluation in the log if it is that of the state ``progress``; None otherwise. Rank 0 only."""
     event = last_of(log.folder / EVENTS, ["eval"]).get("eval")
-    # The losses are compared, too, since an abandoned branch may have been evaluated at the same step.
+    # Compare the losses too, since an abandoned branch may have been evaluated at the same step.
     if event is None or (event["step"], event.get("loss")) != (progress.step, progress.eval_loss):
         return None
     return {name: event[name] for name in ("loss", "perplexity", "tokens", "datasets", "metrics") if name in event}
@@ -329,7 +332,7 @@ class ResumeCheck(Hook):
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
         recorded = trainer.state.earlier_losses
-        # The steps of one log point are compared. At later ones, no losses are left to compare with.
+        # Compare the steps of one log point only.
         trainer.state.earlier_losses = {}
         losses: dict[int, float] = {}
         for record in records:
@@ -351,16 +354,19 @@ class ResumeCheck(Hook):
         tqdm.write(f"{steps} done again: the largest relative difference of the losses is {largest:.1e}")
 
 
-def amount(samples: int) -> str:
-    """Return the amount of data as text."""
+def describe_size(samples: int) -> str:
+    """Return the number of samples as text. A stream has no known number, which is given as 0."""
     return counted(samples, "sample") if samples else "a stream"
 
 
-def _losses_behind(log: RunLog, step: int, rate: float) -> dict[int, float]:
-    """Return step -> loss of the steps after ``step`` at the end of the log, which earlier attempts did.
+def _read_later_losses(log: RunLog, step: int, rate: float) -> dict[int, float]:
+    """Return step -> loss of the steps after ``step`` that the last branch of the log has.
 
-    Steps that a rollback abandoned are left out: their losses may be those of a spike. If the first step had another learning
-    rate than ``rate``, the later ones have other losses, and none is returned.
+    Steps that a rollback abandoned are left out: their losses may be those of a spike.
+
+    Args:
+        rate: learning rate of the next step. If that step had another rate in the log, the losses cannot be the same, and none
+            is returned.
     """
     losses: dict[int, float] = {}
     branches = set()
@@ -374,6 +380,6 @@ def _losses_behind(log: RunLog, step: int, rate: float) -> dict[int, float]:
         if record["step"] == step + 1 and record["learning_rate"] != rate:
             return {}
         if record["loss"] is not None:
-            # The newest loss of a step comes first.
+            # Keep the newest loss of a step, which is read first.
             losses.setdefault(record["step"], record["loss"])
     return losses

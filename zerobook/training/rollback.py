@@ -23,12 +23,12 @@ from zerobook.utils.units import counted
 
 
 class Recovery:
-    """Carries out the recovery actions of the spike monitor. Call the methods on every rank.
+    """Carries out recovery actions: those of the spike monitor, of hooks and of commands. Call the methods on every rank.
 
     Args:
-        state: its step, sample order and learning rate are changed.
-        manager: loads the checkpoint.
-        spikes: forgets the steps that are abandoned.
+        state: the run's state. A recovery action changes its progress, sample order and learning rate.
+        manager: loads the checkpoint to go back to.
+        spikes: forgets the abandoned steps.
         say: prints a line on rank 0.
     """
 
@@ -47,55 +47,63 @@ class Recovery:
         self.spikes = spikes
         self.log = log
         self.say = say
-        # The last step after which samples were left out without going back. Earlier steps may have other samples if repeated.
+        # The last step after which samples were left out without going back. Steps from before it that are repeated may have
+        # other samples than the first time.
         self._reordered_step = 0
 
-    def checked(self, action: RecoveryAction) -> RecoveryAction:
-        """Return ``action``, or one that stops the run if ``action`` would leave no samples to train on."""
-        left_out = self._samples_of(action)
-        if left_out and self.state.data.train.without_samples(joined(self.state.progress.skip_ranges, left_out)).is_empty:
-            return replace(action, kind="stop", rule="all samples of the data would be left out")
+    def check_samples_left(self, action: RecoveryAction) -> RecoveryAction:
+        """Return ``action``; an action that stops the run instead if ``action`` would leave no samples to train on."""
+        left_out = self._samples_to_leave_out(action)
+        if left_out:
+            skip_ranges = joined(self.state.progress.skip_ranges, left_out)
+            if self.state.data.train.without_samples(skip_ranges).is_empty:
+                return replace(action, kind="stop", rule="all samples of the data would be left out")
         return action
 
-    def act(self, action: RecoveryAction) -> None:
-        """Carry out ``action``, whose kind is not ``stop``. It is logged before it is carried out."""
+    def carry_out(self, action: RecoveryAction) -> None:
+        """Log ``action``, whose kind is not ``stop``, and then carry it out."""
         state = self.state
         progress = state.progress
-        left_out = self._samples_of(action)
+        left_out = self._samples_to_leave_out(action)
         skip_ranges = joined(progress.skip_ranges, left_out)
-        # A cut is (first step, share of the scheduled rate, steps until the rate is back on its schedule), also in files.
+        # A cut of the learning rate is [first step, share of the scheduled rate, steps until the rate is back on its schedule],
+        # here as in the files.
         cut: list[Any] | None = None
         if action.rate_factor:
             first_step = progress.step if action.to_step is None else action.to_step
             cut = [first_step, action.rate_factor, state.config.rollback_lr_steps]
-        # All cuts so far and the new one. The progress in the checkpoint has only those from before it.
+        # All cuts of the run. A rollback needs them, since the checkpoint's progress lacks those that were made after it.
         rate_cuts = list(progress.rate_cuts)
         if cut is not None:
             rate_cuts.append(cut)
-        intent = self._log_intent(action, left_out, cut)
+        rollback_event = self._announce(action, left_out, cut)
         # Write the decision before anything is changed. If this attempt is killed, the next one finishes the action.
         self.manager.remember(skip_ranges=skip_ranges, rate_cuts=rate_cuts, rollback_to=action.to_step)
         if action.goes_back:
-            self.go_back(action, intent, skip_ranges, rate_cuts)
+            self._go_back(action, rollback_event, skip_ranges, rate_cuts)
         else:
             progress.skip_ranges = skip_ranges
             progress.rate_cuts = rate_cuts
             if left_out:
                 self._reordered_step = progress.step
-            # A stream opens only the shards that it has not passed.
+            # The new order of a stream opens only the shards that the old one has not passed.
             progress.stream = state.loader.order.passed
-            # A new loader takes the changed order from the next step on.
+            # The new loader reads the changed order from the next step on.
             state.build_loader()
         if left_out and state.end_step < state.total_steps:
             self.say(f"  the run ends at step {state.end_step}; its schedule is still that of {state.total_steps} steps")
 
-    def _log_intent(self, action: RecoveryAction, left_out: list[list[int]], cut: list[Any] | None) -> int | None:
-        """Log what is to be done, and say it. Return the number of the rollback's event; None for no rollback."""
-        log = self.log
+    def _announce(self, action: RecoveryAction, left_out: list[list[int]], cut: list[Any] | None) -> int | None:
+        """Log what will be done, and print it. Return the number of the event of a rollback; None without a rollback.
+
+        Args:
+            left_out: [start, end) ranges of the samples that are left out.
+            cut: the cut of the learning rate; None if there is none.
+        """
         cause = self.spikes.cause
-        intent = None
+        rollback_event = None
         if action.goes_back:
-            intent = log.event(
+            rollback_event = self.log.event(
                 "rollback",
                 phase="intent",
                 parent=cause,
@@ -104,25 +112,26 @@ class Recovery:
                 to_step=action.to_step,
                 why=action.reason,
             )
-            cause = intent
+            # The events below are consequences of the rollback.
+            cause = rollback_event
         if left_out and action.steps:
             count = sum(end - start for start, end in left_out)
-            log.event("skip", parent=cause, ranges=left_out, samples=count, steps=action.steps, why=action.reason)
+            self.log.event("skip", parent=cause, ranges=left_out, samples=count, steps=action.steps, why=action.reason)
             self.say(f"  left out from now on: {counted(count, 'sample')} of steps {action.steps[0]} to {action.steps[1]}")
         if cut is not None:
-            log.event("lr_change", parent=cause, cut=cut, why=action.reason)
+            self.log.event("lr_change", parent=cause, cut=cut, why=action.reason)
             _, share, steps = cut
             self.say(f"  the learning rate goes on at {share:g} of its schedule, and is back on it after {steps} steps")
-        return intent
+        return rollback_event
 
-    def go_back(
-        self, action: RecoveryAction, intent: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
+    def _go_back(
+        self, action: RecoveryAction, rollback_event: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
     ) -> None:
         """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector.
 
         Args:
-            intent: number of the event that announced the rollback.
-            skip_ranges: samples that are left out from now on, those of ``action`` included.
+            rollback_event: number of the event that announced the rollback.
+            skip_ranges: ranges of the samples that are left out from now on, those of ``action`` included.
             rate_cuts: all cuts of the learning rate, that of ``action`` included.
         """
         to_step = action.to_step
@@ -132,38 +141,38 @@ class Recovery:
         manager = self.manager
         start = time.monotonic()
 
-        # Load the checkpoint, after a save in progress and without the loader, whose processes hold memory.
+        # Finish a save in progress and free the memory of the loader's processes, then load the checkpoint.
         manager.finish(self.log)
         state.drop_loader()
         loaded, bytes_read = manager.load(to_step)
         # A checkpoint that was imported from another trainer has no position in the data.
         if not loaded.data_fingerprint:
-            resume.place_in_data(loaded, state.data, state.config)
-        # The later checkpoints are set aside only now. If the load had failed, a restart would still find them.
+            resume.set_data_position(loaded, state.data, state.config)
+        # Set the later checkpoints aside only now: if the load had failed, a restart would still find them.
         new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
-        # Of the checkpoints that are left, another one is the newest that is proven good.
+        # The newest proven checkpoint may have been set aside, so protect the newest of those that are left.
         self.strategy.on_main(manager.protect)
         abandoned_steps = progress.step - loaded.step
         self._take_progress(loaded, skip_ranges, rate_cuts)
 
-        # Losses of the abandoned branch that the repeated steps must have again: a difference means that the restored state is
-        # wrong.
-        losses = self.spikes.go_back(action, loaded.detector, intent)
+        # Keep the losses of the abandoned steps. The repeated steps must have the same ones, or the restored state is wrong.
+        losses = self.spikes.forget_abandoned(action, loaded.detector, rollback_event)
         if action.rate_factor:
-            # The first loss comes before the first update at the lower rate. Later ones differ.
+            # Only the first loss must be the same: it is computed before the first update at the lower rate.
             losses = {step: loss for step, loss in losses.items() if step == to_step + 1}
         elif to_step < self._reordered_step:
+            # The repeated steps have other samples.
             losses = {}
         state.earlier_losses = losses
         state.build_loader()
         # Compare the inputs of the next step with those that the checkpoint recorded.
-        verified, differing = state.verify(loaded.following)
+        verified, differing = state.compare_next_step(loaded.following)
         seconds = time.monotonic() - start
         self.log.branch += 1
         self.log.event(
             "rollback",
             phase="outcome",
-            parent=intent,
+            parent=rollback_event,
             step=progress.step,
             steps_given_up=abandoned_steps,
             seconds=round(seconds, 3),
@@ -176,7 +185,7 @@ class Recovery:
         self.say(f"  back at step {progress.step} after {seconds:.1f} s; abandoned: {counted(abandoned_steps, 'step')}")
 
     def _take_progress(self, loaded: Progress, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]) -> None:
-        """Replace the progress by the checkpoint's, except for decisions made since then, and for facts on this attempt."""
+        """Replace the progress by the checkpoint's, except for later decisions and for the facts of this attempt."""
         progress = self.state.progress
         vars(progress).update(
             vars(loaded)
@@ -194,9 +203,9 @@ class Recovery:
             progress.use_held_out_data(self.state.data.held_out_fingerprint)
 
     def protect_before(self, action: RecoveryAction) -> None:
-        """Protect the newest checkpoint from before the spike from being pruned by the next save."""
+        """Protect the newest checkpoint from before the spike, so that the next save does not prune it."""
         if self.strategy.is_main:
-            checkpoint = self._before(action)
+            checkpoint = self._find_checkpoint_before(action)
             steps = [] if checkpoint is None else [store.step_of(checkpoint)]
             self.manager.protect(*steps)
 
@@ -205,22 +214,20 @@ class Recovery:
 
         ``auto`` then resumes from before the spike. The caller ends the process with `STOPPED`.
         """
-        log = self.log
-        manager = self.manager
         step = self.state.progress.step
-        # All ranks take part in this. The other ranks return after it.
-        manager.finish(log)
+        # All ranks finish a save in progress. The rest is the work of rank 0.
+        self.manager.finish(self.log)
         if not self.strategy.is_main:
             return
-        checkpoint = self._before(action)
+        checkpoint = self._find_checkpoint_before(action)
         checkpoint_path = None
         # Without a checkpoint from before the spike, every checkpoint of the run is set aside.
-        last_good_step = 0
+        last_step_before = 0
         if checkpoint is not None:
             checkpoint_path = str(checkpoint)
-            last_good_step = store.step_of(checkpoint)
-        new_paths = store.set_aside(manager.folder, last_good_step, manager.skipped)
-        log.event(
+            last_step_before = store.step_of(checkpoint)
+        new_paths = store.set_aside(self.manager.folder, last_step_before, self.manager.skipped)
+        self.log.event(
             "stop",
             parent=self.spikes.cause,
             step=step,
@@ -234,27 +241,31 @@ class Recovery:
         next_step = self._describe_next_step(action, checkpoint, new_paths)
         self.say(f"STOPPED at step {step}: {action.reason}.\n  {action.rule}. {next_step}")
         self.say(f"  `zerobook runlog show {self.state.config.output_dir} decisions` lists the decisions.")
-        write_page(log)
+        write_page(self.log)
 
     def _describe_next_step(self, action: RecoveryAction, checkpoint: Path | None, new_paths: list[Path]) -> str:
-        """Return what can be done after a stop.
+        """Return what a user can do after a stop.
 
         Args:
-            checkpoint: the newest one from before the spike.
-            new_paths: of the checkpoints that were saved since.
+            checkpoint: the newest checkpoint from before the spike; None if there is none.
+            new_paths: the paths of the checkpoints that were set aside.
         """
+        # A person asked for the stop, so there is no spike to describe.
         if action.by is not None:
             return "Go on with --resume_from_checkpoint auto." if checkpoint else "No checkpoint was saved."
         saved_since = f" Saved since it began: {', '.join(map(str, new_paths))}." if new_paths else ""
-        next_step = next_step_after_stop(checkpoint)
-        return f"{saved_since}\n  {next_step} The learning rate was {self.state.config.learning_rate}."
+        return f"{saved_since}\n  {next_step_after_stop(checkpoint)} The learning rate was {self.state.config.learning_rate}."
 
-    def _before(self, action: RecoveryAction) -> Path | None:
-        """Return the newest complete checkpoint from before the spike. Rank 0."""
+    def _find_checkpoint_before(self, action: RecoveryAction) -> Path | None:
+        """Return the newest complete checkpoint from before the spike; None if there is none. Rank 0 only."""
+        # Checkpoints of the `LEAD` - 1 steps before the onset may hold the cause.
         return self.manager.before(action.onset - LEAD + 1)
 
-    def _samples_of(self, action: RecoveryAction) -> list[list[int]]:
-        """Return [start, end) ranges of the samples that ``action`` leaves out: all samples in the rows of its steps."""
+    def _samples_to_leave_out(self, action: RecoveryAction) -> list[list[int]]:
+        """Return [start, end) ranges of the samples that ``action`` leaves out: all samples in the rows of its steps.
+
+        If samples are packed, a row holds several of them.
+        """
         if action.kind == "stop" or not action.steps:
             return []
         loader = self.state.loader

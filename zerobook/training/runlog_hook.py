@@ -1,4 +1,4 @@
-"""Hooks that write the runlog. Checkpoints, resumes and spikes are written by the parts that handle them."""
+"""Hooks that write the runlog. The events of checkpoints, resumes and spikes are written by the modules that handle these."""
 
 import atexit
 import sys
@@ -28,20 +28,19 @@ class RunlogHook(Hook):
 
     def begin(self, trainer: TrainerView, sources: ConfigSources) -> None:
         """Write the first events of the attempt."""
-        state = trainer.state
         data = trainer.data
         begin(
             self.log,
             config=trainer.config.model_dump(),
             versions=versions(),
             code=code_state(trainer.recipe_file) if trainer.recipe_file else {},
-            step=state.progress.step,
+            step=trainer.state.progress.step,
             argv=sys.argv,
             sources=dict(sources),
             plan=trainer.strategy.plan.record(),
             live=trainer.strategy.describe(),
-            batch=state.layout.arithmetic,
-            total_steps=state.total_steps,
+            batch=trainer.state.layout.arithmetic,
+            total_steps=trainer.state.total_steps,
             data={
                 "train": len(data.train),
                 "report": data.report,
@@ -54,7 +53,7 @@ class RunlogHook(Hook):
         self._start = time.monotonic()
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:
-        # A stream tells which shards it has begun.
+        # A streamed dataset reports the shards that it has begun.
         for facts in trainer.state.loader.order.take_reached_shards():
             self.log.event("shard", **facts)
         self.log.steps([record.to_json() for record in records])
@@ -87,7 +86,7 @@ class RunlogHook(Hook):
             facts["held_out_fingerprint"] = trainer.progress.held_out_fingerprint
         self.log.event("eval", step=record.step, seconds=record.seconds, samples=record.samples, **facts)
 
-    def preempted(self, trainer: TrainerView, reason: str | None) -> None:
+    def write_preempted(self, trainer: TrainerView, reason: str | None) -> None:
         """Write that a warning signal ended the attempt."""
         step = trainer.progress.step
         proven, unproven = trainer.manager.steps()
@@ -98,15 +97,14 @@ class RunlogHook(Hook):
 
     def finish(self, trainer: TrainerView) -> None:
         """Write the ``run_end`` event, and the report. The model is on the disk."""
-        progress = trainer.progress
         evaluation = round(trainer.evaluator.seconds, 3)
         training = round(time.monotonic() - self._start - trainer.evaluator.seconds, 3)
-        far = trainer.spikes.monitor.far_above_best(progress.eval_loss, progress.best_eval_loss)
-        # The peak of the memory: a short run has no other sample from after its first step.
+        far = trainer.spikes.monitor.far_above_best(trainer.progress.eval_loss, trainer.progress.best_eval_loss)
+        # Record the peak of the memory once more: a short run has no other such sample from after its first step.
         self.log.event("machine", durable=False, **sample())
         self.log.event(
             "run_end",
-            progress=progress.to_json(),
+            progress=trainer.progress.to_json(),
             learning_rate_after=trainer.state.rate(),
             eval=trainer.evaluation,
             seconds={"training": training, "evaluation": evaluation},

@@ -37,7 +37,7 @@ from zerobook.utils.host_memory import freed_blocks_returned
 from zerobook.utils.units import counted
 
 
-def first_state(
+def make_first_state(
     config: RecipeConfig,
     strategy: Strategy,
     manager: CheckpointManager,
@@ -57,7 +57,7 @@ def first_state(
     Raises:
         CheckpointError: data, model or settings differ from those of the checkpoint.
     """
-    # All checks of the checkpoint are made before its weights are loaded, which takes long.
+    # Make all checks of the checkpoint before its weights are loaded, which takes long.
     checkpoint = manager.checkpoint
     progress = read_progress(checkpoint) if checkpoint else Progress(seed=config.seed)
     resume.check_data(checkpoint, progress, data, config)
@@ -65,7 +65,7 @@ def first_state(
     resume.check_base(checkpoint, config, model)
     policy = resume.restore_decisions(progress, manager, strategy, log)
     state = RunState(config, data, layout, progress, collate, pin_memory=strategy.device.type == "cuda")
-    state.total_steps = resume.schedule_steps(state, checkpoint, say)
+    state.total_steps = resume.choose_schedule_length(state, checkpoint, say)
     state.schedule = learning_rate_schedule(
         config.lr_scheduler_type,
         peak=config.learning_rate,
@@ -88,16 +88,16 @@ def prepare_models(
     model: nn.Module,
     reference_model: nn.Module | None,
 ) -> tuple[Collator, list[str]]:
-    """Distribute the model, and a second one for the objective. Collective.
+    """Distribute the model, and the reference model for the objective. Collective.
 
     Returns:
         (the cheapest form of the state's collator for the prepared model, notes for the user).
 
     Raises:
-        ConfigError: the objective or ``--torch_compile`` does not fit.
+        ConfigError: the objective does not fit the strategy, or ``--torch_compile`` does not fit the model.
     """
     has_own_head = head.install(model) is not None
-    # Whole weights are freed while they are sharded. Without this, the allocator would keep them.
+    # Sharding frees the whole weights. Without this context, the allocator would keep their memory.
     with freed_blocks_returned():
         strategy.prepare(model, config, state.total_steps)
         if reference_model is not None:
@@ -115,7 +115,7 @@ def prepare_models(
         strategy,
         state.collate,
         keep_mask=objective.needs_attention_mask(strategy.model),
-        # If the output layer computes the loss itself, it can leave out positions without a label.
+        # An output layer that computes the loss itself can leave out positions without a label.
         supervised=has_own_head and objective.takes_positions and strategy.token_split is None,
         flag=config.rows_shared_by,
         chooses_attention=config.attn_implementation == "auto",
@@ -126,9 +126,10 @@ def prepare_models(
 
 
 def _compile(model: nn.Module, sources: ConfigSources) -> str:
-    """Compile the model's layers, and return a note. Without layers, only ``--fast`` may have asked for it."""
+    """Compile the model's layers, and return a note for the user."""
     count = compile_layers(model)
     name = type(model).__name__
+    # ``--fast`` turns torch_compile on where it helps. A user who does so expects an effect.
     if not count and sources["torch_compile"] != FAST:
         raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
     return f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run"
@@ -136,11 +137,11 @@ def _compile(model: nn.Module, sources: ConfigSources) -> str:
 
 def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState) -> None:
     """Refuse a run whose checkpoints and model will not fit onto the disk, see `CheckpointManager.check_space`."""
-    # There are none left if a resumed run is made shorter than it was.
-    steps = max(0, state.end_step - state.progress.step)
+    # A resumed run may be past its end, if it was made shorter.
+    steps_left = max(0, state.end_step - state.progress.step)
     manager.check_space(
-        steps,
-        share_left=steps / state.end_step,
+        steps_left,
+        share_left=steps_left / state.end_step,
         result_bytes=bytes_of_result(strategy, state.config),
         has_held_out=bool(state.data.held_out),
     )
@@ -149,7 +150,7 @@ def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState)
 def make_timetable(
     manager: CheckpointManager, strategy: Strategy, state: RunState, *, evaluates: bool, saves: bool
 ) -> Timetable:
-    """Decide when the run evaluates and saves. If that is automatic, measured times change it later.
+    """Return the timetable, which decides when the run evaluates and saves.
 
     Args:
         evaluates: there are held-out data or scorers.
@@ -170,7 +171,11 @@ def make_timetable(
 
 
 def report_hangs(watch: Watch, log: RunLog, config: RecipeConfig, rank: int, clock: DeviceClock | None) -> None:
-    """Let the watch write into the runlog that a rank blocks the run, and follow the device where there is a clock of it."""
+    """Let the watch write into the runlog which rank blocks the run.
+
+    Args:
+        clock: tells the watch the position that the GPU has reached; None on a CPU.
+    """
     watch.report = lambda verdict, text: log_hang(log, config.output_dir, rank, describe(verdict), text)
     if clock is not None:
         watch.locate = clock.locate

@@ -17,8 +17,8 @@ from zerobook.strategy import Strategy
 from zerobook.strategy.replicas import Replicas
 
 MOST_OVERFLOWS = 40
-"""Steps in a row without a finite gradient that a search for the loss scale may take under fp16. It halves the scale each time,
-and begins at 2^16 (torch 2.13, DeepSpeed 0.19.8) or, in some files of DeepSpeed, at 2^32."""
+"""Steps in a row without a finite gradient that are usual under fp16, while the loss scaler searches for its scale. It halves
+the scale in each of these steps, and begins at 2^16 (torch 2.13, DeepSpeed 0.19.8) or, with some DeepSpeed JSONs, at 2^32."""
 _EVENTS = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
 """Kind of a finding -> type of its event; ``spike`` for all others."""
 
@@ -72,25 +72,31 @@ class SpikeHandler:
         self._messages: list[str] = []
         # Positions in the sample order before and after each step. A rollback does not change them.
         self._cursors: dict[int, tuple[int, int]] = {}
-        # Steps that were saved while the detector was calm, and that are not proven good yet.
+        # Steps of checkpoints that were saved while the detector was calm, and that are not proven good yet.
         self._unproven: list[int] = []
+        # Number of the event of the last rollback, which began the replay.
         self._replay_cause: int | None = None
         # Steps in a row whose gradient was not finite.
         self._overflows = 0
-        # The newest step that was given to it.
+        # The newest step that was processed.
         self._step = 0
 
     def expect(self, step: int, what: str, *, window: int = WINDOW) -> None:
-        """Announce an event, such as another mixture from ``step`` on. Call it on every rank, before that step is logged.
+        """Announce an event that may raise the loss from ``step`` on, such as another mixture.
 
-        A step of the level or of the noise of the loss that begins in the ``window`` steps from then on is not acted on.
+        If the loss or its noise rises moderately in the ``window`` steps from then on, nothing is done against it. Call this on
+        every rank, before that step is logged.
+
+        Args:
+            what: the event, in words.
         """
         self.monitor.expected.add(step, what, window=window)
 
     def see(self, records: Sequence[StepRecord]) -> RecoveryAction | None:
-        """Process the steps since the last log point; return an action, mostly None. Collective if it is not None.
+        """Process the steps since the last log point. Return a recovery action; None if nothing is to be done.
 
-        Steps after one that leads to a rollback are not processed: they will be done again.
+        A decision on an action is collective. Steps after one that leads to a rollback are not processed, since the run will
+        repeat them.
         """
         combined = None
         self._step = records[-1].step
@@ -100,7 +106,7 @@ class SpikeHandler:
                 continue
             if not action.goes_on:
                 return action
-            # The run goes on after each of them, so the samples of both are left out.
+            # The run goes on after each of these actions, so one action leaves out the samples of all.
             if combined is not None and combined.steps and action.steps:
                 action = replace(action, steps=(combined.steps[0], action.steps[1]))
             combined = action
@@ -108,15 +114,16 @@ class SpikeHandler:
         return combined
 
     def take_messages(self) -> list[str]:
-        """Return the sentences for experiment trackers since the last call; on rank 0 only."""
+        """Return the sentences for experiment trackers since the last call. Only rank 0 has any."""
         messages = self._messages
         self._messages = []
         return messages
 
     def check_replicas(self, step: int) -> RecoveryAction | None:
-        """Return an action if ranks that should hold the same weights do not; call it before a save. Collective.
+        """Return an action if ranks that should hold the same weights hold different ones; None otherwise. Collective.
 
-        A checkpoint takes a share from each rank, so it would hold a mixture. The loss may never show such a fault.
+        Call it before a save. A checkpoint takes a share from each rank, so it would mix the different weights. The loss may
+        never show such a fault.
         """
         differing = self.strategy.differing_replicas()
         if differing is None:
@@ -134,16 +141,15 @@ class SpikeHandler:
         Args:
             differing: the difference between the ranks' copies of the weights, if it is known.
         """
-        strategy = self.strategy
         manager = self.manager
-        # Copies that differ mean that a rank computed wrongly. That is not a fault of the data or of the learning rate.
-        replicas = differing or strategy.differing_replicas()
+        # If copies differ, a rank has computed wrongly: the hardware is at fault, and not the data or the learning rate.
+        replicas = differing or self.strategy.differing_replicas()
         hardware = None
         if replicas is not None:
-            hardware = strategy.on_main(lambda: replicas.describe(manager.reads_before(finding.onset)))
+            hardware = self.strategy.on_main(lambda: replicas.describe(manager.reads_before(finding.onset)))
         # A save in progress may prune the checkpoint to go back to.
         manager.finish(self.log)
-        proven, unproven = strategy.on_main(manager.steps)
+        proven, unproven = self.strategy.on_main(manager.steps)
         action = self.monitor.decide(finding, proven, unproven, hardware, self._step)
         while action.to_step is not None and not manager.is_whole(action.to_step):
             # The checkpoint is damaged, so the decision is made without it.
@@ -154,52 +160,59 @@ class SpikeHandler:
         self._report_decision(action, hardware)
         return action
 
-    def obey(self, action: RecoveryAction, command: int) -> None:
-        """Report an action that a person asked for. ``command`` is the number of the command's event."""
-        self.cause = command
+    def report_command(self, action: RecoveryAction, command_event: int) -> None:
+        """Report an action that a person asked for. ``command_event`` is the number of the command's event."""
+        self.cause = command_event
         self._report_decision(action, None)
 
     def change_policy(self, on_spike: OnSpike) -> None:
         """Set ``--on_spike`` to another value for the rest of the run."""
         policy = self.monitor.policy
         policy.on_spike = on_spike
-        # A later attempt with the same flags uses it too.
+        # Save the new policy: a later attempt uses it too, although its flags name the old one.
         self.manager.remember(policy=policy.state())
 
-    def saved(self, step: int) -> None:
-        """Record that a save of this step has begun."""
+    def note_save(self, step: int) -> None:
+        """Note that a save of ``step`` has begun. A checkpoint from a calm time may later be proven good."""
         if self.monitor.detector.calm:
             self._unproven.append(step)
 
-    def go_back(self, action: RecoveryAction, detector: dict[str, Any], cause: int | None) -> dict[int, float]:
-        """Forget what a rollback gives up. Return step -> loss of the steps whose losses must be the same.
+    def forget_abandoned(self, action: RecoveryAction, detector: dict[str, Any], cause: int | None) -> dict[int, float]:
+        """Forget the steps that a rollback abandons.
+
+        Returns:
+            step -> loss of the abandoned steps that must have the same loss when they are repeated.
 
         Args:
             detector: state of the detector in the checkpoint.
             cause: number of the rollback's event.
         """
         assert action.to_step is not None
-        to_step = action.to_step
-        self._unproven = [step for step in self._unproven if step <= to_step]
+        self._unproven = [step for step in self._unproven if step <= action.to_step]
         self._replay_cause = cause
         self._overflows = 0
         return self.monitor.go_back(action, detector)
 
     def cursors(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the positions in the sample order before and after each of these steps, as far as they are in memory."""
+        """Return the positions in the sample order before and after each step from ``first`` to ``last``.
+
+        Steps that are not in memory are left out: only the newest steps of this attempt are.
+        """
         return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
 
     # --- one step
+    # Give a step to the monitor, and report what it finds. Return a recovery action; None if nothing is to be done.
     def _see_step(self, record: StepRecord) -> RecoveryAction | None:
         self._cursors[record.step] = record.cursor
         if len(self._cursors) > HISTORY_STEPS:
+            # Forget the oldest step.
             del self._cursors[next(iter(self._cursors))]
-        observation = self.monitor.update(self._point_of(record))
+        observation = self.monitor.update(self._make_point(record))
         if observation.replay is not None:
             self._report_replay(observation.replay)
             if observation.replay.finding is not None:
                 action = self.decide(observation.replay.finding)
-                # One decision a step: the step's findings are of the same spike.
+                # A step leads to one action at most, since all its findings are of the same spike.
                 if action.kind != "none":
                     return action
         for finding in observation.findings:
@@ -210,11 +223,11 @@ class SpikeHandler:
                     return action
         return None
 
-    def _point_of(self, record: StepRecord) -> Point:
-        """Return the detector's point.
+    def _make_point(self, record: StepRecord) -> Point:
+        """Return the detector's point of a step.
 
-        A step whose loss or gradient is not finite is not applied. Under fp16, a few gradients that are not finite are no sign
-        of trouble: the loss scaler tries larger scales regularly.
+        The point is marked as skipped if the loss or the gradient is not finite. Under fp16, a few gradients that are not
+        finite are usual, since the loss scaler tries larger scales regularly.
         """
         norm = float(record.grad_norm)
         loss = float(record.loss)
@@ -231,7 +244,7 @@ class SpikeHandler:
         if finding.kind != "armed":
             self._tell(f"step {finding.step}: {finding.kind.replace('_', ' ')}: {finding.reason}")
         if finding.kind == "spike":
-            # A checkpoint saved shortly before may hold the cause.
+            # A checkpoint saved shortly before may hold the cause, so it will not be proven good.
             self._unproven = [step for step in self._unproven if step < finding.onset - LEAD]
 
     def _log_finding(self, finding: Finding) -> None:
@@ -247,8 +260,9 @@ class SpikeHandler:
             reason=finding.reason,
         )
 
+    # A replay repeats the steps of a spike with the same samples. If the spike does not happen again, these did not cause it.
     def _report_replay(self, replay: ReplayOutcome) -> None:
-        number = self.log.event(
+        event_number = self.log.event(
             "verify",
             after="replay",
             parent=self._replay_cause,
@@ -258,7 +272,7 @@ class SpikeHandler:
             loss_before=replay.loss_before,
         )
         if replay.finding is not None:
-            self.cause = number
+            self.cause = event_number
             self._tell(f"step {replay.step}: {replay.finding.reason}")
         else:
             self._tell(
@@ -288,7 +302,7 @@ class SpikeHandler:
         elif self.monitor.policy.on_spike == "log":
             self._tell(f"  decision: nothing is done ({action.rule})")
         else:
-            # A spike that nobody asked to leave alone, and that stays in the weights, must be seen.
+            # The user did not ask to ignore spikes, and this one stays in the weights, so a warning is due.
             self._tell(f"  WARNING: decision: nothing is done ({action.rule})")
 
     def _tell(self, sentence: str) -> None:
@@ -299,15 +313,15 @@ class SpikeHandler:
 
     # --- checkpoints
     def _prove_checkpoints(self, step: int) -> None:
-        """Mark checkpoints as proven good, after training has gone on from them for a while without a finding."""
+        """Mark checkpoints as proven good if enough steps have followed them without a finding. ``step``: the newest step."""
         if not self.monitor.detector.calm:
             return
-        newest = step - self.monitor.settings.patience - LEAD
-        # A checkpoint that takes long to write is proven once it is complete.
-        writing = self.manager.saver.writing_step
-        proven = [saved for saved in self._unproven if saved <= newest and saved != writing]
+        newest_proven = step - self.monitor.settings.patience - LEAD
+        # A checkpoint that is still being written is proven at a later log point.
+        step_in_writing = self.manager.saver.writing_step
+        proven = [saved for saved in self._unproven if saved <= newest_proven and saved != step_in_writing]
         self._unproven = sorted(set(self._unproven) - set(proven))
         if proven and self.strategy.is_main:
-            # The report of a save takes back what was known of its step, so it comes first.
+            # Report ended saves first: the report of a step's save withdraws an earlier proof of that step.
             self.manager.report(self.log)
             self.manager.prove(proven, self.log)

@@ -13,6 +13,7 @@ from zerobook.data.sampler import rows_of
 from zerobook.monitor.policy import rate_share
 from zerobook.training.recipe import Collator
 
+# A position in the sample order that no run reaches.
 _FOREVER = 2**62
 
 
@@ -44,7 +45,7 @@ class RunState:
         self.end_step: int
         """the step at which training ends"""
         self.build_loader()
-        # Samples that are left out later shorten the training, and not the schedule.
+        # Samples that are left out later lower `end_step`, and not this value.
         self.total_steps: int = self.end_step
         """length of the learning-rate schedule, in steps"""
         self.schedule: Callable[[int], float]
@@ -54,12 +55,13 @@ class RunState:
 
     def build_loader(self) -> None:
         """Build the loader from the current position in the sample order, without the samples that are left out."""
-        config, progress = self.config, self.progress
+        config = self.config
+        progress = self.progress
         rows = self.data.train.without_samples(progress.skip_ranges)
-        # With a number of steps, the samples never end.
+        # If ``max_train_steps`` ends the run, the samples must not end before it.
         end = _FOREVER if config.max_train_steps else rows_of(config.num_train_epochs, len(rows))
-        # The order takes no config: whatever else it depended on would not be compared when a run resumes. `OrderSettings` has
-        # the datasets' weights, too, which are prepared with the data.
+        # Pass `OrderSettings` and not the config: a resumed run compares only these settings, so the order must depend on no
+        # others. The datasets' weights, which are among them, are passed beside them, as a list in the order of the datasets.
         order = rows.order(config.order_settings, seed=progress.seed, weights=self.data.weights, passed=progress.stream)
         self.loader = BatchLoader(
             rows,
@@ -71,7 +73,6 @@ class RunState:
             workers=config.dataloader_num_workers,
             pin_memory=self._pin_memory,
         )
-        # Samples that are left out shorten the run, not its schedule.
         self.end_step = config.max_train_steps or progress.step + self.loader.steps()
 
     def drop_loader(self) -> None:
@@ -85,20 +86,22 @@ class RunState:
 
     def expected_next_step(self) -> dict[str, Any]:
         """Return the inputs of the next step by name. They are recorded in a checkpoint, and compared after it was loaded."""
-        progress = self.progress
-        generator = torch.Generator().manual_seed(step_seed(progress.seed, progress.step, 0))
+        generator = torch.Generator().manual_seed(step_seed(self.progress.seed, self.progress.step, 0))
         return {
             "learning rate": self.rate(),
-            # Eight are enough to tell another order.
-            "samples": self.loader.order.take(progress.cursor, 8, self.loader.end)[0].tolist(),
+            # Eight samples are enough to notice another order.
+            "samples": self.loader.order.take(self.progress.cursor, 8, self.loader.end)[0].tolist(),
             "random numbers": torch.randint(2**31, (4,), generator=generator).tolist(),
         }
 
-    def verify(self, recorded: dict[str, Any]) -> tuple[list[str], dict[str, list[Any]]]:
+    def compare_next_step(self, recorded: dict[str, Any]) -> tuple[list[str], dict[str, list[Any]]]:
         """Compare the inputs of the next step with those that a checkpoint records.
 
+        Args:
+            recorded: what `expected_next_step` returned at the save; empty if the checkpoint has no record.
+
         Returns:
-            (names that agree, name -> [recorded, found] of those that differ).
+            (names of the inputs that agree, name -> [recorded, expected] of those that differ).
         """
         expected = self.expected_next_step()
         agreeing = []
@@ -112,14 +115,15 @@ class RunState:
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Return one seed per (run, step, rank). SplitMix64's increment spreads neighbours apart."""
+    """Return a seed for a rank in a step. The factors, those of SplitMix64, make the seeds of adjacent steps very different."""
     return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**63
 
 
 def seed_generators(seed: int) -> None:
     """Seed torch's generators, as `torch.manual_seed` does.
 
-    Without a GPU, that function formats a stack trace in each call, for an error that a later start of CUDA may have.
+    While CUDA is not in use, `torch.manual_seed` is slow: each call formats a stack trace, for the case that CUDA is started
+    later and fails.
     """
     if torch.cuda.is_initialized():
         torch.manual_seed(seed)

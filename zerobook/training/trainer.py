@@ -34,14 +34,14 @@ from zerobook.training.evaluator import Evaluator
 from zerobook.training.hooks import Hook, Hooks, TrainerView, load_hooks
 from zerobook.training.intervals import Timetable
 from zerobook.training.log_point import describe_divergence, reduce_records
-from zerobook.training.own_hooks import own_hooks
+from zerobook.training.own_hooks import make_own_hooks
 from zerobook.training.pace import Pace
 from zerobook.training.recipe import Collator, Scorer
 from zerobook.training.rollback import Recovery
 from zerobook.training.runlog_hook import RunlogHook
 from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import seed_generators, step_seed
-from zerobook.training.watching import naming_the_missing
+from zerobook.training.watching import telling_ranks_of_errors
 from zerobook.utils.units import counted
 
 
@@ -68,29 +68,26 @@ class Trainer(TrainerView):
     Attributes: those of `zerobook.training.hooks.TrainerView`, which hooks may use, and those below.
     """
 
-    objective: Objective
-    hooks: Hooks
     console: Console
-    watch: Watch | None
     log: RunLog
     evaluation: dict[str, Any] | None
     runlog_hook: RunlogHook | None
-    """writes the log; None on all ranks but 0"""
+    """writes the steps and evaluations into the runlog; None on all ranks but 0"""
     recovery: Recovery
     commands: OperatorCommands
     timetable: Timetable
     preemption: preemption.Preemption
-    """from `run` on"""
+    """the handlers of signals, such as SIGTERM; set by `run`"""
     result: Progress
-    """of the model that is written; from the end of the training on"""
+    """progress of the model that is written; set at the end of the training"""
     _saved_step: int | None
-    """step of the last checkpoint, which is not saved again at the end"""
+    """step of the last checkpoint, so that it is not saved again at the end"""
     _evaluated_step: int | None
-    """step of the last evaluation, which is not done again at the end"""
+    """step of the last evaluation, so that it is not evaluated again at the end"""
     _pending: list[StepRecord]
-    """steps since the last log point, whose losses are tensors"""
+    """steps since the last log point; their losses are still tensors"""
     _metrics: dict[str, SupportsFloat]
-    """what was added to the current step"""
+    """values that hooks have added to the current step"""
 
     def __init__(
         self,
@@ -123,15 +120,7 @@ class Trainer(TrainerView):
         # Call the hooks first, so that they can replace what is used below.
         self.hooks = Hooks([*load_hooks(config.hooks), *hooks])
         self.hooks("before_prepare", self, model)
-        # Check this only now, since a hook may have replaced the collator and the data.
-        if config.padding_free and not getattr(self.collate, "flatten", False):
-            raise ConfigError(
-                f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
-            )
-        if config.early_stopping_patience and not self.data.held_out:
-            raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
-        if config.final_model == "best" and not self.data.held_out:
-            raise ConfigError("final_model: best needs held-out data. Give --validation_split_percentage above 0.")
+        self._check_settings()
         try:
             policy_state = self._open_run(model)
             self._prepare_models(model, reference_model, sources)
@@ -145,17 +134,30 @@ class Trainer(TrainerView):
             raise
         if self.progress.step and self.progress.global_batch != self.state.layout.global_batch:
             self.spikes.expect(self.progress.step + 1, "a step has another number of samples than before the resume")
-        # Set these after the load, which logs the checkpoint's values beside them.
+        # Set these after the load, which logs the checkpoint's values beside the new ones.
         self.progress.total_steps = self.state.total_steps
         self.progress.global_batch = self.state.layout.global_batch
         self.progress.world_size = self.strategy.world_size
+
+    # Hooks may have replaced the collator and the data, so these checks come after `before_prepare`.
+    def _check_settings(self) -> None:
+        if self.config.padding_free and not getattr(self.collate, "flatten", False):
+            raise ConfigError(
+                f"padding_free: the recipe makes its batches by {type(self.collate).__name__}, which pads. Drop --padding_free."
+            )
+        if self.config.early_stopping_patience and not self.data.held_out:
+            raise ConfigError("early_stopping_patience: there is no held-out data. Give --validation_split_percentage above 0.")
+        if self.config.final_model == "best" and not self.data.held_out:
+            raise ConfigError("final_model: best needs held-out data. Give --validation_split_percentage above 0.")
 
     @property
     def progress(self) -> Progress:
         return self.state.progress
 
     def _open_run(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Lock the run's folder, and make the state without weights: new, or the checkpoint's with what was decided after it.
+        """Lock the run's folder, open the runlog, and make the run's state, without weights. Collective.
+
+        The state is new, or that of the checkpoint to resume from, with the decisions that were made after it.
 
         Returns:
             The state of the recovery policy.
@@ -170,7 +172,7 @@ class Trainer(TrainerView):
         if self.watch:
             setup.report_hangs(self.watch, self.log, self.config, strategy.rank, self.pace.clock)
         layout = BatchLayout.from_plan(self.config, strategy.plan, strategy.mesh.data_parallel_rank)
-        self.state, policy_state = setup.first_state(
+        self.state, policy_state = setup.make_first_state(
             self.config, strategy, self.manager, self.log, model, self.data, self.collate, layout, self.console.say
         )
         self._saved_step = self.progress.step if self.manager.resumes_in_place else None
@@ -178,11 +180,11 @@ class Trainer(TrainerView):
         return policy_state
 
     def _open_log(self) -> None:
-        # Set the attribute here: a value that `Strategy.on_main` returns is sent to all ranks, and a log cannot be sent.
+        # Do not return the log: `Strategy.on_main` sends what it returns to all ranks, and a log cannot be sent.
         self.log = RunLog(self.config.output_dir)
 
     def _prepare_models(self, model: torch.nn.Module, reference_model: torch.nn.Module | None, sources: ConfigSources) -> None:
-        """Distribute the models, and settle the collator for them."""
+        """Distribute the models over the ranks, and choose the collator's cheapest form for the prepared model."""
         self.collate, notes = setup.prepare_models(
             self.config, sources, self.state, self.strategy, self.objective, model, reference_model
         )
@@ -192,11 +194,10 @@ class Trainer(TrainerView):
             self.console.say(note)
 
     def _build_parts(self, policy_state: dict[str, Any]) -> None:
-        """Make what works on the prepared model."""
-        config = self.config
+        """Make the parts of the trainer that need the prepared model. Collective."""
         strategy = self.strategy
         self.spikes = SpikeHandler(
-            config,
+            self.config,
             strategy,
             self.manager,
             self.log,
@@ -213,7 +214,7 @@ class Trainer(TrainerView):
             self.state, strategy, self.manager, self.spikes, self.recovery, self.log, self.console.say
         )
         self.evaluator = Evaluator(
-            config,
+            self.config,
             strategy,
             self.data,
             self.scorers,
@@ -226,25 +227,24 @@ class Trainer(TrainerView):
         )
 
     def _record_start(self, sources: ConfigSources) -> None:
-        """Add the hooks that record and show the run. The start of the attempt is logged before anything else."""
+        """Log the start of the attempt, print the introduction, and add the trainer's own hooks."""
         if self.runlog_hook:
             self.runlog_hook.begin(self, sources)
         self.console.introduce(self)
-        self.hooks.add(*own_hooks(self, self.console, self.runlog_hook, self.watch))
+        self.hooks.add(*make_own_hooks(self, self.console, self.runlog_hook, self.watch))
 
     def _load_checkpoint(self) -> None:
         """Load the checkpoint to resume from, if there is one, and its evaluation. Collective."""
-        step = self.progress.step
         if self.manager.checkpoint:
             resume.load(self.state, self.manager, self.strategy, self.log, self.console.say)
             self.hooks.load_state_dicts(self, self.manager.load_hook_states())
-            # Every rank must have read the checkpoint before it gets its name back.
+            # A checkpoint that was set aside gets its name back, after every rank has read it.
             self.strategy.barrier()
             self.strategy.on_main(self.manager.take_back)
             # The last attempt may have ended before it proved this checkpoint good.
-            self.spikes.saved(step)
-            self.evaluation = self.strategy.on_main(lambda: resume.evaluation_of(self.log, self.progress))
-            self._evaluated_step = None if self.evaluation is None else step
+            self.spikes.note_save(self.progress.step)
+            self.evaluation = self.strategy.on_main(lambda: resume.find_evaluation(self.log, self.progress))
+            self._evaluated_step = None if self.evaluation is None else self.progress.step
         elif self.config.resume_from_checkpoint:
             self.console.say(f"nothing to resume in {self.config.output_dir}: starting at step 0")
 
@@ -253,16 +253,16 @@ class Trainer(TrainerView):
         """Train to the end, with evaluations and checkpoints, and return the final `Progress`. Collective.
 
         Args:
-            save_result: writes the trained model. The run counts as finished when it has returned; one that is killed in it
-                resumes at its end, and writes the model then.
+            save_result: writes the trained model. The run counts as finished when this has returned. A run that is killed
+                before that resumes after its last step, and writes the model then.
         """
-        # An error is logged, and the other ranks hear of it, before hooks do.
+        # The last context ends first: an error is told to the other ranks, then logged, then given to the hooks.
         logged = log_failure(self.log, self.config.output_dir, self.strategy.rank)
-        with self.hooks.closing(self), logged, naming_the_missing(self.watch):
+        with self.hooks.closing(self), logged, telling_ranks_of_errors(self.watch):
             self._start()
             self._train()
             failure = self._evaluate_and_save_last()
-            # Begin the phase before the hooks, which may upload the result: the phases of a step have less time.
+            # Hooks may upload the result. The watch allows the phase ``export`` more time than the phases of a step.
             enter("export")
             self.result = self.progress
             if self.config.final_model == "best" and self.save_results:
@@ -270,18 +270,18 @@ class Trainer(TrainerView):
             self.hooks("on_end", self)
             if self.save_results:
                 save_result()
-            # Raise it only now, when the model is written.
+            # Raise the error of the last checkpoint only now, when the model is written.
             if failure is not None:
                 raise failure
             self.hooks.close(self)
         self.commands.refuse_waiting("the run has ended")
-        # The event that the run has ended comes after the model.
+        # Log the end of the run only when the model is written.
         if self.runlog_hook:
             self.runlog_hook.finish(self)
         return self.progress
 
     def _start(self) -> None:
-        """Prepare for signals, start the clocks, and evaluate the model before its first step, if that is asked for."""
+        """Install the signal handlers, start the clocks, and evaluate the model before its first step if ``eval_on_start``."""
         self.preemption = preemption.Preemption(self.strategy, settle=self._wait_for_device)
         self.pace.measure_model(self.strategy)
         self.pace.start()
@@ -291,21 +291,22 @@ class Trainer(TrainerView):
         self.strategy.model.train()
 
     def _train(self) -> None:
-        """Train to the last step, or to the stop by early stopping."""
-        # A spike interrupts the training. It goes on after the recovery action, or the process ends in `_recover`.
+        """Train to the last step, or until early stopping ends the run."""
+        # A recovery action interrupts the training. `_recover` returns when it is carried out, or ends the process.
         action = self._train_until_action()
         while action is not None:
             self._recover(action)
             action = self._train_until_action()
         self.console.close_bar()
-        if self._out_of_patience() and self.progress.step < self.state.end_step:
+        if self._is_out_of_patience() and self.progress.step < self.state.end_step:
             self._stop_early()
 
     def _evaluate_and_save_last(self) -> CheckpointError | None:
-        """Evaluate and save the end of the run.
+        """Evaluate and save the last step, unless both were done.
 
         Returns:
-            The error if the checkpoint could not be saved. The model, which is smaller, may still fit on the disk.
+            The error if the checkpoint could not be saved; None otherwise. It is not raised here, since the model, which is
+                smaller, may still fit on the disk.
         """
         # Evaluate before the save: the checkpoint records its held-out loss.
         if self._evaluated_step != self.progress.step:
@@ -319,7 +320,7 @@ class Trainer(TrainerView):
         return None
 
     def _load_best(self) -> None:
-        """Load the checkpoint with the lowest held-out loss, whose model is to be written. Collective."""
+        """Load the checkpoint with the lowest held-out loss, so that its model is written. Collective."""
         step = resume.find_best_step(self.manager, self.strategy, self.progress)
         if step is None:
             self.console.say("WARNING: no undamaged checkpoint has a held-out loss, so the model of the last step is written")
@@ -341,12 +342,11 @@ class Trainer(TrainerView):
             float(self._pending[-1].loss)
 
     def _train_until_action(self) -> RecoveryAction | None:
-        """Train until the end, or until a spike needs a recovery action. Return the action; None at the end."""
-        config = self.config
+        """Train until the end, or until a recovery action interrupts the training. Return the action; None at the end."""
         progress = self.progress
         state = self.state
         steps = iter(state.loader)
-        while progress.step < state.end_step and not self._out_of_patience():
+        while progress.step < state.end_step and not self._is_out_of_patience():
             enter("data", progress.step + 1)
             plan, micro_batches = next(steps)
             passes_before = progress.epoch
@@ -354,48 +354,68 @@ class Trainer(TrainerView):
             step = progress.step
             is_last = step >= state.end_step
             if int(progress.epoch) > int(passes_before):
-                # Rows that were seen before have another loss, at once. The window ends long before the next epoch.
-                steps_of_epoch = 1 / (progress.epoch - passes_before)
-                self.spikes.expect(step, "an epoch begins", window=min(EPOCH_WINDOW, int(steps_of_epoch / 4)))
-
-            # Log: losses and norms are known now, and a spike is seen before it is saved.
+                self._announce_epoch(passes_before)
             if not is_last:
                 self.timetable.measure_first_steps(step, settle=self._wait_for_device)
+
+            # Make a log point before every evaluation and save, so that a spike is noticed before it is saved.
             evaluates = self.timetable.is_evaluation_set(step, passes_before, progress.epoch)
             saves = self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
             action = None
-            if is_last or evaluates or saves or step % config.logging_steps == 0:
+            if is_last or evaluates or saves or step % self.config.logging_steps == 0:
                 action = self._log_point(takes_command=True)
                 if action is not None and action.goes_on:
-                    # The next step comes after the evaluation and the save of this one.
+                    # The action has replaced the loader. This step is still evaluated and saved below.
                     self._recover(action)
                     steps = iter(state.loader)
                     action = None
                 if action is not None and action.kind != "save":
                     return action
 
-            # Evaluate and save. Again: the log point has measured how long steps and saves take.
+            # Ask again whether a save is due: the log point has measured how long steps and saves take.
             saves = saves and self.timetable.is_save_due(step, passes_before, progress.epoch, evaluates=evaluates)
-            saves = saves or action is not None
-            # Evaluate before the save: the checkpoint records its held-out loss.
-            if is_last or evaluates or (saves and self.timetable.is_evaluation_due(step)):
-                self.evaluate()
-            if saves or is_last or self._out_of_patience():
-                # A copy of the weights that has come to differ must not be saved.
-                action = self.spikes.check_replicas(step)
-                if action is not None and action.kind != "none":
-                    return action
-                # `run` saves the end.
-                if not is_last:
-                    self.save()
-            # Saves in the background end at any time.
-            if config.async_save and self.strategy.is_main:
+            # Any action that is left asks for a save.
+            action = self._evaluate_and_save(is_last=is_last, evaluates=evaluates, saves=saves or action is not None)
+            if action is not None:
+                return action
+            # A save in the background may have ended since the last step.
+            if self.config.async_save and self.strategy.is_main:
                 self.manager.report(self.log)
             if not is_last and self.preemption.due(step + progress.redone):
                 self._leave_early()
         return None
 
-    def _out_of_patience(self) -> bool:
+    def _announce_epoch(self, passes_before: float) -> None:
+        """Announce that an epoch begins: the loss of rows that were seen before changes at once.
+
+        Args:
+            passes_before: passes over the data before the last step.
+        """
+        steps_of_epoch = 1 / (self.progress.epoch - passes_before)
+        # The window ends long before the next epoch.
+        window = min(EPOCH_WINDOW, int(steps_of_epoch / 4))
+        self.spikes.expect(self.progress.step, "an epoch begins", window=window)
+
+    def _evaluate_and_save(self, *, is_last: bool, evaluates: bool, saves: bool) -> RecoveryAction | None:
+        """Evaluate and save the current step where that is due. Collective.
+
+        Returns:
+            An action, instead of a save, if the ranks' copies of the weights differ; None otherwise.
+        """
+        # Evaluate before the save: the checkpoint records its held-out loss.
+        if is_last or evaluates or (saves and self.timetable.is_evaluation_due(self.progress.step)):
+            self.evaluate()
+        if saves or is_last or self._is_out_of_patience():
+            # Copies of the weights that differ must not be saved.
+            action = self.spikes.check_replicas(self.progress.step)
+            if action is not None and action.kind != "none":
+                return action
+            # The last step is saved by `_evaluate_and_save_last`.
+            if not is_last:
+                self.save()
+        return None
+
+    def _is_out_of_patience(self) -> bool:
         """Return whether early stopping ends the run. Every rank has the same held-out loss, and so the same answer."""
         patience = self.config.early_stopping_patience
         return patience is not None and self.progress.evaluations_without_progress >= patience
@@ -408,23 +428,22 @@ class Trainer(TrainerView):
             micro_batches: micro-batches of this rank.
         """
         strategy = self.strategy
-        state = self.state
         progress = self.progress
         self._metrics = {}
         self.hooks("before_step", self, progress.step + 1)
         # The processes that share a row also need different random numbers, since they apply dropout to different tokens.
         seed_generators(step_seed(progress.seed, progress.step, strategy.mesh.token_parallel_rank))
-        rate = state.rate()
+        rate = self.state.rate()
         # Forward and backward passes.
         total_loss = torch.zeros((), dtype=torch.float32, device=strategy.device)
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(micro_batches):
-            # If the strategy can, it reduces gradients over the ranks in the last micro-batch only.
-            with strategy.micro_batch(last=index == state.layout.accumulation - 1):
+            # A strategy that can do so reduces the gradients over the ranks only once, in the last micro-batch.
+            with strategy.micro_batch(last=index == self.state.layout.accumulation - 1):
                 enter("forward")
                 with self.hooks.around_loss(self, batch):
                     loss, metrics = self._loss(batch)
-                # The sum is divided by the weights of the global batch, so the loss does not depend on how it is divided.
+                # Divide by the weights of the global batch, so that the loss does not depend on the number of micro-batches.
                 loss = loss / plan.tokens
                 enter("backward")
                 strategy.backward(loss)
@@ -441,7 +460,7 @@ class Trainer(TrainerView):
         progress.step += 1
         progress.eval_loss = None
         progress.cursor = plan.cursor
-        progress.epoch = state.loader.order.epoch(plan.cursor)
+        progress.epoch = self.state.loader.order.epoch(plan.cursor)
         progress.samples += plan.samples
         progress.tokens += plan.tokens
         self.pace.count(plan.tokens, plan.all_tokens, plan.samples)
@@ -460,7 +479,10 @@ class Trainer(TrainerView):
         return record
 
     def _loss(self, batch: dict[str, Any]) -> tuple[torch.Tensor, Metrics]:
-        """Return the objective's loss and metrics of a micro-batch, summed over this rank's rows, or its tokens of them."""
+        """Return the objective's loss and metrics of a micro-batch, summed over this rank's rows.
+
+        If ranks share rows, the sums are over this rank's tokens of them.
+        """
         with self.strategy.split_tokens(to_device(batch, self.strategy.device)) as rank_batch:
             result = self.objective.loss(self.strategy.model, rank_batch)
         return result if isinstance(result, tuple) else (result, {})
@@ -470,12 +492,15 @@ class Trainer(TrainerView):
         self._metrics[name] = value
 
     def _log_point(self, *, takes_command: bool = False) -> RecoveryAction | None:
-        """Read losses and norms, and run the hooks and the spike monitor. Return the recovery action to carry out, if any.
+        """Read losses and norms, and run the hooks and the spike monitor. Collective.
 
         The trainer waits for the device here only.
 
         Args:
-            takes_command: carry out a command that waits, if nothing else is to be done.
+            takes_command: take a waiting command, if nothing else is to be done.
+
+        Returns:
+            The recovery action to carry out; None if there is none.
         """
         records = self._pending
         self._pending = []
@@ -498,7 +523,7 @@ class Trainer(TrainerView):
             self.hooks("on_alert", self, messages)
         if action is None and self.spikes.monitor.has_lost_weights:
             raise DivergenceError(describe_divergence(records[-1], self.config, self.manager))
-        # An action of the spike monitor comes before those of hooks, and those before a command.
+        # An action of the spike monitor has priority, then the first one of a hook, then a command.
         if action is None:
             action = next((hook_action for hook_action in hook_actions if hook_action.kind != "none"), None)
         if action is None and has_command and takes_command:
@@ -506,33 +531,33 @@ class Trainer(TrainerView):
         return action
 
     def _stop_early(self) -> None:
-        """Write that early stopping ends the run."""
+        """Log and print that early stopping ends the run."""
         step = self.progress.step
         best = self.progress.best_eval_loss
         count = self.progress.evaluations_without_progress
         self.log.event("early_stop", step=step, evaluations=count, best=best, steps_left=self.state.end_step - step)
-        # There is no lowest loss if none was finite.
+        # ``best`` is None if no loss was finite.
         lowest = "" if best is None else f" than {best:.4f}"
         self.console.say(f"early stopping at step {step}: {counted(count, 'evaluation')} without a lower held-out loss{lowest}")
 
     def _recover(self, action: RecoveryAction) -> None:
         """Carry out a recovery action. Call on every rank with the same ``action``."""
-        action = self.recovery.checked(action)
+        action = self.recovery.check_samples_left(action)
         if action.kind == "stop":
-            # The process ends here.
             self._save_before_stop(action)
             self.console.close_bar()
             self.recovery.set_aside_and_report(action)
+            # This ends the process.
             self._leave(STOPPED)
         with during("roll back"):
-            self.recovery.act(action)
+            self.recovery.carry_out(action)
         if action.goes_back:
-            # The state of hooks goes back too. An average of the weights, for example, contains weights of the spike.
+            # Load the state of hooks too. A hook's average of the weights, for example, contains weights of the spike.
             self.hooks.load_state_dicts(self, self.manager.load_hook_states(action.to_step))
             # The last evaluation was made at a step that is now abandoned.
             self._evaluated_step = None
             self._saved_step = self.progress.step
-            self.timetable.went_back(self.progress.step)
+            self.timetable.note_rollback(self.progress.step)
             self.strategy.model.train()
             self.pace.start()
         self.hooks("on_rollback", self, action)
@@ -546,13 +571,13 @@ class Trainer(TrainerView):
         """
         self._evaluated_step = self.progress.step
         self.evaluation = None
-        with during("evaluate", self.progress.step), self.pace.apart():
+        with during("evaluate", self.progress.step), self.pace.paused():
             self.hooks("before_evaluate", self)
             record = self.evaluator.evaluate(self.progress.step)
             self.hooks("after_evaluate", self)
         if record is None:
             return None
-        self.timetable.evaluated(self.progress.step, record.seconds)
+        self.timetable.note_evaluation(self.progress.step, record.seconds)
         self.hooks("on_evaluate", self, record)
         if "loss" in record.result:
             self.progress.evaluated(record.result["loss"])
@@ -560,7 +585,10 @@ class Trainer(TrainerView):
         return record.result
 
     def save(self) -> None:
-        """Save a checkpoint of this step, if its loss and gradient were finite. Otherwise a good one might be pruned for it."""
+        """Save a checkpoint of this step if its loss and gradient were finite. Collective.
+
+        A step that was not finite is not saved, since an undamaged checkpoint might be pruned in its favour.
+        """
         if not self.save_results:
             return
         step = self.progress.step
@@ -568,22 +596,22 @@ class Trainer(TrainerView):
             self.log.event("checkpoint", state="not_saved", step=step, reason="its loss or gradient was not finite")
             return
         self._saved_step = step
-        self.spikes.saved(step)
-        # What a resumed run needs besides weights and optimizer state.
+        self.spikes.note_save(step)
+        # Record what a resumed run needs besides weights and optimizer state.
         self.progress.detector = self.spikes.monitor.state()
         self.progress.scaler = self.strategy.scaler_state()
         self.progress.stream = self.state.loader.order.passed
         self.progress.following = self.state.expected_next_step()
-        with during("save", step), self.pace.apart():
+        with during("save", step), self.pace.paused():
             with self.timetable.saving(step):
                 self.manager.save(self.progress, self.log, self.hooks.state_dicts(self))
             # A hook may send the checkpoint elsewhere, which takes as long as the save.
             self.hooks("on_save", self, self.manager.path_of(step))
 
     def _save_before_stop(self, action: RecoveryAction) -> None:
-        """Save the state that a spike stops the run in, and set it aside: ``auto`` is to resume from before the spike.
+        """Save the state in which the run stops, unless the ranks' copies of the weights differ. Collective.
 
-        Copies of the weights that differ between the ranks would make a checkpoint of a mixture, so they are not saved.
+        The caller sets this checkpoint aside afterwards if it is from after the beginning of a spike.
         """
         self.manager.finish(self.log)
         self.recovery.protect_before(action)
@@ -594,10 +622,10 @@ class Trainer(TrainerView):
     def _leave_early(self) -> None:
         """Save, and end the process with `preemption.EXIT_CODE`. A state that needs a rollback is not saved."""
         reason = self.preemption.received
-        # The log point sees a spike in the steps since the last one. It counts as treated, so treat it now.
+        # The log point may find a spike. Its action is recorded as taken, so carry it out before the process ends.
         action = self._log_point()
         if action is None or action.kind in ("none", "save"):
-            # The state is saved below, and a copy of the weights that has come to differ must not be.
+            # Nothing else prevents the save below. Copies of the weights that differ must not be saved.
             action = self.spikes.check_replicas(self.progress.step)
         if action is not None and action.kind != "none":
             self._recover(action)
@@ -606,17 +634,17 @@ class Trainer(TrainerView):
         self.manager.finish(self.log)
         self.console.close_bar()
         if self.runlog_hook:
-            self.runlog_hook.preempted(self, reason)
+            self.runlog_hook.write_preempted(self, reason)
         self._leave(preemption.EXIT_CODE)
 
     def _leave(self, code: int) -> None:
-        """End this process after all ranks have reached this point."""
+        """End this process with the exit code ``code``, after all ranks have reached this point. Collective."""
         self.commands.refuse_waiting("the run has ended")
         enter("export")
         self.hooks("on_end", self)
         self.hooks.close(self)
-        # A rank that ended earlier would make the launcher kill the others. Collective.
+        # If one rank ended earlier, the launcher would kill the others.
         self.strategy.barrier()
-        # From here on a rank misses none that has left before it.
+        # From this phase on, the watch does not report the ranks that have left already.
         enter("ended")
         leave(code)

@@ -23,19 +23,19 @@ RECORDERS = {
     "_dump_fr_trace_json": "collectives.rank{rank}.json",
     "_dump_nccl_trace_json": "collectives.nccl.rank{rank}.json",
 }
-"""Function of torch that returns collectives -> the file for them. NCCL's have a recorder of their own, which only builds with
-NCCL have. It comes last: it asks the device, which may not answer."""
+"""Function of torch that returns the collectives of a recorder -> the file for them. NCCL's collectives have another recorder,
+which only builds with NCCL have. It comes last: it asks the device, which may not answer."""
 
 
 @contextmanager
 def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]:
-    """Return a context in which the ranks watch each other. It gives None if ``hang_timeout`` is 0. Collective."""
+    """Return a context in which the ranks watch each other. It gives the watch; None without ``hang_timeout``. Collective."""
     position.reset()
     if not config.hang_timeout:
         yield None
         return
-    # The name keeps this attempt's entries apart from those of an earlier attempt, whose store a restart can find. The secret
-    # signs the entries, and goes through the process group alone.
+    # After a restart, the store may still have the entries of an earlier attempt. This attempt's have a name of their own. The
+    # secret signs the entries, and is sent through the process group only.
     attempt, secret = strategy.from_main((uuid.uuid4().hex, secrets.token_hex()))
     if strategy.world_size == 1:
         plain_store: dist.Store = dist.HashStore()
@@ -50,7 +50,7 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
     watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
     watch.record = lambda: _keep_collectives(Path(config.output_dir) / "runlog", strategy.rank)
     try:
-        with naming_the_missing(watch):
+        with telling_ranks_of_errors(watch):
             yield watch
     finally:
         watch.stop()
@@ -65,14 +65,17 @@ def _keep_collectives(folder: Path, rank: int) -> None:
 
 
 @contextmanager
-def naming_the_missing(watch: Watch | None) -> Iterator[None]:
-    """Return a context that tells the other ranks of an error, and raises `PeerError` if it came from a rank that is gone."""
+def telling_ranks_of_errors(watch: Watch | None) -> Iterator[None]:
+    """Return a context that tells the other ranks of an error in it.
+
+    If the watch knows that another rank is the cause, a `PeerError` that names this rank is raised instead of the error.
+    """
     try:
         yield
     except PeerError:
         raise
     except Exception as error:
-        # An error of a collective is often that of a rank which is gone: the watch knows which.
+        # A collective often fails because another rank is gone. The watch knows which one.
         verdict = watch.failed(error) if watch else None
         if verdict is None:
             raise
