@@ -104,14 +104,14 @@ def test_a_pad_token_that_trainer_took_from_the_tokenizer_is_no_other_model(trai
 )
 def test_a_run_has_to_go_on_with_the_method_of_an_imported_adapter(tmp_path, facts, adapter):
     (tmp_path / "adapter_config.json").write_text(json.dumps(facts | {"base_model_name_or_path": "me/base"}))
-    assert importer._config(tmp_path, {})["config"]["adapter"] == adapter
+    assert importer._make_config(tmp_path, {})["config"]["adapter"] == adapter
 
 
 def test_an_adapter_that_changed_its_base_is_refused(tmp_path):
     facts = {"peft_type": "LORA", "init_lora_weights": "pissa_niter_16"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(facts))
     with pytest.raises(CheckpointError, match="pissa_niter_16"):
-        importer._config(tmp_path, {})
+        importer._make_config(tmp_path, {})
 
 
 @pytest.mark.parametrize("trained", ["full"], indirect=True)

@@ -1,7 +1,7 @@
-"""Make a run of another trainer's checkpoint, which any strategy continues.
+"""Turn a checkpoint of another trainer into a run, which any strategy can continue.
 
-The run's folder appears when it is complete: a checkpoint in `zerobook.checkpoint`'s own format, and a runlog with the steps
-that the other trainer logged. Weights and moments are read and written piece by piece.
+The run's folder has a checkpoint in Zerobook's format, and a runlog with the steps that the other trainer logged. It appears
+only when it is complete. Weights and moments are read and written piece by piece.
 """
 
 import math
@@ -22,8 +22,8 @@ from zerobook.errors import CheckpointError
 from zerobook.interop.checkpoints.model_names import ADAPTER_CONFIG
 from zerobook.interop.checkpoints.sharded import METADATA, MODEL_FOLDER, OPTIMIZER_FOLDER, read_sharded
 from zerobook.interop.checkpoints.source import MOMENTS, Position, Source, read_json_object, read_position
-from zerobook.interop.checkpoints.torch_files import find_optimizer, read_torch_files
-from zerobook.interop.checkpoints.zero import rank_files, read_zero
+from zerobook.interop.checkpoints.torch_files import find_optimizer_file, read_torch_files
+from zerobook.interop.checkpoints.zero import list_rank_files, read_zero
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Piece
 from zerobook.strategy.weights import unwrapped_name
@@ -31,7 +31,7 @@ from zerobook.utils import files
 from zerobook.utils.reading import read_text
 
 WORKERS = min(8, os.cpu_count() or 1)
-"""Parts of a checkpoint that are read and written at the same time."""
+"""Number of parts of a checkpoint that are read and written at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +44,15 @@ class Imported:
 
     @property
     def decays_vectors(self) -> bool:
-        """whether weight decay was for norm gains and biases too, which do not decay here"""
-        source = self.source
-        has_vectors = any(len(shape) < 2 for shape in source.shapes.values())
-        return has_vectors and source.group_count == 1 and source.settings.get("weight_decay", 0) > 0
+        """Whether the other trainer also decayed norm gains and biases, which do not decay in Zerobook."""
+        has_vectors = any(len(shape) < 2 for shape in self.source.shapes.values())
+        return has_vectors and self.source.group_count == 1 and self.source.settings.get("weight_decay", 0) > 0
 
 
 def import_checkpoint(folder: Path, output: Path) -> Imported:
     """Write the run ``output`` with the checkpoint in ``folder``.
 
-    Of each part that is read at the same time, the process holds one weight at most: files are mapped.
+    Files are mapped, so each of the `WORKERS` threads holds at most one weight in memory.
 
     Raises:
         CheckpointError: ``folder`` holds no complete checkpoint that can be read.
@@ -61,16 +60,16 @@ def import_checkpoint(folder: Path, output: Path) -> Imported:
     """
     files.require_new(output, "--output")
     try:
-        source = _open(folder)
-        # Trainer's own files are beside DeepSpeed's folder.
-        home = folder.parent if folder.name.startswith("global_step") else folder
-        position = read_position(home, source.optimizer_steps)
+        source = _read_source(folder)
+        # Trainer's files, such as config.json, are beside DeepSpeed's folder.
+        trainer_folder = folder.parent if folder.name.startswith("global_step") else folder
+        position = read_position(trainer_folder, source.optimizer_steps)
         if position.step < 1:
             raise CheckpointError(f"{folder}: it was saved before the first step. Start a new run from the model.")
         with files.staged(output) as staged_run:
-            _write_checkpoint(store.folder_of(staged_run), home, source, position)
-            _write_log(staged_run, home, source, position)
-    # A file of another program, or of another version, may have the name and not the content.
+            _write_checkpoint(store.folder_of(staged_run), trainer_folder, source, position)
+            _write_log(staged_run, trainer_folder, source, position)
+    # A file of another program or version may have the right name and other content, which fails in many ways.
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: a file in it has not the content that transformers, DeepSpeed, accelerate or FSDP write under its name "
@@ -80,12 +79,12 @@ def import_checkpoint(folder: Path, output: Path) -> Imported:
 
 
 def flags_of(source: Source, position: Position) -> dict[str, Any]:
-    """Return the settings of another run that decide its next steps, as flags here, as far as they are recorded."""
+    """Return flag -> value of the recorded settings that decide the next steps of an imported run."""
     settings = source.settings
     betas = settings.get("betas") or (None, None)
     flags = {
         "max_train_steps": position.total_steps or None,
-        # A schedule keeps the rate that it began with. Without one, the rate stays.
+        # ``initial_lr`` is the peak of a schedule. Without a schedule, ``lr`` is constant.
         "learning_rate": settings.get("initial_lr", settings.get("lr")),
         "weight_decay": settings.get("weight_decay"),
         "adam_beta1": betas[0],
@@ -95,22 +94,23 @@ def flags_of(source: Source, position: Position) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def _open(folder: Path) -> Source:
-    """Return the checkpoint in a folder, of whichever kind it is."""
-    for candidate in _zero_candidates(folder):
-        if rank_files(candidate):
+def _read_source(folder: Path) -> Source:
+    """Return the checkpoint in a folder, of any of the kinds that can be imported."""
+    for candidate in _list_zero_folders(folder):
+        if list_rank_files(candidate):
             return read_zero(candidate)
     if (folder / OPTIMIZER_FOLDER / METADATA).exists() or (folder / MODEL_FOLDER / METADATA).exists():
         return read_sharded(folder)
-    optimizer_file = find_optimizer(folder)
+    optimizer_file = find_optimizer_file(folder)
     if optimizer_file is not None:
         return read_torch_files(folder, optimizer_file)
-    raise CheckpointError(_why_none(folder))
+    raise CheckpointError(_explain_missing(folder))
 
 
-def _zero_candidates(folder: Path) -> Iterator[Path]:
-    """Yield the folders in which DeepSpeed's files of ranks may be, the one that ``latest`` names before others."""
+def _list_zero_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders that may hold DeepSpeed's files of ranks."""
     yield folder
+    # The file ``latest`` has the name of the newest of DeepSpeed's folders.
     latest = folder / "latest"
     if latest.is_file():
         yield folder / Path(read_text(latest).strip()).name
@@ -119,11 +119,11 @@ def _zero_candidates(folder: Path) -> Iterator[Path]:
         if len(steps) > 1:
             raise CheckpointError(f"{folder}: it holds {len(steps)} of DeepSpeed's folders. Name one, such as {steps[-1]}.")
         yield from steps
-    # accelerate's name.
+    # accelerate gives DeepSpeed's folder this name.
     yield folder / "pytorch_model"
 
 
-def _why_none(folder: Path) -> str:
+def _explain_missing(folder: Path) -> str:
     """Return the error message for a folder without a checkpoint of another trainer."""
     if not folder.is_dir():
         return f"{folder}: there is no such folder. Give the folder of a checkpoint, such as outputs/checkpoint-500."
@@ -147,10 +147,14 @@ def _why_none(folder: Path) -> str:
 
 
 def _write_checkpoint(checkpoints: Path, folder: Path, source: Source, position: Position) -> None:
-    """Write the checkpoint."""
+    """Write the checkpoint in Zerobook's format into the folder ``checkpoints``.
+
+    Args:
+        folder: the other trainer's folder, for its config.
+    """
     staging = store.staging_of(checkpoints, position.step)
     store.make_staging(staging)
-    # A run that resumes compares it with its own rate.
+    # A resumed run compares its next rate with this record.
     following = {"learning rate": float(source.settings["lr"])} if "lr" in source.settings else {}
     progress = Progress(
         step=position.step,
@@ -160,7 +164,7 @@ def _write_checkpoint(checkpoints: Path, folder: Path, source: Source, position:
         scaler=source.scaler,
         following=following,
     )
-    # A compiled or wrapped model had longer names.
+    # The names of a compiled or wrapped model have prefixes, which Zerobook's do not have.
     weight_shapes = {unwrapped_name(name): shape for name, shape in source.shapes.items()}
     texts = {
         INDEX: {
@@ -169,28 +173,34 @@ def _write_checkpoint(checkpoints: Path, folder: Path, source: Source, position:
             "shapes": weight_shapes,
         },
         store.PROGRESS: progress.to_json(),
-        "config.json": _config(folder, flags_of(source, position)),
+        "config.json": _make_config(folder, flags_of(source, position)),
     }
     shapes = {}
     for name, shape in weight_shapes.items():
         for key in ("weight", *MOMENTS):
             shapes[f"{key}/{name}"] = shape
     with ThreadPoolExecutor(WORKERS) as pool:
-        indices = list(pool.map(write_pieces, repeat(staging), count(), map(_unwrapped, source.parts)))
+        # Each part becomes a file of the checkpoint, numbered from 0.
+        indices = list(pool.map(write_pieces, repeat(staging), count(), map(_unwrap_names, source.parts)))
     try:
         complete(staging, position.step, indices, shapes=shapes, texts=texts, buffers=source.buffers)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: its files do not make whole tensors ({error}). Copy the checkpoint again.") from None
 
 
-def _unwrapped(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield pieces with the names of weights that the model has when it is not wrapped."""
+def _unwrap_names(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the pieces with the names that weights have in a model that is not compiled or wrapped."""
     for piece in pieces:
         yield piece._replace(name=unwrapped_name(piece.name))
 
 
-def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of the checkpoint's config.json: settings of recipes, with what is known of the other trainer's."""
+def _make_config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of the checkpoint's config.json: the defaults of recipes, and what is known of the other run.
+
+    Args:
+        folder: the other trainer's folder, with the config of the model or adapter.
+        flags: the known settings of the other run.
+    """
     config: dict[str, Any] = {}
     for name, model_field in RecipeConfig.model_fields.items():
         config[name] = None if model_field.is_required() else model_field.get_default(call_default_factory=True)
@@ -204,7 +214,12 @@ def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
                 f"{folder}: its adapter began with init_lora_weights={start}, for which peft changed the base weights, and "
                 "these are not in the folder. Continue it with its trainer, or merge it there and start a new run from that."
             )
-        method = next((name for name in ("rslora", "dora") if adapter.get(f"use_{name}")), adapter["peft_type"].lower())
+        method = adapter["peft_type"].lower()
+        # rsLoRA and DoRA are switches of PEFT's LoRA.
+        if adapter.get("use_rslora"):
+            method = "rslora"
+        elif adapter.get("use_dora"):
+            method = "dora"
         config |= {
             "model_name_or_path": adapter.get("base_model_name_or_path"),
             "adapter": method,
@@ -216,11 +231,11 @@ def _config(folder: Path, flags: dict[str, Any]) -> dict[str, Any]:
 
         config["model_name_or_path"] = str(folder.absolute())
         base = facts(AutoConfig.from_pretrained(folder), None)
-        # Trainer writes the tokenizer's pad token into the config, also of a model that has none.
+        # Trainer writes the tokenizer's pad token into the config even if the model has none, so it tells nothing of the model.
         for model_config in (base["config"], base["config"].get("text_config") or {}):
             model_config.pop("pad_token_id", None)
     return {
-        # No batch sizes are known: those of the run that goes on are used.
+        # The batch sizes of the other run are not known, so those of the resumed run are used.
         "asked": config | {"per_device_train_batch_size": None, "gradient_accumulation_steps": None},
         "config": config,
         "chat_template": None,
@@ -238,8 +253,8 @@ def _write_log(run: Path, folder: Path, source: Source, position: Position) -> N
             records.append(
                 {
                     "step": entry["step"],
-                    "loss": _finite(entry["loss"]),
-                    "grad_norm": _finite(entry.get("grad_norm")),
+                    "loss": _to_finite(entry["loss"]),
+                    "grad_norm": _to_finite(entry.get("grad_norm")),
                     "learning_rate": entry.get("learning_rate"),
                     "tokens": 0,
                     "cursor": [0, 0],
@@ -260,5 +275,6 @@ def _write_log(run: Path, folder: Path, source: Source, position: Position) -> N
     log.close()
 
 
-def _finite(value: Any) -> float | None:
+# A runlog has None for a value that is not finite.
+def _to_finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

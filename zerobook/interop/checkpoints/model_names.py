@@ -1,4 +1,4 @@
-"""The names of a model's weights, in the orders in which optimizers number them. No weights are loaded."""
+"""The names of a model's weights, in the orders in which trainers' optimizers number them. No weights are loaded."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +12,11 @@ from zerobook.errors import CheckpointError
 ADAPTER_CONFIG = "adapter_config.json"
 
 
-def empty_model(folder: Path) -> nn.Module:
-    """Return the model of a folder's ``config.json``, or its adapter on the base model, on the meta device.
+def make_empty_model(folder: Path) -> nn.Module:
+    """Return the model of a folder without weights (on the meta device), with adapters if the folder holds an adapter.
 
     Raises:
-        CheckpointError: there is no such file, or it is of a model whose code is not in transformers.
+        CheckpointError: there is no ``config.json``, or the code of its model is not in transformers.
     """
     import transformers
     from transformers import AutoConfig
@@ -39,7 +39,7 @@ def empty_model(folder: Path) -> nn.Module:
         ) from None
     with torch.device("meta"):
         model = model_class(model_config)
-        # Weights that share memory are one parameter.
+        # Make weights that share memory one parameter, as they are in the optimizer.
         model.tie_weights()
         if config_folder is folder:
             return model
@@ -49,19 +49,23 @@ def empty_model(folder: Path) -> nn.Module:
         return get_peft_model(model, adapter_config)
 
 
-def number_orders(model: nn.Module) -> Iterator[list[list[str]]]:
-    """Yield the ways in which trainers group the trained weights, as names in order."""
+def list_weight_orders(model: nn.Module) -> Iterator[list[list[str]]]:
+    """Yield the orders in which trainers may number the trained weights, each as groups of names.
+
+    The first one is that of transformers' Trainer.
+    """
     from transformers import Trainer
 
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]  # it does not use the trainer
     matrices = {name for name, parameter in trained.items() if parameter.ndim >= 2}
-    # transformers' Trainer, then a loop that decays matrices.
+    # The first group has weight decay, and the second has none. Trainer decays `decaying`, and other loops decay all matrices.
     for first_group in (decaying, matrices):
         yield [[name for name in trained if name in first_group], [name for name in trained if name not in first_group]]
+    # Other loops have one group.
     yield [list(trained)]
 
 
-def saved_name(name: str) -> str:
-    """Return a weight's name in the files of PEFT, which leave the adapter's name out."""
+def to_peft_name(name: str) -> str:
+    """Return a weight's name in the files of PEFT, which leave out the name of the adapter, ``default``."""
     return name.replace(".modules_to_save.default.", ".").replace(".default.", ".").removesuffix(".default")

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from zerobook.errors import CheckpointError
-from zerobook.interop.checkpoints.model_names import saved_name
+from zerobook.interop.checkpoints.model_names import to_peft_name
 from zerobook.interop.checkpoints.source import MOMENTS, Source
 from zerobook.interop.checkpoints.torch_files import read_scaler
 from zerobook.interop.checkpoints.unpickle import load_metadata, load_torch_bytes
@@ -32,6 +32,7 @@ def read_sharded(folder: Path) -> Source:
     """
     model = _Shards(folder / MODEL_FOLDER)
     optimizer = _Shards(folder / OPTIMIZER_FOLDER)
+    # A key of the state is, for example, ``optimizer.state.NAME.exp_avg``.
     suffix = f".{MOMENTS[0]}"
     names = [key.removeprefix(_STATE).removesuffix(suffix) for key in optimizer.tensors if key.endswith(suffix)]
     steps = [key for key in optimizer.tensors if key.endswith(".step")]
@@ -41,40 +42,48 @@ def read_sharded(folder: Path) -> Source:
             "run from the trained weights."
         )
     shapes = {name: list(optimizer.tensors[f"{_STATE}{name}{suffix}"].size) for name in names}
-    _, step = next(optimizer.chunks(steps[0]))
+    # AdamW counts the steps for each weight, and all counts are equal.
+    _, step = next(optimizer.read_chunks(steps[0]))
     settings = {}
     for key in ("lr", "initial_lr", "betas", "eps", "weight_decay"):
         name = f"optimizer.param_groups.0.{key}"
         if name in optimizer.metadata.state_dict_metadata:
             settings[key] = optimizer.read_value(name)
+    has_second_group = "optimizer.param_groups.1.params" in optimizer.metadata.state_dict_metadata
     return Source(
         trainer="FSDP",
         ranks=model.ranks,
         shapes=shapes,
         optimizer_steps=int(step),
         settings=settings,
-        group_count=1 + ("optimizer.param_groups.1.params" in optimizer.metadata.state_dict_metadata),
-        parts=[_pieces(model, optimizer, names[part::PARTS]) for part in range(PARTS)],
+        group_count=2 if has_second_group else 1,
+        # Part number k has every eighth weight from the k-th on.
+        parts=[_read_pieces(model, optimizer, names[part::PARTS]) for part in range(PARTS)],
         scaler=read_scaler(folder),
     )
 
 
-def _pieces(model: _Shards, optimizer: _Shards, names: list[str]) -> Iterator[Piece]:
-    """Yield the chunks of all tensors, one at a time."""
+def _read_pieces(model: _Shards, optimizer: _Shards, names: list[str]) -> Iterator[Piece]:
+    """Yield the chunks of the weights ``names`` and of their moments, each as a piece."""
     for name in names:
-        # Of adapters, accelerate may save the names that PEFT gives its files.
+        # For adapters, accelerate may save PEFT's names.
         key = f"model.{name}"
         if key not in model.tensors:
-            key = f"model.{saved_name(name)}"
-        for offset, values in model.chunks(key):
+            key = f"model.{to_peft_name(name)}"
+        for offset, values in model.read_chunks(key):
             yield Piece(name, None, offset, values)
         for moment in MOMENTS:
-            for offset, values in optimizer.chunks(f"{_STATE}{name}.{moment}"):
+            for offset, values in optimizer.read_chunks(f"{_STATE}{name}.{moment}"):
                 yield Piece(name, moment, offset, values)
 
 
 class _Shards:
-    """Reads the chunks of the tensors in a folder."""
+    """Reads the chunks of the tensors in a folder.
+
+    Attributes:
+        tensors: name -> size and chunks of each tensor.
+        ranks: number of files, since each rank wrote one.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -83,24 +92,27 @@ class _Shards:
         for name, facts in self.metadata.state_dict_metadata.items():
             if hasattr(facts, "chunks"):
                 self.tensors[name] = facts
+        # Name of a tensor or value -> (offset, place in a file) of each of its chunks.
         self._stored: dict[str, list[tuple[Any, Any]]] = {}
         for index, info in self.metadata.storage_data.items():
             self._stored.setdefault(index.fqn, []).append((index.offset, info))
         self.ranks = len({info.relative_path for entries in self._stored.values() for _, info in entries})
 
-    def chunks(self, name: str) -> Iterator[tuple[tuple[int, ...], Any]]:
+    def read_chunks(self, name: str) -> Iterator[tuple[tuple[int, ...], Any]]:
         """Yield (offset, values) of each chunk of a tensor."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: there is no tensor {name}. The two folders are of different models.")
         for offset, info in self._stored[name]:
             values = self._load(info)
-            # A number has no dimension.
+            # The offset of a number, which has no dimensions, is empty.
             yield (tuple(offset) or (0,)), values
 
     def read_value(self, name: str) -> Any:
-        return self._load(self._stored[name][0][1])
+        _, info = self._stored[name][0]
+        return self._load(info)
 
     def _load(self, info: Any) -> Any:
+        # The index may come from somebody else, and must not name a file elsewhere.
         if Path(info.relative_path).name != info.relative_path or getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{self.folder}: {info.relative_path} is outside of the folder, or compressed.")
         return load_torch_bytes(self.folder / info.relative_path, info.offset, info.length)

@@ -20,19 +20,19 @@ class Source:
     """Weights and optimizer state of another trainer."""
 
     trainer: str
-    """what wrote it, for people"""
+    """name of the program that wrote it, for messages"""
     ranks: int
-    """processes that wrote it"""
+    """number of processes that wrote it"""
     shapes: dict[str, list[int]]
     """shapes of the trained weights, by their names in the model"""
     optimizer_steps: int
-    """steps that AdamW has counted"""
+    """number of steps that AdamW has counted"""
     settings: dict[str, Any]
-    """settings of the optimizer's first group: ``lr`` of the next step, ``initial_lr`` of the schedule's peak, and others"""
+    """settings of the optimizer's first group, such as ``lr``, the next step's rate, and ``initial_lr``, the schedule's peak"""
     group_count: int
-    """groups of weights in the optimizer, which have settings of their own; 0 if it is not known"""
+    """number of the optimizer's groups of weights, each with its own settings; 0 if it is not known"""
     parts: list[Iterable[Piece]]
-    """pieces, in parts that can be read at the same time; each is read when it is asked for"""
+    """the pieces of all tensors, in parts that can be read at the same time; a piece is read when it is taken"""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """persistent buffers of the model, by name"""
     scaler: dict[str, Any] | None = None
@@ -50,11 +50,11 @@ class Position:
     total_steps: int = 0
     """length of the schedule; 0 if it is not recorded"""
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    """what was logged, in transformers' words"""
+    """what the trainer logged, with transformers' keys"""
 
 
 def read_position(folder: Path, optimizer_steps: int) -> Position:
-    """Return how far the run of a checkpoint has come. Without ``trainer_state.json``, AdamW has counted the steps."""
+    """Return how far the run of a checkpoint has come. Without ``trainer_state.json``, only the steps are known."""
     position = Position(step=optimizer_steps)
     state_file = folder / "trainer_state.json"
     if state_file.exists():
@@ -69,12 +69,12 @@ def read_position(folder: Path, optimizer_steps: int) -> Position:
     return position
 
 
-def require_adamw(path: Path, state: Iterable[str]) -> None:
-    """Refuse the state of another optimizer than AdamW, of which ``state`` are the names."""
-    if set(MOMENTS) != set(state) - {"step"}:
+def require_adamw(path: Path, state_names: Iterable[str]) -> None:
+    """Raise `CheckpointError` if the optimizer, which keeps ``state_names`` for each weight, is not AdamW."""
+    if set(MOMENTS) != set(state_names) - {"step"}:
         raise CheckpointError(
-            f"{path}: its optimizer keeps {', '.join(sorted(state)) or 'nothing'}, and AdamW's {' and '.join(MOMENTS)} alone "
-            "can be taken over. Start a new run from the trained weights."
+            f"{path}: its optimizer keeps {', '.join(sorted(state_names)) or 'nothing'}, and AdamW's {' and '.join(MOMENTS)} "
+            "alone can be taken over. Start a new run from the trained weights."
         )
 
 

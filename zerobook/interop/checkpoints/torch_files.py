@@ -1,4 +1,7 @@
-"""Whole tensors: ``optimizer.pt`` beside safetensors of transformers' Trainer, accelerate and PEFT, or a full state dict."""
+"""Checkpoints that hold each tensor as a whole: ``optimizer.pt`` or ``optimizer.bin`` beside a file of weights.
+
+transformers' Trainer, accelerate and PEFT write them, and FSDP with a full state dict.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 from zerobook.errors import CheckpointError
-from zerobook.interop.checkpoints.model_names import ADAPTER_CONFIG, empty_model, number_orders, saved_name
+from zerobook.interop.checkpoints.model_names import ADAPTER_CONFIG, list_weight_orders, make_empty_model, to_peft_name
 from zerobook.interop.checkpoints.source import MOMENTS, Source, read_json_object, require_adamw
 from zerobook.interop.checkpoints.unpickle import load_torch_file
 from zerobook.strategy import Piece
@@ -24,10 +27,11 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "adapter_model.bin",
 )
-"""Files of weights; a name with ``.index.json`` lists the files in which they are divided."""
+"""Files of weights. If the weights are divided among several files, there is an index instead, such as
+``model.safetensors.index.json``."""
 
 
-def find_optimizer(folder: Path) -> Path | None:
+def find_optimizer_file(folder: Path) -> Path | None:
     """Return the file of the optimizer's state in a folder; None if there is none."""
     return next((folder / name for name in OPTIMIZER_FILES if (folder / name).exists()), None)
 
@@ -45,24 +49,24 @@ def read_torch_files(folder: Path, optimizer_file: Path) -> Source:
     buffers = {}
     weights = _Weights(folder)
     if all(isinstance(key, str) for key in states):
-        # A state dict of FSDP has names.
-        names = dict(zip(states, states, strict=True))
+        # A full state dict of FSDP has the names of the weights as keys, and other optimizers have numbers.
+        names = {name: name for name in states}
         shapes = {name: list(state[MOMENTS[0]].shape) for name, state in states.items()}
     else:
-        model = empty_model(folder)
+        model = make_empty_model(folder)
         names = _name_numbers(optimizer, model, optimizer_file)
         shapes = {name: list(model.get_parameter(name).shape) for name in names}
         for name, _ in persistent_buffers(model):
             buffers[name] = weights.read(name)
     return Source(
         trainer="transformers" if (folder / "trainer_state.json").exists() else "accelerate",
-        # No file says how many there were.
+        # No file has the number of ranks.
         ranks=1,
         shapes=shapes,
         optimizer_steps=int(first_state["step"]),
         settings=optimizer["param_groups"][0],
         group_count=len(optimizer["param_groups"]),
-        parts=[_pieces(names, shapes, states, weights)],
+        parts=[_read_pieces(names, shapes, states, weights)],
         buffers=buffers,
         scaler=read_scaler(folder),
     )
@@ -79,10 +83,13 @@ def read_scaler(folder: Path) -> dict[str, Any] | None:
 
 
 def _name_numbers(optimizer: dict[str, Any], model: nn.Module, optimizer_file: Path) -> dict[str, int]:
-    """Return name -> number of each weight that the optimizer steps, by the order whose shapes agree with its state."""
+    """Return name -> number of each trained weight: the optimizer's state has only the numbers.
+
+    Trainers number weights in different orders. The first order whose group sizes and shapes agree with the state is taken.
+    """
     groups = [group["params"] for group in optimizer["param_groups"]]
     states = optimizer["state"]
-    for order in number_orders(model):
+    for order in list_weight_orders(model):
         if [len(names) for names in order] != [len(group) for group in groups]:
             continue
         numbers: dict[str, int] = {}
@@ -96,10 +103,14 @@ def _name_numbers(optimizer: dict[str, Any], model: nn.Module, optimizer_file: P
     )
 
 
-def _pieces(
+def _read_pieces(
     names: Mapping[str, Any], shapes: dict[str, list[int]], states: dict[Any, dict[str, torch.Tensor]], weights: _Weights
 ) -> Iterator[Piece]:
-    """Yield whole tensors, one at a time."""
+    """Yield the weights and moments, each as one piece.
+
+    Args:
+        names: name of a weight -> its key in ``states``, the optimizer's state.
+    """
     for name, key in names.items():
         weight = weights.read(name)
         if list(weight.shape) != shapes[name]:
@@ -113,7 +124,7 @@ def _pieces(
 
 
 class _Weights:
-    """Reads the weights of a folder by their names in the model, from one file or several."""
+    """Reads the weights in a folder by their names in the model, from one file or several."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -131,8 +142,8 @@ class _Weights:
         raise CheckpointError(f"{folder}: it holds the optimizer's state and no {WEIGHT_FILES[0]}. Copy the checkpoint again.")
 
     def read(self, name: str) -> torch.Tensor:
-        # PEFT drops more of a vector's name.
-        saved_names = [saved_name(name), saved_name(name).removesuffix(".weight")] if self._adapts else [name]
+        # PEFT's files have other names. For DoRA's vectors, they also leave out ``.weight``.
+        saved_names = [to_peft_name(name), to_peft_name(name).removesuffix(".weight")] if self._adapts else [name]
         for candidate in saved_names:
             if candidate in self._file_of:
                 file = self._open(self._file_of[candidate])
@@ -143,7 +154,7 @@ class _Weights:
         )
 
     def _open(self, file_name: str) -> Any:
-        """Return a file's tensors, which stay there until they are read."""
+        """Return the tensors of a file, by name. A tensor is read from the file when it is used."""
         from safetensors import SafetensorError, safe_open
 
         if file_name not in self._files:

@@ -1,7 +1,7 @@
 """Files that other trainers pickled, read without running their code.
 
-torch's ``weights_only`` loader makes tensors and plain values. The few classes that checkpoints need besides are replaced by
-classes of this module, which hold values and do nothing. A file that names any other class is refused.
+torch's ``weights_only`` loader makes only tensors and plain values. Checkpoints name a few other classes. In their place, this
+module puts classes that only hold values. A file that names any other class is refused.
 """
 
 import io
@@ -22,7 +22,7 @@ class Values:
 
 
 ALLOWED: list[Any] = [
-    # DeepSpeed's loss scalers, the number of a ZeRO stage, and the place of a weight in a flat partition.
+    # These are DeepSpeed's loss scalers, the number of a ZeRO stage, and the place of a weight in a flat partition.
     (Values, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Values, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
@@ -34,7 +34,7 @@ METADATA_CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    # The folder that was written to.
+    # The index names the folder that it was written to.
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
 }
@@ -65,7 +65,7 @@ def load_torch_file(file: Path) -> Any:
 
 
 def load_torch_bytes(file: Path, start: int, length: int) -> Any:
-    """Return what ``torch.save`` wrote into ``length`` bytes of a file from ``start`` on."""
+    """Return what ``torch.save`` wrote into ``length`` bytes of a file from byte ``start`` on."""
     try:
         with file.open("rb") as opened:
             opened.seek(start)
@@ -77,24 +77,24 @@ def load_torch_bytes(file: Path, start: int, length: int) -> Any:
 
 def _load(file: Path, content: Path | io.BytesIO, **options: Any) -> Any:
     try:
-        # The allowed classes are a list of the whole process.
+        # The lock is needed since the allowed classes hold for all threads of the process.
         with _lock, torch.serialization.safe_globals(ALLOWED):
             return torch.load(content, map_location="cpu", weights_only=True, **options)
     except FileNotFoundError:
         raise CheckpointError(f"{file}: it is missing. The folder is not a complete checkpoint: copy it again.") from None
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(file, content, error)) from None
+        raise CheckpointError(_explain_refusal(file, content, error)) from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{file}: it is damaged or not of torch.save ({reason}). Copy it again.") from None
 
 
-def _refusal(file: Path, content: Path | io.BytesIO, error: pickle.UnpicklingError) -> str:
-    allowed_names = {name for _, name in ALLOWED}
+def _explain_refusal(file: Path, content: Path | io.BytesIO, error: pickle.UnpicklingError) -> str:
+    # Find the names of the classes that are not allowed. If that fails, torch's message has to do.
     try:
         if isinstance(content, io.BytesIO):
             content.seek(0)
-        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(content)) - allowed_names
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(content)) - {name for _, name in ALLOWED}
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError):
         names = set()
     reason = ", ".join(sorted(names)) or str(error).partition("\n")[0]
@@ -105,6 +105,7 @@ def _refusal(file: Path, content: Path | io.BytesIO, error: pickle.UnpicklingErr
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    # pickle calls this for each class that a file names.
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

@@ -1,7 +1,7 @@
 """DeepSpeed's ``global_stepN``: flat partitions of ZeRO-1 to 3, one file per rank.
 
-Each rank's partition is read as segments of weights, and the imported checkpoint holds these segments as they are. So nothing
-is gathered, and any number of ranks can be read at the same time.
+Each rank's partition is read as segments of weights, and the imported checkpoint holds the same segments. So nothing is
+gathered, and several ranks' files can be read at the same time.
 """
 
 import math
@@ -21,10 +21,11 @@ from zerobook.utils.units import counted
 _RANK_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 
-class Names(NamedTuple):
+class StageNames(NamedTuple):
     """Names that differ between the stages of ZeRO.
 
-    ``masters`` is the key of the fp32 weights, a flat tensor for each group; ``optimizer`` is that of the optimizer's state.
+    ``masters`` is the key of the fp32 weights, which are a flat tensor for each group. ``optimizer`` is the key of the
+    optimizer's state.
     """
 
     masters: str
@@ -32,8 +33,8 @@ class Names(NamedTuple):
     model_file: str
 
 
-STAGE_3 = Names("fp32_flat_groups", "optimizer_state_dict", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-STAGES_1_2 = Names("single_partition_of_fp32_groups", "base_optimizer_state", "mp_rank_00_model_states.pt")
+STAGE_3 = StageNames("fp32_flat_groups", "optimizer_state_dict", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+STAGES_1_2 = StageNames("single_partition_of_fp32_groups", "base_optimizer_state", "mp_rank_00_model_states.pt")
 
 
 class Segment(NamedTuple):
@@ -47,12 +48,13 @@ class Segment(NamedTuple):
     length: int
 
 
-def rank_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks in a ``global_stepN``, in order; none if it is not such a folder."""
+def list_rank_files(folder: Path) -> list[Path]:
+    """Return the files of the ranks in a ``global_stepN``, in the order of the ranks; none if it is not such a folder."""
     files = {}
     for file in folder.glob("*_optim_states.pt"):
         match = _RANK_FILE.match(file.name)
         if match is not None:
+            # The second number counts the parts of a layer with tensor parallelism, the first one the data-parallel ranks.
             files[int(match.group(2)), int(match.group(1))] = file
     return [files[key] for key in sorted(files)]
 
@@ -63,8 +65,8 @@ def read_zero(folder: Path) -> Source:
     Raises:
         CheckpointError: a file is missing or damaged, or the model's layers were divided among ranks.
     """
-    files = rank_files(folder)
-    # What all ranks have in common is read from the first rank's file.
+    files = list_rank_files(folder)
+    # Read what all ranks have in common from the first rank's file.
     state = load_torch_file(files[0])["optimizer_state_dict"]
     _check_ranks(folder, files, state)
     names = STAGE_3 if STAGE_3.masters in state else STAGES_1_2
@@ -76,27 +78,27 @@ def read_zero(folder: Path) -> Source:
             shapes[name] = list(shape)
 
     optimizer = state[names.optimizer]
-    # An elastic checkpoint has a list, without the settings of groups.
+    # In an elastic checkpoint, this is a list of states, without the settings of the groups.
     setting_groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
     settings = setting_groups[0] if setting_groups else {}
-    moments = _group_states(optimizer)[0]
-    require_adamw(folder, moments)
-    # The count of steps is in the state of a group, or in its settings, depending on DeepSpeed's optimizer.
-    steps = moments.get("step", settings.get("step", model_state["global_steps"]))
+    first_state = _list_group_states(optimizer)[0]
+    require_adamw(folder, first_state)
+    # Depending on DeepSpeed's optimizer, the number of steps is in the state of a group or in its settings.
+    steps = first_state.get("step", settings.get("step", model_state["global_steps"]))
 
     buffers = {}
-    # With adapters, the base is frozen, and its buffers come from the base model.
+    # A run of adapters takes its buffers from the base model.
     if not any(".lora_" in name for name in shapes):
         for name in model_state["buffer_names"]:
             if name in model_state["module"]:
                 buffers[name] = model_state["module"][name]
 
-    pieces: list[Iterable[Piece]] = []
+    parts: list[Iterable[Piece]] = []
     for rank, file in enumerate(files):
-        # With ZeRO-1 and 2, all ranks' parts of a group have the length of the first's. Only the last may be shorter, since
-        # its padding is not saved.
+        # With ZeRO-1 and 2, all ranks' parts of a group are as long as the first rank's. Only the last part may be shorter,
+        # since its padding is not saved.
         starts = [rank * master.numel() for master in state[names.masters]]
-        pieces.append(_pieces_of_rank(file, rank, len(files), starts, groups, names))
+        parts.append(_read_pieces(file, rank, len(files), starts, groups, names))
     return Source(
         trainer=f"DeepSpeed ZeRO-{int(state.get('zero_stage', 1))}",
         ranks=len(files),
@@ -104,9 +106,9 @@ def read_zero(folder: Path) -> Source:
         optimizer_steps=int(steps),
         settings=settings,
         group_count=len(setting_groups),
-        parts=pieces,
+        parts=parts,
         buffers=buffers,
-        scaler=_scaler(state),
+        scaler=_read_scaler(state),
     )
 
 
@@ -121,7 +123,7 @@ def _check_ranks(folder: Path, files: list[Path], state: dict[str, Any]) -> None
             f"{folder}: its layers were divided among ranks (tensor or pipeline parallelism). Merge them with the trainer that "
             "wrote them, and import what it saves."
         )
-    # One number for each group of weights, or one for all groups.
+    # The file has the number of partitions of each group of weights, or one number for all groups.
     partitions = state["partition_count"]
     expected = max(partitions) if isinstance(partitions, list) else int(partitions)
     if expected != len(files):
@@ -131,16 +133,16 @@ def _check_ranks(folder: Path, files: list[Path], state: dict[str, Any]) -> None
         )
 
 
-def _group_states(optimizer: Any) -> list[dict[str, Any]]:
+def _list_group_states(optimizer: Any) -> list[dict[str, Any]]:
     """Return the state that a rank's optimizer keeps for each flat group of weights."""
-    # An elastic checkpoint has this list itself.
+    # An elastic checkpoint has such a list already.
     if isinstance(optimizer, list):
         return optimizer
     return [state for _, state in sorted(optimizer["state"].items())]
 
 
-def _scaler(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the loss scaler of fp16; None for other precisions, whose scale is always 1."""
+def _read_scaler(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the loss scaler of fp16; None for other precisions, in which the scale is always 1."""
     values = vars(state["loss_scaler"]) if "loss_scaler" in state else {}
     scale = values.get("cur_scale", 1.0)
     if scale == 1.0:
@@ -149,30 +151,31 @@ def _scaler(state: dict[str, Any]) -> dict[str, Any] | None:
     return {"kind": "DynamicLossScaler", "scale": scale, "state": numbers}
 
 
-def _pieces_of_rank(
-    file: Path, rank: int, ranks: int, starts: list[int], groups: list[dict[str, torch.Size]], names: Names
+def _read_pieces(
+    file: Path, rank: int, ranks: int, starts: list[int], groups: list[dict[str, torch.Size]], names: StageNames
 ) -> Iterator[Piece]:
-    """Yield the pieces of a rank. Its tensors are read from the mapped file as they are used.
+    """Yield the pieces in a rank's file. The file is mapped, so a tensor is read when it is used.
 
     Args:
-        starts: index in each group of the first element of the rank's part, with ZeRO-1 and 2.
+        ranks: number of ranks.
+        starts: for each group, the index of the first element of the rank's part. Used with ZeRO-1 and 2.
         groups: shapes of the weights of each group, by name, in the order in which they are flattened.
     """
     state = load_torch_file(file)["optimizer_state_dict"]
     masters = state[names.masters]
-    moments = _group_states(state[names.optimizer])
+    moments = _list_group_states(state[names.optimizer])
     if len(masters) != len(groups) or len(moments) != len(groups):
         raise CheckpointError(f"{file}: it has other groups of weights than the file of the model. Copy the folder again.")
     for index, group in enumerate(groups):
         if names is STAGE_3:
-            segments = _segments_of_weights(group, rank, ranks)
+            segments = _cut_each_weight(group, rank, ranks)
         else:
-            # DeepSpeed 0.19 aligns weights, and records the gaps between them.
+            # DeepSpeed 0.19 aligns the weights, and records the sizes of the gaps between them.
             paddings = [0] * len(group)
             if "param_alignment_paddings" in state:
                 paddings = state["param_alignment_paddings"][index]
-            segments = _segments_of_group(group, paddings, starts[index], masters[index].numel())
-        # The weight (key None) and its moments are flattened in the same way, so the segments hold for all of them.
+            segments = _cut_group(group, paddings, starts[index], masters[index].numel())
+        # The weights (key None) and their moments are flattened in the same way, so they have the same segments.
         tensors = {None: masters[index]} | {key: moments[index][key] for key in MOMENTS}
         for segment in segments:
             for key, tensor in tensors.items():
@@ -180,27 +183,27 @@ def _pieces_of_rank(
                 yield Piece(segment.name, key, (segment.weight_start,), values)
 
 
-def _segments_of_weights(group: dict[str, torch.Size], rank: int, ranks: int) -> Iterator[Segment]:
+def _cut_each_weight(group: dict[str, torch.Size], rank: int, ranks: int) -> Iterator[Segment]:
     """Yield a rank's segments with ZeRO-3, where each weight is cut into as many equal segments as there are ranks."""
     flat_start = 0
     for name, shape in group.items():
         numel = math.prod(shape)
         segment_length = math.ceil(numel / ranks)
         weight_start = rank * segment_length
-        # The last ranks' segments are filled up with padding, in part or completely.
+        # The segments of the last ranks may consist of padding, in part or completely.
         length = min(segment_length, numel - weight_start)
         if length > 0:
             yield Segment(name, weight_start, flat_start, length)
         flat_start += segment_length
 
 
-def _segments_of_group(group: dict[str, torch.Size], paddings: list[int], start: int, length: int) -> Iterator[Segment]:
+def _cut_group(group: dict[str, torch.Size], paddings: list[int], start: int, length: int) -> Iterator[Segment]:
     """Yield a rank's segments with ZeRO-1 and 2, where all weights of a group are one flat tensor, cut into equal parts.
 
     Args:
         paddings: number of unused elements after each weight.
         start: index in the group of the first element of the rank's part.
-        length: number of elements of that part.
+        length: number of elements of the rank's part.
     """
     weight_start = 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
