@@ -1,4 +1,4 @@
-"""The account of an import, as text: what became of each key, grouped by kind."""
+"""The account of an import, as text: a report on what became of each key, grouped by kind."""
 
 import re
 import textwrap
@@ -18,57 +18,58 @@ HEADINGS = {
 }
 _WIDTH = 120
 _LONGEST = 60
-"""Characters of a value."""
+"""Maximum number of characters of a value; a longer one is cut."""
 
 
 def account_text(imported: Imported) -> str:
-    """Return the account: the keys of the config by what became of them, and the notes of its trainer."""
+    """Return the account: the keys of the config, grouped by what became of them, and notes on the trainer."""
     texts = []
     for kind, heading in HEADINGS.items():
         lines = [line for line in imported.lines if line.kind == kind]
         if lines:
             texts.append(f"{heading} ({len(lines)})")
-            texts += _by_sentence(lines)
+            texts += _format_lines(lines)
     if imported.default_lines:
         texts.append(f"defaults of {imported.trainer} that are written out ({len(imported.default_lines)})")
-        texts += _by_sentence(imported.default_lines)
+        texts += _format_lines(imported.default_lines)
     texts.append("in any case")
     for note in imported.foreign.table.notes:
         texts.append(textwrap.fill(note, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     return "\n".join(texts) + "\n"
 
 
-def _by_sentence(lines: list[Line]) -> list[str]:
-    """Return the lines, those that have the same sentence after each other, with the sentence behind the last of them."""
+def _format_lines(lines: list[Line]) -> list[str]:
+    """Return the lines as text. Keys with the same sentence stand together, and the sentence follows the last of them."""
+    # Sentence -> key without the indices of lists -> lines of that key in all entries.
     groups: dict[str, dict[str, list[Line]]] = {}
     for line in lines:
-        # A key of a list's entries stands once.
+        # A key that all entries of a list have is printed once.
         pattern = re.sub(r"\[\d+\]", "[]", line.key)
         groups.setdefault(line.say, {}).setdefault(pattern, []).append(line)
     texts = []
     for sentence, patterns in groups.items():
         for pattern, group in patterns.items():
             more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-            texts.append(f"  {_key(group[0]._replace(key=pattern))}{more}")
+            texts.append(f"  {_format_key(group[0]._replace(key=pattern))}{more}")
         if sentence:
             texts.append(textwrap.fill(sentence, _WIDTH, initial_indent="      ", subsequent_indent="      "))
     return texts
 
 
-def _key(line: Line) -> str:
-    # An account may be shown to others.
+def _format_key(line: Line) -> str:
+    # Hide passwords, since a user may show the account to others.
     is_secret = re.search(r"(hub|auth|swanlab|wandb)_?(token|api_key)$|^token$", line.key) and line.value
-    text = f"{line.key}: {'***' if is_secret else _shown(line.value)}"
+    text = f"{line.key}: {'***' if is_secret else _format_value(line.value)}"
     separator = "  ->  "
     for flag, value in line.flags.items():
-        # The same name and the same value need no arrow.
+        # A flag with the same name and value is not repeated.
         if flag != line.key or value != line.value:
-            text += f"{separator}{flag}: {_shown(value)}"
+            text += f"{separator}{flag}: {_format_value(value)}"
             separator = ", "
     return text
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return counted(len(value), "data set")
     text = " ".join(str(value).split())

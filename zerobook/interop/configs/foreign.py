@@ -9,29 +9,30 @@ from zerobook.utils.yaml_text import load_bounded
 
 
 class NoCounterpart(Exception):
-    """A value that nothing here does. The message says what to do."""
+    """A value for which Zerobook has no counterpart. The message says what to do."""
 
 
 class Foreign:
-    """The config, and what its import gathers besides the recipe's values.
+    """The config of another trainer, and what its import collects besides the recipe's values.
 
     Attributes:
-        config: its content, with numbers in place of texts such as ``1e-4``, and what the table translates without quotes.
-        file: where it is.
-        table: its trainer's.
-        entry: the table's, of the key that is being translated.
-        sentence: about that key; a function may say something else.
+        config: the content, in which texts that the trainer reads as numbers or booleans, such as ``1e-4``, are such.
+        file: the path of the config.
+        table: the table of its trainer.
+        entry: the table's entry of the key that is being translated.
+        sentence: what the account says about that key. The entry's sentence, unless a function sets another one.
         files: files to write beside the recipe's YAML: name -> content.
-        processes: of the launch.
-        strategy: what the config says about the launch: ``name`` of a strategy file, or ``deepspeed``, a JSON's content.
+        processes: number of processes of the launch.
+        strategy: what the config says about the strategy: the ``name`` of a strategy file, or ``deepspeed``, the content of a
+            DeepSpeed JSON. Empty if it says nothing.
     """
 
     def __init__(self, config: dict[str, Any], file: Path, table: Table):
         self.config: dict[str, Any] = {}
         for key, value in config.items():
-            self.config[str(key)] = _as_number(value, config)
+            self.config[str(key)] = _convert(value, config)
             entry = table.entries.get(str(key))
-            # YAML keeps an integer or a boolean in quotes as text, and the other trainers read it by the type of the key.
+            # YAML reads an integer or a boolean in quotes as text. The other trainers convert it to the type of the key.
             if entry is not None and (entry.by or entry.values) and re.fullmatch(r"-?\d{1,9}|[Tt]rue|[Ff]alse", str(value)):
                 self.config[str(key)] = load_bounded(str(value))
         self.file = file
@@ -53,12 +54,14 @@ class Foreign:
         """Return whether a value is the trainer's default, so that it changes nothing."""
         if key in self.table.defaults:
             return value in (None, self.table.defaults[key])
+        # The table lacks defaults that turn something off.
         return not value or value in ("none", "no")
 
     def locate(self, name: str) -> Path | None:
-        """Return a file that the config names: in the working folder, beside the config, or in a folder above it.
+        """Return the path of a file or folder that the config names; None if it does not exist.
 
-        Other trainers are started in the root of their clone, and name files from there.
+        It may be in the working folder, beside the config, or in a folder above the config: other trainers are started in the
+        root of their clone, and name files from there.
         """
         if not name or "\0" in name:
             return None
@@ -73,15 +76,15 @@ class Foreign:
         return None
 
 
-def _as_number(value: Any, config: dict[str, Any]) -> Any:
-    """Return the value with numbers for texts such as ``1e-4``, which YAML does not take for numbers and other trainers do.
+def _convert(value: Any, config: dict[str, Any]) -> Any:
+    """Return the value with numbers for texts such as ``1e-4``, which other trainers read as numbers and YAML does not.
 
-    ``${key}``, as torchtune writes it, is the value of another key.
+    torchtune's ``${key}`` is replaced by the value of that key in ``config``. Mappings and lists are converted recursively.
     """
     if isinstance(value, dict):
-        return {key: _as_number(inner, config) for key, inner in value.items()}
+        return {key: _convert(inner, config) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_as_number(inner, config) for inner in value]
+        return [_convert(inner, config) for inner in value]
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}", value):
         return float(value)
     reference = re.fullmatch(r"\$\{(\w+)\}", value) if isinstance(value, str) else None

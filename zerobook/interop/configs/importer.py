@@ -1,4 +1,4 @@
-"""Import of a config: each of its keys becomes a line of the account, and the recipe's values and files are gathered."""
+"""Import a config of another trainer: collect the recipe's values and files, and make a line of the account for each key."""
 
 import re
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import shipped
 
 _FUNCTIONS = {**vars(translations), **vars(data), **vars(strategies)}
-"""What the tables name in ``by``."""
+"""Name -> function, for the key ``by`` of the tables."""
 LENGTH = "LENGTH"
-"""Flag of the tables for the tokens of a row, which each recipe names in its own way."""
+"""What the tables write instead of the flag for the tokens of a row, which has another name in each recipe."""
 ADAPTER_KEYS = ("adapter", "adapter_path")
 """Flags that choose the recipe for adapters."""
 SEQ2SEQ_KEYS = ("max_source_length", "max_target_length", "source_prefix")
@@ -36,7 +36,7 @@ SEQ2SEQ_KEYS = ("max_source_length", "max_target_length", "source_prefix")
 
 
 class Refused(ConfigError):
-    """A config of something that no recipe trains. ``what`` names it."""
+    """A config of something that no recipe trains. ``what`` is its name, in words."""
 
     def __init__(self, what: str, message: str):
         super().__init__(message)
@@ -44,7 +44,11 @@ class Refused(ConfigError):
 
 
 class Line(NamedTuple):
-    """One key of the foreign config in the account: its path, its value, one of the kinds, flags here, and why."""
+    """A line of the account: what became of one key of the foreign config.
+
+    ``key`` is its path, such as ``datasets[0].path``. ``kind`` is one of the kinds in `zerobook.interop.configs.table`.
+    ``flags`` has the flags that the key becomes, and ``say`` a sentence that explains it.
+    """
 
     key: str
     value: Any
@@ -55,16 +59,16 @@ class Line(NamedTuple):
 
 @dataclass
 class Imported:
-    """The recipe, its settings and the account that a foreign config becomes.
+    """The result of an import: the recipe, its settings, the strategy and the account.
 
     Attributes:
-        trainer: whose config it is, in words.
+        trainer: the name of the other trainer, in words.
         recipe: the stem of the recipe's file.
-        values: the recipe's YAML.
-        lines: the account: a line for each key.
+        values: the content of the recipe's YAML.
+        lines: a line of the account for each key.
         strategy: the strategy file of the launch.
-        default_lines: a line for each default of the trainer that differs from the recipe's, and is written out.
-        foreign: the config, with further files to write.
+        default_lines: a line for each default of the trainer that differs from the recipe's, and is therefore in ``values``.
+        foreign: the foreign config, with further files to write.
     """
 
     trainer: str
@@ -94,6 +98,7 @@ def recognise(config: dict[str, Any], name: str) -> str:
     """
     scores = {}
     for trainer, table in TRAINERS.items():
+        # Of each set of characteristic keys, all must be in the config.
         scores[trainer] = sum(len(keys) for keys in load_table(table).recognised_by if config.keys() >= set(keys))
     best = max(scores, key=scores.__getitem__)
     if not scores[best]:
@@ -107,53 +112,61 @@ def import_config(config: dict[str, Any], file: Path, trainer: str, *, recipe: s
     """Import a config.
 
     Args:
-        config: its content.
-        file: where it is, for paths that are relative to it.
+        config: the content of the config.
+        file: the path of the config, since it may name files relative to it.
         trainer: a key of `TRAINERS`.
-        recipe: stem of the recipe's file, if it is known already.
+        recipe: stem of the recipe's file; empty to choose the recipe by the keys.
 
     Raises:
-        Refused: no recipe trains what it trains.
+        Refused: no recipe trains what the config trains.
     """
     foreign = Foreign(config, file, load_table(TRAINERS[trainer]))
     _refuse(foreign)
+
+    # Translate the keys of the config, and the defaults of the trainer for keys that the config does not set.
     lines: list[Line] = []
     for key, value in foreign.config.items():
-        lines += _lines(foreign, key, value, None)
+        lines += _list_lines(foreign, key, value, None)
     default_lines = []
     for key, value in foreign.table.defaults.items():
         entry = foreign.table.entries.get(key)
-        # Losses are read, and spikes noticed, at log points alone. Their number changes nothing in the training.
+        # The trainer's default of logging_steps is not taken over: it does not change the training, and spikes are noticed only
+        # at log points.
         if entry is not None and value is not None and foreign.config.get(key) is None and key != "logging_steps":
             default_lines.append(_translate(foreign, key, value, entry)._replace(kind=DEFAULT))
+
+    # Take the flags that the recipe has.
     if not recipe:
-        # Some trainers train adapters by default.
-        keys = {key for line in lines + default_lines for key, value in line.flags.items() if value is not None}
-        recipe = "causal_lm"
-        if keys & set(ADAPTER_KEYS):
-            recipe = "lora_finetune"
-        elif foreign.config.keys() & set(SEQ2SEQ_KEYS):
-            recipe = "seq2seq_chatbot"
+        # The defaults count too, since some trainers train adapters by default.
+        recipe = _choose_recipe(foreign, lines + default_lines)
     config_class = recipe_class(str(shipped(f"recipes/{recipe}.py"))).config_class
-    lines = [_check(line, config_class) for line in lines]
+    lines = [_check_flags(line, config_class) for line in lines]
     values: dict[str, Any] = {}
     for line in lines:
         values |= line.flags
-    # What the trainer does where the config says nothing is written out, if the recipe would do something else.
+    # Write out a default of the trainer if the recipe has another one.
     default_values = vars(config_class(**values))
     written_lines = []
     for line in default_lines:
-        checked = _check(line, config_class)
+        checked = _check_flags(line, config_class)
         new_flags = {key: value for key, value in checked.flags.items() if key not in values and value != default_values[key]}
         if new_flags:
             values |= new_flags
             written_lines.append(checked._replace(flags=new_flags))
-    strategy = strategies.choose(foreign)
+    strategy = strategies.choose_strategy(foreign)
     return Imported(foreign.table.trainer, recipe, values, lines, written_lines, foreign, strategy)
 
 
+# Return the stem of the recipe's file.
+def _choose_recipe(foreign: Foreign, lines: list[Line]) -> str:
+    for line in lines:
+        if any(line.flags.get(key) is not None for key in ADAPTER_KEYS):
+            return "lora_finetune"
+    return "seq2seq_chatbot" if foreign.config.keys() & set(SEQ2SEQ_KEYS) else "causal_lm"
+
+
 def _refuse(foreign: Foreign) -> None:
-    """Raise `Refused` for a key, or a value, that says that the config trains something else."""
+    """Raise `Refused` if a key or a value shows that the config trains something that no recipe trains."""
     for key, what in foreign.table.refused.items():
         name, has_value, refused_value = key.partition("=")
         value = foreign.config.get(name)
@@ -166,35 +179,43 @@ def _refuse(foreign: Foreign) -> None:
             )
 
 
-def _lines(foreign: Foreign, path: str, value: Any, around: Line | None) -> Iterator[Line]:
-    """Yield the lines of a key and of all keys in it. ``around`` is the line of the key that it is in, if a table has that."""
+def _list_lines(foreign: Foreign, path: str, value: Any, outer_line: Line | None) -> Iterator[Line]:
+    """Yield the lines of a key and of all keys inside of it.
+
+    Args:
+        path: the path of the key, such as ``datasets[0].path``.
+        outer_line: the line of the nearest key around it that the table has; None if there is none.
+    """
+    # The tables write a list without indices.
     pattern = re.sub(r"\[\d+\]", "[]", path)
-    # A mapping may also be a list of such mappings.
+    # A table may write a mapping where a config has a list of such mappings.
     entry = foreign.table.entries.get(pattern) or foreign.table.entries.get(pattern.replace("[].", "."))
     line = Line(path, value, UNKNOWN, {}, "")
-    # A key that would have refused the config is off.
+    # A key that refuses a config is turned off here, since this config was not refused.
     if value is None or path in foreign.table.refused:
         line = line._replace(kind=DEFAULT, say="It is not set.")
     elif entry is not None:
         line = _translate(foreign, path, value, entry)
-    # What a data set's key means is not known from the keys around it.
-    elif around is not None and (isinstance(value, dict) or around.flags.keys().isdisjoint({"dataset_name", "datasets"})):
-        line = around._replace(key=path, value=value, flags={})
+    # A key that the table lacks shares the meaning of the key around it, but not inside of data sets.
+    elif outer_line is not None and (
+        isinstance(value, dict) or outer_line.flags.keys().isdisjoint({"dataset_name", "datasets"})
+    ):
+        line = outer_line._replace(key=path, value=value, flags={})
     children: dict[str, Any] = {}
     if isinstance(value, dict):
         children = {f"{path}.{key}": child for key, child in value.items()}
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         children = {f"{path}[{index}]": child for index, child in enumerate(value)}
-    # The keys inside say the rest, unless all of them together have no counterpart.
+    # A key with keys inside has a line only if it becomes a flag, or if the whole of it has no counterpart.
     is_refused = line.kind == NOT_POSSIBLE and entry is not None and bool(entry.by)
     if not children or line.flags or is_refused:
         yield line
     for child_path, child in children.items():
-        yield from _lines(foreign, child_path, child, line if entry is not None else around)
+        yield from _list_lines(foreign, child_path, child, line if entry is not None else outer_line)
 
 
 def _translate(foreign: Foreign, path: str, value: Any, entry: Entry) -> Line:
-    """Return the line of a key that a table has."""
+    """Return the line of a key for which the table has ``entry``."""
     if entry.kind == NO_EFFECT:
         return Line(path, value, NO_EFFECT, {}, entry.say)
     if entry.kind == NOT_POSSIBLE:
@@ -203,19 +224,19 @@ def _translate(foreign: Foreign, path: str, value: Any, entry: Entry) -> Line:
     foreign.entry = entry
     foreign.sentence = entry.say
     try:
-        flags = _flags(foreign, value, entry)
+        flags = _translate_value(foreign, value, entry)
     except NoCounterpart as error:
         return Line(path, value, NOT_POSSIBLE, {}, str(error))
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, OSError):
-        # A value may be anything that YAML can say.
+        # A function of the tables fails on a value of another type than it expects.
         return Line(
             path, value, NOT_POSSIBLE, {}, "The value is none that is known for this key. Correct it, or remove the key."
         )
     return Line(path, value, entry.kind, flags, foreign.sentence)
 
 
-def _flags(foreign: Foreign, value: Any, entry: Entry) -> dict[str, Any]:
-    """Return what a value is here, by its table's entry. Raises `NoCounterpart`, and errors of many kinds for odd values."""
+def _translate_value(foreign: Foreign, value: Any, entry: Entry) -> dict[str, Any]:
+    """Return flag -> value for a value of a key with ``entry``. Raise `NoCounterpart`, or any error for an odd value."""
     if isinstance(value, str | int | float) and value in entry.values:
         return entry.values[value]
     if entry.otherwise:
@@ -227,18 +248,20 @@ def _flags(foreign: Foreign, value: Any, entry: Entry) -> dict[str, Any]:
     return {}
 
 
-def _check(line: Line, config_class: type[RecipeConfig]) -> Line:
-    """Return the line with flags that the recipe takes. A value that it refuses has no counterpart."""
+def _check_flags(line: Line, config_class: type[RecipeConfig]) -> Line:
+    """Return the line with only those of its flags that are set; a line without flags if the recipe refuses one of them."""
     flags = {}
     for key, value in line.flags.items():
         name = config_class.length_key if key == LENGTH else key
         if value is None:
             continue
         if name not in config_class.model_fields:
+            # A recipe without adapters has no such flags.
             if name in AdapterConfig.model_fields or name.startswith("load_in"):
                 return line._replace(kind=NO_EFFECT, flags={}, say="No adapter is trained, so that it says nothing.")
             return line._replace(kind=NOT_POSSIBLE, flags={}, say=f"The recipe has no {name}.")
         try:
+            # Pydantic checks and converts the value.
             flags[name] = config_class(**{name: value}).model_dump(include={name}, exclude_unset=True)[name]
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""How a foreign run is spread over devices: its DeepSpeed JSON or its FSDP settings, as a strategy file."""
+"""Translate how another trainer spreads a run over devices, by a DeepSpeed JSON or FSDP settings, into a strategy file."""
 
 import json
 import re
@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerobook.interop.configs.foreign import Foreign, NoCounterpart
-from zerobook.interop.configs.translations import precision
+from zerobook.interop.configs.translations import translate_precision
 from zerobook.utils.reading import read_json, read_text
 from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_bounded
 
 DDP = "ddp"
 GRADIENTS = "fsdp_gradients"
-"""A strategy file that is written: FSDP2 that keeps the gathered weights until the backward pass."""
+"""Name of a strategy file that `choose_strategy` writes, since none is shipped: FSDP2 that keeps the gathered weights until the
+backward pass, and so shards only gradients and optimizer state."""
 JSON = "deepspeed.json"
 _WITHOUT_EFFECT = (
     "steps_per_print",
@@ -42,20 +43,20 @@ _SHARDING = {
 
 
 class Strategy(NamedTuple):
-    """A strategy file: the name of a shipped one, the path of one, or the content of one to write."""
+    """A strategy file: a shipped one by its name, or another one by its path. If it has ``content``, it must be written."""
 
     name: str
     content: dict[str, Any] | None = None
 
 
-def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over a DeepSpeed config: a file's path, or the content itself."""
+def translate_deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
+    """Set the strategy to that of a DeepSpeed config. ``value`` is the path of a file, or the content itself."""
     config = value
     if isinstance(value, str):
         path = foreign.locate(value)
         if path is None or not path.is_file():
-            return _by_name(foreign, value)
-        # YAML would read 1e9 as text.
+            return _choose_by_name(foreign, value)
+        # Read the file as JSON: YAML would read 1e9 as text.
         config = read_json(path)
     stage = int((config.get("zero_optimization") or {}).get("stage", 0))
     foreign.strategy = {"deepspeed": config}
@@ -65,8 +66,8 @@ def deepspeed(foreign: Foreign, value: Any) -> dict[str, Any]:
     return {}
 
 
-def _by_name(foreign: Foreign, name: str) -> dict[str, Any]:
-    """Choose a shipped strategy file by the name of a DeepSpeed JSON that does not exist."""
+def _choose_by_name(foreign: Foreign, name: str) -> dict[str, Any]:
+    """Set the strategy to a shipped one, by the name of a DeepSpeed JSON that does not exist."""
     stage = re.search(r"(?:zero|z|stage)[-_]?([0-3])", name.lower())
     if stage is None:
         raise NoCounterpart(_NO_FILE)
@@ -81,8 +82,8 @@ def _by_name(foreign: Foreign, name: str) -> dict[str, Any]:
     return {}
 
 
-def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over FSDP's settings, of version 1 or 2 or of torchtune's distributed recipes, as FSDP2."""
+def translate_fsdp(foreign: Foreign, _value: Any) -> dict[str, Any]:
+    """Set the strategy to FSDP2 with the settings of the config, which are of FSDP 1, of FSDP 2, or of torchtune."""
     config = foreign.config.get("fsdp_config") or {}
     if isinstance(config, str):
         path = foreign.locate(config)
@@ -98,7 +99,8 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
             sharding = name
     file = _SHARDING.get(sharding, "fsdp")
     offloads = (settings.get("offload_params"), foreign.config.get("fsdp_cpu_offload"), "offload" in words)
-    # Offload decides whether a model fits; that gathered weights are kept only saves time.
+    # No file both offloads and keeps the gathered weights. Prefer offload: without it a model may not fit, and keeping the
+    # weights only saves time.
     if file in ("fsdp", GRADIENTS) and True in offloads:
         file = "fsdp_offload"
     foreign.strategy = {"name": file}
@@ -107,11 +109,11 @@ def fsdp(foreign: Foreign, value: Any) -> dict[str, Any]:
     return {}
 
 
-def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
-    """Take over the number of processes, the precision, and the config of accelerate, from the settings of a launcher.
+def translate_launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
+    """Set the number of processes and accelerate's config from the settings of a launcher, and return its precision.
 
     Args:
-        value: an object with these settings. If it is not one, they are among the other keys, as in TRL and Axolotl.
+        value: a mapping with the settings. If it is not one, they are keys of the config itself, as in TRL and Axolotl.
     """
     settings = value if isinstance(value, dict) else foreign.config
     name = str(settings.get("accelerate_config") or settings.get("config_file") or "")
@@ -121,7 +123,8 @@ def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
     stem = shipped_names.get(stem, stem)
     path = foreign.locate(name)
     if path is not None:
-        # A config of accelerate is a strategy file, unless the trainer's own settings name one. Flags override its settings.
+        # A config of accelerate is a strategy file. It counts unless the trainer's own settings have set the strategy. Flags of
+        # the launcher override its settings.
         foreign.strategy = foreign.strategy or {"name": str(path)}
         settings = load_bounded(read_text(path)) | settings
     elif shipped(f"accelerate_configs/{stem}.yaml").is_file():
@@ -130,46 +133,51 @@ def launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
         raise NoCounterpart(_NO_FILE)
     foreign.processes = int(settings.get("num_processes") or settings.get("nproc_per_node") or settings.get("num_gpus") or 1)
     launched_precision = settings.get("mixed_precision")
-    # A trainer's own half precision comes before that of its launcher.
-    if launched_precision in ("bf16", "fp16") and precision(foreign, None) == {"mixed_precision": "no"}:
+    # Use the launcher's precision only if the trainer sets none.
+    if launched_precision in ("bf16", "fp16") and translate_precision(foreign, None) == {"mixed_precision": "no"}:
         return {"mixed_precision": launched_precision}
     return {}
 
 
-def choose(foreign: Foreign) -> Strategy:
-    """Return the strategy file of a config; DDP if it has none. Adds a DeepSpeed JSON to the files to write."""
+def choose_strategy(foreign: Foreign) -> Strategy:
+    """Return the strategy file of a config; DDP if the config has no strategy. If needed, add a DeepSpeed JSON to its files."""
     config = foreign.strategy.get("deepspeed")
     if config is None:
         name = foreign.strategy.get("name", DDP)
         if name != GRADIENTS:
             return Strategy(name)
-        content = _shipped_file("fsdp")
+        content = _load_shipped("fsdp")
         content["fsdp_config"]["fsdp_reshard_after_forward"] = False
         return Strategy("strategy", content)
-    settings = _settings(config)
+    # Prefer a shipped strategy file whose JSON has all settings of the config.
+    settings = _list_settings(config)
     for file in sorted(shipped("ds_configs").glob("*.json")):
-        shipped_settings = _settings(read_json(file))
+        shipped_settings = _list_settings(read_json(file))
         additional = " ".join(shipped_settings - settings)
         # Additional settings of a shipped file change only the speed, unless they offload, or shard in another way (hpZ).
         if settings <= shipped_settings and "device" not in additional and "hpz" not in additional:
             return Strategy(file.stem)
+    # There is none, so write the config's JSON beside a strategy file for it.
     foreign.files[JSON] = json.dumps(config, indent=2) + "\n"
-    content = _shipped_file(f"zero{config['zero_optimization']['stage']}")
+    content = _load_shipped(f"zero{config['zero_optimization']['stage']}")
     content["deepspeed_config"]["deepspeed_config_file"] = JSON
     return Strategy("strategy", content)
 
 
-def _shipped_file(name: str) -> dict[str, Any]:
+def _load_shipped(name: str) -> dict[str, Any]:
     return load_bounded(read_text(shipped(f"accelerate_configs/{name}.yaml")))
 
 
-def _settings(config: dict[str, Any], prefix: str = "") -> set[str]:
-    """Return the settings of a DeepSpeed config as ``PATH VALUE``, without those that are off, ``auto`` or have no effect."""
+def _list_settings(config: dict[str, Any], prefix: str = "") -> set[str]:
+    """Return the settings of a DeepSpeed config, each as the text ``PATH VALUE``, such as ``zero_optimization.stage 2``.
+
+    Settings that are off, ``auto`` or without effect are left out.
+    """
     settings = set()
     for key, value in config.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and value.get("device") != "none":
-            settings |= _settings(value, f"{path}.")
+            settings |= _list_settings(value, f"{path}.")
         elif value not in ("auto", None, False) and key not in _WITHOUT_EFFECT and not isinstance(value, dict):
             settings.add(f"{path} {value}")
     return settings

@@ -14,11 +14,11 @@ meaning, and further:
 
 ``to``              the flag that takes the value
 ``values``          value -> the flag's value here, or flag -> value
-``otherwise``       what to do where ``values`` has not the value: nothing here does the same
+``otherwise``       what to do if ``values`` lacks the value, which then has no counterpart
 ``by``              a function of `zerobook.interop.configs.translations`, `data` or `strategies` for all other values
 
-With none of them, the key around this one says what it means here. All other entries are sentences. A key inside of others is
-written ``outer.inner``, and in a list of mappings ``outer[].inner``.
+With none of these four, the entry of the key around this one does the translation. The entries of the other two sections are
+sentences. A key inside of others is written ``outer.inner``, and in a list of mappings ``outer[].inner``.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,6 @@ from typing import Any
 from zerobook.utils.reading import read_text
 from zerobook.utils.yaml_text import load_yaml
 
-FOLDER = Path(__file__).with_name("tables")
 SAME = "same"
 TRANSLATED = "translated"
 DEFAULT = "default"
@@ -77,7 +76,7 @@ class Table:
 @cache
 def load_table(name: str) -> Table:
     """Return the table in ``tables/NAME.yaml``."""
-    content = load_yaml(read_text(FOLDER / f"{name}.yaml"))
+    content = load_yaml(read_text(Path(__file__).with_name("tables") / f"{name}.yaml"))
     entries: dict[str, Entry] = {}
     defaults: dict[str, Any] = {}
     refused: dict[str, str] = {}
@@ -90,21 +89,23 @@ def load_table(name: str) -> Table:
         notes += base.notes
     for kind in KINDS:
         for key, value in (content.get(kind) or {}).items():
-            entries[key] = _entry(kind, value)
+            entries[key] = _make_entry(kind, value)
     defaults |= content.get("defaults") or {}
     refused |= content.get("refused") or {}
     notes += content.get("notes") or []
     return Table(content["trainer"], entries, defaults, refused, content.get("recognised by") or [], notes)
 
 
-def _entry(kind: str, value: Any) -> Entry:
+# Return the entry that a section ``kind`` of the YAML file has for a key.
+def _make_entry(kind: str, value: Any) -> Entry:
     if kind == SAME:
         return Entry(kind, to=value)
     if kind != TRANSLATED:
         return Entry(kind, value)
     values = {}
-    for written, counterpart in value.get("values", {}).items():
-        values[written] = counterpart
+    for foreign_value, counterpart in value.get("values", {}).items():
+        values[foreign_value] = counterpart
+        # A value that is no mapping of flags is that of the flag ``to``.
         if not isinstance(counterpart, dict):
-            values[written] = {value["to"]: counterpart}
+            values[foreign_value] = {value["to"]: counterpart}
     return Entry(kind, **value | {"values": values})
