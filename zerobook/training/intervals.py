@@ -20,7 +20,7 @@ FIRST_STEP_OF_SHORT = 5
 the first save is at a tenth of the run."""
 SHORT_STEPS = 24
 """In a run of fewer steps, a spike can hardly be told from noise, so that an early save would be of no use."""
-# The limits below may change this number of saves.
+# The number of saves in a run, unless the limits below change it.
 SAVES_A_RUN = 10
 LONGEST_S = 1800.0
 """Maximum seconds between two saves: a killed run loses no more work than this."""
@@ -194,8 +194,8 @@ class AutomaticEvaluations:
 
     def __init__(self, *, step: int, total_steps: int, batches: float):
         self.last_evaluation = step
-        # A forward pass takes a third of a training step. The time of scorers is not known, so the first evaluation is not made
-        # before a tenth of the run.
+        # A forward pass takes a third of a training step. The time of scorers is not known, so the first evaluation comes after
+        # about a tenth of the run at the earliest.
         self._estimated_steps = max(batches / 3, SHARE * total_steps / SAVES_A_RUN)
         self._seconds: float | None = None
 

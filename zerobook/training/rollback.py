@@ -80,7 +80,7 @@ class Recovery:
         # Write the decision before anything is changed. If this attempt is killed, the next one finishes the action.
         self.manager.remember(skip_ranges=skip_ranges, rate_cuts=rate_cuts, rollback_to=action.to_step)
         if action.goes_back:
-            self._go_back(action, rollback_event, skip_ranges, rate_cuts)
+            self.go_back(action, rollback_event, skip_ranges, rate_cuts)
         else:
             progress.skip_ranges = skip_ranges
             progress.rate_cuts = rate_cuts
@@ -124,7 +124,7 @@ class Recovery:
             self.say(f"  the learning rate goes on at {share:g} of its schedule, and is back on it after {steps} steps")
         return rollback_event
 
-    def _go_back(
+    def go_back(
         self, action: RecoveryAction, rollback_event: int | None, skip_ranges: list[list[int]], rate_cuts: list[list[Any]]
     ) -> None:
         """Restore weights, optimizer state, schedule, sample order, random numbers, loss scale and detector.

@@ -86,7 +86,7 @@ def read_command(words: list[str]) -> Command:
     # The launcher's words are variables of the environment (NAME=VALUE), its name, and its flags.
     launcher = dict(_parse_flags([word for word in launcher_words if "=" in word and not word.startswith("-")]))
     launcher |= _parse_flags(list(dropwhile(lambda word: not word.startswith("--"), launcher_words)))
-    # The launcher's config file is of no use here.
+    # A YAML file that is not the value of a flag says nothing of a launcher.
     launcher.pop("", None)
     if launcher:
         config["launcher"] = launcher

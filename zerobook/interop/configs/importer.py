@@ -93,8 +93,11 @@ class Imported:
 def recognise(config: dict[str, Any], name: str) -> str:
     """Return the value of ``--from`` for a config: the trainer of which it has the most characteristic keys.
 
+    Args:
+        name: what an error message calls the config.
+
     Raises:
-        ConfigError: it has none of any trainer.
+        ConfigError: the config has no trainer's characteristic keys.
     """
     scores = {}
     for trainer, table in TRAINERS.items():
@@ -168,6 +171,7 @@ def _choose_recipe(foreign: Foreign, lines: list[Line]) -> str:
 def _refuse(foreign: Foreign) -> None:
     """Raise `Refused` if a key or a value shows that the config trains something that no recipe trains."""
     for key, what in foreign.table.refused.items():
+        # The table has either KEY, or KEY=VALUE for one value of the key.
         name, has_value, refused_value = key.partition("=")
         value = foreign.config.get(name)
         is_refused = str(value).lower() == refused_value if has_value else not foreign.is_default(name, value)
@@ -196,7 +200,8 @@ def _list_lines(foreign: Foreign, path: str, value: Any, outer_line: Line | None
         line = line._replace(kind=DEFAULT, say="It is not set.")
     elif entry is not None:
         line = _translate(foreign, path, value, entry)
-    # A key that the table lacks shares the meaning of the key around it, but not inside of data sets.
+    # A key that the table lacks shares the meaning of the key around it. In a data set, only a mapping does, whose keys have
+    # lines of their own: what other keys of a data set mean is not known.
     elif outer_line is not None and (
         isinstance(value, dict) or outer_line.flags.keys().isdisjoint({"dataset_name", "datasets"})
     ):
