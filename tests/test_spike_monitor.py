@@ -189,7 +189,7 @@ def test_a_spike_that_comes_again_is_known_at_its_first_high_step(tmp_path):
     again = run.go(51, 80, **HIGH)
     assert (again.kind, again.to_step, again.steps) == ("skip", 50, (61, 69))
     assert [(e["step"], e["reproduced"]) for e in run.events("verify")] == [(62, True)], "before it was confirmed again"
-    assert run.spikes.cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
+    assert run.spikes.list_cursors(*again.steps) == [(step * 4 - 4, step * 4) for step in range(61, 70)], (
         "also of steps not done again"
     )
     run.back(again)
@@ -264,7 +264,7 @@ def test_steps_after_one_whose_samples_are_left_out_are_seen(tmp_path):
     run = Run(tmp_path, on_spike="skip")
     measure = run.go(1, 80, **HIGH)
     assert (measure.kind, measure.goes_back) == ("leave_out", False)
-    assert len(run.spikes.cursors(1, 80)) == run.monitor.detector.last_step == 70
+    assert len(run.spikes.list_cursors(1, 80)) == run.monitor.detector.last_step == 70
     decisions = [event["leaves_out_steps"] for event in run.events("decision")]
     assert list(measure.steps) == [decisions[0][0], decisions[-1][1]], "the samples of all decisions are left out"
 

@@ -149,7 +149,7 @@ class OperatorCommands:
             if last > step:
                 return f"step {last} is in the future: the run is at step {step}"
             # Steps of earlier attempts, and steps long ago, are not in memory.
-            if len(self.spikes.cursors(first, last)) < last - first + 1:
+            if len(self.spikes.list_cursors(first, last)) < last - first + 1:
                 return f"this attempt does not remember the samples of all steps from {first} to {last}"
             assert action is not None
             # The check turns an action that would leave out all samples into a stop.

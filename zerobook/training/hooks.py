@@ -218,7 +218,7 @@ class Hooks:
     def __call__(self, name: str, *arguments: Any) -> list[Any]:
         """Call the method ``name`` of every hook that overrides it; return the results that are not None."""
         results = []
-        for hook in self._overriding(name):
+        for hook in self._list_overriding(name):
             result = self._call(hook, name, *arguments)
             if result is not None:
                 results.append(result)
@@ -240,7 +240,7 @@ class Hooks:
         except BaseException as error:
             # Ctrl-C and the exit after a stop are not errors of the training. An error of a hook's `close` is none either.
             if isinstance(error, Exception) and not self._are_closed:
-                self._end("on_error", trainer, error, first_error=error)
+                self._call_all("on_error", trainer, error, first_error=error)
             self.close(trainer, first_error=error)
             raise
         self.close(trainer)
@@ -250,22 +250,22 @@ class Hooks:
         if not self._are_closed:
             # Set this first: if a hook's `close` raises an error, `closing` calls this method again.
             self._are_closed = True
-            self._end("close", trainer, first_error=first_error)
+            self._call_all("close", trainer, first_error=first_error)
 
-    def _end(self, name: str, *arguments: Any, first_error: BaseException | None) -> None:
+    def _call_all(self, name: str, *arguments: Any, first_error: BaseException | None) -> None:
         """Call a method of every hook, also after an error of another hook.
 
         Errors are added to ``first_error`` as notes. If that is None, the first of them is raised at the end.
         """
         raises = first_error is None
-        for hook in self._overriding(name):
+        for hook in self._list_overriding(name):
             try:
                 self._call(hook, name, *arguments)
             except Exception as error:
                 if first_error is None:
                     first_error = error
                 else:
-                    first_error.add_note(f"The hook {_path_of(hook)} failed in {name}: {error!r}")
+                    first_error.add_note(f"The hook {_format_path(hook)} failed in {name}: {error!r}")
         if raises and first_error is not None:
             raise first_error
 
@@ -289,7 +289,7 @@ class Hooks:
         # Name hooks by their class and not by their position, since a resumed run may have further hooks.
         named: dict[str, Hook] = {}
         counts: Counter[str] = Counter()
-        for hook in self._overriding("state_dict"):
+        for hook in self._list_overriding("state_dict"):
             class_name = type(hook).__name__
             counts[class_name] += 1
             number = counts[class_name]
@@ -298,7 +298,7 @@ class Hooks:
 
     def around_loss(self, trainer: TrainerView, batch: dict[str, Any]) -> AbstractContextManager[Any]:
         """Return one context that contains the contexts of all hooks."""
-        hooks = self._overriding("around_loss")
+        hooks = self._list_overriding("around_loss")
         if not hooks:
             return nullcontext()
         # If a hook fails, the stack leaves the contexts that were entered before.
@@ -312,7 +312,7 @@ class Hooks:
             # Move the contexts to a new stack, which the caller leaves. This one would leave them here.
             return stack.pop_all()
 
-    def _overriding(self, name: str) -> list[Hook]:
+    def _list_overriding(self, name: str) -> list[Hook]:
         """Return the hooks that override the method ``name``, in the order of the calls."""
         # Look the methods up only once, since some are called at every step.
         if name not in self._by_method:
@@ -325,10 +325,10 @@ class Hooks:
     def _add_note(self, error: Exception, hook: Hook, method: str) -> None:
         """Add a note to the error that names the hook, if it is one of the user's."""
         if hook in self._user_hooks:
-            error.add_note(f"The error was raised by the hook {_path_of(hook)}, in {method}.")
+            error.add_note(f"The error was raised by the hook {_format_path(hook)}, in {method}.")
 
 
-def _path_of(hook: Hook) -> str:
+def _format_path(hook: Hook) -> str:
     """Return the module and the class of a hook."""
     return f"{type(hook).__module__}:{type(hook).__qualname__}"
 

@@ -270,7 +270,7 @@ class Recovery:
             return []
         loader = self.state.loader
         samples: list[int] = []
-        for start, end in self.spikes.cursors(*action.steps):
+        for start, end in self.spikes.list_cursors(*action.steps):
             rows, _ = loader.order.take(start, self.state.layout.global_batch, end)
             for row in rows.tolist():
                 samples += loader.rows.samples_of(row)

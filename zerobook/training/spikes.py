@@ -24,7 +24,7 @@ _EVENTS = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
 
 
 class SpikeHandler:
-    """Feeds the `SpikeMonitor`, reports what it finds, and protects the checkpoints that a rollback may need.
+    """Gives each step to the `SpikeMonitor`, reports what it finds, and decides which checkpoints are proven good.
 
     Every rank has one, and gives its monitor the same reduced values, so all ranks decide on the same action. Rank 0 alone
     knows which checkpoints are complete, and sends that to the other ranks when a decision needs it.
@@ -193,10 +193,10 @@ class SpikeHandler:
         self._overflows = 0
         return self.monitor.go_back(action, detector)
 
-    def cursors(self, first: int, last: int) -> list[tuple[int, int]]:
+    def list_cursors(self, first: int, last: int) -> list[tuple[int, int]]:
         """Return the positions in the sample order before and after each step from ``first`` to ``last``.
 
-        Steps that are not in memory are left out: only the newest steps of this attempt are.
+        Only the newest steps of this attempt are in memory. The result lacks all others.
         """
         return [self._cursors[step] for step in range(first, last + 1) if step in self._cursors]
 
@@ -234,6 +234,7 @@ class SpikeHandler:
         self._overflows += 1
         if math.isfinite(norm):
             self._overflows = 0
+        # Whether a gradient that is not finite is usual here.
         may_overflow = self.strategy.plan.precision == "fp16" and self._overflows <= MOST_OVERFLOWS
         is_skipped = not math.isfinite(loss) or not (math.isfinite(norm) or may_overflow)
         return Point(step=record.step, loss=loss, grad_norm=norm, learning_rate=record.learning_rate, is_skipped=is_skipped)
@@ -280,6 +281,7 @@ class SpikeHandler:
                 "left out"
             )
 
+    # Log an action, record it as taken, and print it.
     def _report_decision(self, action: RecoveryAction, hardware: str | None) -> None:
         self.cause = self.log.event(
             "decision",
@@ -293,7 +295,7 @@ class SpikeHandler:
             hardware=hardware,
             policy=self.monitor.policy.state(),
         )
-        # The action counts as taken, even if this attempt does not live to carry it out.
+        # The action counts as taken even if this attempt is killed before it is carried out.
         self.manager.remember(policy=self.monitor.policy.state())
         if hardware:
             self.say(f"  {hardware}")

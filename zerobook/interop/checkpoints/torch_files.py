@@ -95,7 +95,10 @@ def _name_numbers(optimizer: dict[str, Any], model: nn.Module, optimizer_file: P
         numbers: dict[str, int] = {}
         for names, group in zip(order, groups, strict=True):
             numbers |= zip(names, group, strict=True)
-        if all(n in states and states[n][MOMENTS[0]].shape == model.get_parameter(name).shape for name, n in numbers.items()):
+        if all(
+            number in states and states[number][MOMENTS[0]].shape == model.get_parameter(name).shape
+            for name, number in numbers.items()
+        ):
             return numbers
     raise CheckpointError(
         f"{optimizer_file}: it has groups of {', '.join(map(str, map(len, groups)))} weights, which are not those of the model "

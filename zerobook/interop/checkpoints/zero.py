@@ -54,7 +54,7 @@ def list_rank_files(folder: Path) -> list[Path]:
     for file in folder.glob("*_optim_states.pt"):
         match = _RANK_FILE.match(file.name)
         if match is not None:
-            # The second number counts the parts of a layer with tensor parallelism, the first one the data-parallel ranks.
+            # The key is (model-parallel rank, data-parallel rank).
             files[int(match.group(2)), int(match.group(1))] = file
     return [files[key] for key in sorted(files)]
 

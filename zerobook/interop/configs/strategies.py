@@ -91,17 +91,19 @@ def translate_fsdp(foreign: Foreign, _value: Any) -> dict[str, Any]:
             raise NoCounterpart(_NO_FILE)
         config = load_bounded(read_text(path))
     settings = {str(key).removeprefix("fsdp_"): setting for key, setting in config.items()}
+    # transformers' key ``fsdp`` has words, such as ``full_shard auto_wrap offload``.
     words = str(foreign.config.get("fsdp") or "").lower()
     # FSDP 1 has either key, with the same values. FSDP 2 has reshard_after_forward, which is true or false.
     sharding = str(settings.get("sharding_strategy", settings.get("reshard_after_forward", ""))).lower()
+    # The last match counts, since ``hybrid_shard_zero2`` contains ``hybrid_shard``.
     for name in _SHARDING:
         if name in words:
             sharding = name
     file = _SHARDING.get(sharding, "fsdp")
-    offloads = (settings.get("offload_params"), foreign.config.get("fsdp_cpu_offload"), "offload" in words)
+    offloads = True in (settings.get("offload_params"), foreign.config.get("fsdp_cpu_offload"), "offload" in words)
     # No file both offloads and keeps the gathered weights. Prefer offload: without it a model may not fit, and keeping the
     # weights only saves time.
-    if file in ("fsdp", GRADIENTS) and True in offloads:
+    if file in ("fsdp", GRADIENTS) and offloads:
         file = "fsdp_offload"
     foreign.strategy = {"name": file}
     if settings.get("activation_checkpointing") is True:
