@@ -73,8 +73,8 @@ class RunlogHook(Hook):
             tokens_per_second=round(pace.tokens_per_second, 1),
             all_tokens_per_second=round(pace.all_tokens_per_second, 1),
             data_wait=round(pace.data_wait, 4),
-            mfu=_rounded(pace.mfu, 4),
-            tflops=_rounded(pace.tflops, 6),
+            mfu=_round_known(pace.mfu, 4),
+            tflops=_round_known(pace.tflops, 6),
             seconds={phase: round(seconds, 4) for phase, seconds in pace.seconds.items()},
             **metrics,
         )
@@ -112,12 +112,13 @@ class RunlogHook(Hook):
         )
         tqdm.write(f"{training:.1f} s training (saving included), {evaluation:.1f} s evaluation")
         write_page(self.log)
-        # Printed at exit, as the last line.
+        # Print the warning at exit, so that it is the last line.
         if far:
             atexit.register(tqdm.write, f"WARNING: {far_above_best(far)}")
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+# Return None for a value that is not known.
+def _round_known(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
@@ -132,6 +133,7 @@ class MemoryRecord(Hook):
         self._before_update: dict[str, int] = {}
 
     def on_gradients_ready(self, trainer: TrainerView) -> None:
+        # Only the first step is measured. ``progress.step`` counts the steps that are done.
         if trainer.progress.step == 0:
             self._before_update = trainer.strategy.memory()
 
@@ -139,7 +141,7 @@ class MemoryRecord(Hook):
         if record.step != 1:
             return
         strategy = trainer.strategy
-        # Gradients are freed by the update, and the state is made in it.
+        # The update has made the optimizer state and freed the gradients, so take these from the count before it.
         sizes = strategy.memory()
         sizes["gradients"] = self._before_update["gradients"]
         sizes["parameters"] = max(sizes["parameters"], self._before_update["parameters"])

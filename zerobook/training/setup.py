@@ -73,7 +73,7 @@ def make_first_state(
         total=state.total_steps,
         from_zero=config.warmup_from_zero,
     )
-    # A DeepSpeed JSON can have a scheduler of its own.
+    # A DeepSpeed JSON can have a scheduler, which then sets the rate.
     if strategy.owns_schedule:
         state.schedule = lambda step: strategy.learning_rate()
     return state, policy
@@ -96,13 +96,15 @@ def prepare_models(
     Raises:
         ConfigError: the objective does not fit the strategy, or ``--torch_compile`` does not fit the model.
     """
-    has_own_head = head.install(model) is not None
+    # Let the output layer compute the loss, if the model allows this.
+    computes_loss_in_head = head.install(model) is not None
     # Sharding frees the whole weights. Without this context, the allocator would keep their memory.
     with freed_blocks_returned():
         strategy.prepare(model, config, state.total_steps)
         if reference_model is not None:
             objective.reference_model = strategy.prepare_frozen(reference_model)
     notes = []
+    # Choose the frequencies of rotary embeddings once, for the longest sample, so that they do not depend on the batch.
     longest_sample = max(rows.longest_sample for rows in (state.data.train, *state.data.held_out.values()))
     note = pin_rotary(strategy.unwrapped, longest_sample)
     if note is not None:
@@ -110,13 +112,14 @@ def prepare_models(
     if reference_model is not None:
         pin_rotary(reference_model, longest_sample)
     strategy.model.train()
+    # If ranks share rows, check that the objective and the model can work on a part of a row.
     check_split(strategy, objective)
     collate = choose_isolating_collator(
         strategy,
         state.collate,
         keep_mask=objective.needs_attention_mask(strategy.model),
         # An output layer that computes the loss itself can leave out positions without a label.
-        supervised=has_own_head and objective.takes_positions and strategy.token_split is None,
+        supervised=computes_loss_in_head and objective.takes_positions and strategy.token_split is None,
         flag=config.rows_shared_by,
         chooses_attention=config.attn_implementation == "auto",
     )
@@ -129,7 +132,7 @@ def _compile(model: nn.Module, sources: ConfigSources) -> str:
     """Compile the model's layers, and return a note for the user."""
     count = compile_layers(model)
     name = type(model).__name__
-    # ``--fast`` turns torch_compile on where it helps. A user who does so expects an effect.
+    # If ``--fast`` has turned torch_compile on, a model without layers is trained without it. A user's flag is refused.
     if not count and sources["torch_compile"] != FAST:
         raise ConfigError(f"torch_compile: {name} has no layers that transformers names. Leave the flag out.")
     return f"torch_compile: {counted(count, 'layer')} of {name}, compiled at the first run"

@@ -41,13 +41,13 @@ def watching(config: RecipeConfig, strategy: Strategy) -> Iterator[Watch | None]
         plain_store: dist.Store = dist.HashStore()
     else:
         group_store: Any = dist.distributed_c10d._get_default_store()
-        # A copy of the group's store, since the watch uses it in another thread.
+        # Use a copy of the group's store, since the watch reads and writes it in another thread.
         plain_store = dist.PrefixStore(f"zerobook/health/{attempt}", group_store.clone())
     store = SignedStore(plain_store, secret)
-    # The ranks of this host, of which one reports what the watch finds.
+    # One of the ranks of this host reports what the watch finds.
     first_rank = strategy.rank - int(os.environ.get("LOCAL_RANK", 0))
-    local = range(first_rank, first_rank + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local)
+    local_ranks = range(first_rank, first_rank + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    watch = Watch(store, strategy.rank, strategy.world_size, config.hang_timeout, local=local_ranks)
     watch.record = lambda: _keep_collectives(Path(config.output_dir) / "runlog", strategy.rank)
     try:
         with telling_ranks_of_errors(watch):

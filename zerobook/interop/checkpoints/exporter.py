@@ -147,6 +147,7 @@ def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
     class Planner(DefaultSavePlanner):
         """Reads a tensor when it is written. Until then it is on the meta device, without values."""
 
+        # torch calls this for each tensor that it writes.
         def lookup_object(self, index: MetadataIndex) -> Any:
             value = super().lookup_object(index)
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -156,6 +157,7 @@ def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
     recorded = store.read_json(checkpoint / "config.json")
     if trains_adapters(recorded["config"]):
         raise CheckpointError(f"{checkpoint}: it holds adapters, and --to dcp is for models of which all is trained.")
+    # Key of a tensor in the state dict -> its name in this checkpoint.
     tensor_names: dict[str, str] = {}
     weights = {}
     states: dict[str, dict[str, torch.Tensor]] = {}
@@ -172,9 +174,10 @@ def _write_sharded(checkpoint: Path, reader: Reader, folder: Path) -> None:
     if recorded["base"]:
         # A weight that the model uses twice has two names in a state dict. Write it under both.
         (folder / "config.json").write_text(json.dumps(recorded["base"]["config"]))
-        names: dict[int, str] = {}
+        # ``id`` of a weight -> its first name.
+        first_names: dict[int, str] = {}
         for name, parameter in make_empty_model(folder).named_parameters(remove_duplicate=False):
-            first_name = names.setdefault(id(parameter), name)
+            first_name = first_names.setdefault(id(parameter), name)
             if first_name not in weights:
                 raise CheckpointError(f"{checkpoint}: it lacks {first_name}; --to dcp is for models of which all is trained.")
             weights[name] = weights[first_name]

@@ -41,10 +41,12 @@ def make_empty_model(folder: Path) -> nn.Module:
         model = model_class(model_config)
         # Make weights that share memory one parameter, as they are in the optimizer.
         model.tie_weights()
+        # A folder without an adapter has the model's own config.
         if config_folder is folder:
             return model
         from peft import get_peft_model
 
+        # Saved adapters are marked as not trainable.
         adapter_config.inference_mode = False
         return get_peft_model(model, adapter_config)
 

@@ -20,7 +20,8 @@ MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
 """Names that accelerate gives the two folders."""
 PARTS = 8
-"""Parts of the weights that are read at the same time."""
+"""Number of parts of the weights that are read at the same time."""
+# The keys of the optimizer's state begin with this.
 _STATE = "optimizer.state."
 
 
@@ -108,6 +109,7 @@ class _Shards:
             yield (tuple(offset) or (0,)), values
 
     def read_value(self, name: str) -> Any:
+        # A value that is no tensor is stored in one chunk.
         _, info = self._stored[name][0]
         return self._load(info)
 

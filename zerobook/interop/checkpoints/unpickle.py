@@ -90,7 +90,7 @@ def _load(file: Path, content: Path | io.BytesIO, **options: Any) -> Any:
 
 
 def _explain_refusal(file: Path, content: Path | io.BytesIO, error: pickle.UnpicklingError) -> str:
-    # Find the names of the classes that are not allowed. If that fails, torch's message has to do.
+    # Find the names of the classes that are not allowed. If that fails, quote torch's message.
     try:
         if isinstance(content, io.BytesIO):
             content.seek(0)

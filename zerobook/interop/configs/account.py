@@ -56,6 +56,7 @@ def _format_lines(lines: list[Line]) -> list[str]:
     return texts
 
 
+# Return ``KEY: VALUE  ->  FLAG: VALUE, FLAG: VALUE``.
 def _format_key(line: Line) -> str:
     # Hide passwords, since a user may show the account to others.
     is_secret = re.search(r"(hub|auth|swanlab|wandb)_?(token|api_key)$|^token$", line.key) and line.value

@@ -35,7 +35,7 @@ def translate_warmup(foreign: Foreign, _value: Any) -> Flags:
     return {key: steps or ratio, "warmup_from_zero": True}
 
 
-def translate_precision(foreign: Foreign, value: Any) -> Flags:
+def translate_precision(foreign: Foreign, _value: Any) -> Flags:
     """Return the precision that ``bf16``, ``fp16`` and the dtype of the weights set."""
     # Read only the config's own value here. The trainer's default of bf16 counts below, if the config turns on neither.
     is_bf16 = foreign.config.get("bf16", foreign.config.get("bfloat16"))
@@ -76,6 +76,7 @@ def _translate_interval(strategy: Any, steps: Any) -> Any:
 def translate_times_per_epoch(foreign: Foreign, value: Any) -> Flags:
     """Return a number of times per epoch, ``value``, as an interval that is a share of the run."""
     share = 1 / (value * foreign.get("num_epochs", 1))
+    # An interval of 1 would be one step, and not the whole run.
     return {foreign.entry.to: round(min(share, 0.999), 6)}
 
 
@@ -124,6 +125,7 @@ def fill_unset(foreign: Foreign, value: Any) -> Flags:
     elif value == "default" and foreign.entry.to == "gradient_accumulation_steps":
         value = math.ceil(16 / (foreign.get("per_device_train_batch_size") * foreign.processes))
     elif value == "default":
+        # ms-swift trains all weights at a lower rate than adapters.
         value = {"full": 1e-5}.get(foreign.get("tuner_type"), 1e-4)
     return {foreign.entry.to: value}
 
