@@ -18,7 +18,7 @@ from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
 from zerobook.launch import build as launch
 from zerobook.launch import ops
-from zerobook.launch.accelerate_cli import chose_threads, launcher_flags, left_unsaid
+from zerobook.launch.accelerate_cli import has_automatic_threads, launcher_flags, read_hidden_settings
 from zerobook.launch.resolve import Hardware
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -267,12 +267,12 @@ ACCELERATE = ["python", "-m", "accelerate.commands.launch"]
 def test_threads_that_a_person_chose_stay(monkeypatch, command, before, expected):
     parent = SimpleNamespace(cmdline=lambda: command, environ=lambda: before)
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: parent))
-    assert chose_threads() is expected
+    assert has_automatic_threads() is expected
 
 
 def test_an_optimizer_in_host_memory_gets_this_processs_share_of_the_cores(clean, written, tmp_path):
     clean.setenv("LOCAL_WORLD_SIZE", "4")
-    clean.setattr(launch, "chose_threads", lambda: True)
+    clean.setattr(launch, "has_automatic_threads", lambda: True)
     clean.setattr(launch, "usable_cores", lambda: 22)
     config, sources = RecipeConfig(output_dir=str(tmp_path)), ConfigSources(dict.fromkeys(RecipeConfig.model_fields, "default"))
     for flags, expected in ((["--config_file", written(ZERO3.format(use_cpu="true")), "a.py"], 5), (["a.py"], None)):
@@ -286,16 +286,16 @@ def test_an_optimizer_in_host_memory_gets_this_processs_share_of_the_cores(clean
 
 
 def test_what_accelerate_does_not_hand_over(written):
-    assert left_unsaid(["--mixed-precision", "bf16", "a.py", "--mixed_precision", "no"])[0] == "bf16"
-    assert left_unsaid(["--mixed_precision=no", "a.py"])[0] == "no"
-    assert left_unsaid(["a.py", "--mixed_precision", "no"])[0] is None
+    assert read_hidden_settings(["--mixed-precision", "bf16", "a.py", "--mixed_precision", "no"])[0] == "bf16"
+    assert read_hidden_settings(["--mixed_precision=no", "a.py"])[0] == "no"
+    assert read_hidden_settings(["a.py", "--mixed_precision", "no"])[0] is None
     file = written(ZERO3.format(use_cpu="true"))
     paths = {
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "/fast/optimizer",
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/fast/parameters",
     }
-    assert left_unsaid(["--config_file", file, "a.py"]) == (None, paths | {"ACCELERATE_USE_CPU": "true"})
-    _, environ = left_unsaid(["--config_file", file, "--offload_param_nvme_path", "/typed", "a.py"])
+    assert read_hidden_settings(["--config_file", file, "a.py"]) == (None, paths | {"ACCELERATE_USE_CPU": "true"})
+    _, environ = read_hidden_settings(["--config_file", file, "--offload_param_nvme_path", "/typed", "a.py"])
     assert environ["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"] == "/typed"
     plan, problems, _, _ = inspect_launch(["--config_file", file], Hardware(gpus=8, gpu_name="A100"))
     assert not problems and not plan.problems

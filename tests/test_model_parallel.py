@@ -15,7 +15,7 @@ from tests.harness import ROOT
 from tests.planning import MODELS, rows_of
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
 from tests.versions import NEEDS_MODEL_PARALLELISM
-from zerobook.launch.accelerate_cli import left_unsaid
+from zerobook.launch.accelerate_cli import read_hidden_settings
 from zerobook.launch.groups import unfit_config
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.hardware import cluster
@@ -43,7 +43,7 @@ def test_the_shipped_files_say_the_sizes_to_a_launch_and_to_doctor():
     for name, variable in (("fsdp_tensor", "PARALLELISM_CONFIG_TP_SIZE"), ("fsdp_experts", "PARALLELISM_CONFIG_EP_SIZE")):
         flags = ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml")]
         assert worker_environment(flags)[0][variable] == "2"
-        unsaid = left_unsaid([*flags, "recipes/causal_lm.py"])[1]
+        unsaid = read_hidden_settings([*flags, "recipes/causal_lm.py"])[1]
         assert ("PARALLELISM_CONFIG_EP_SIZE" in unsaid) == (name == "fsdp_experts")
 
 

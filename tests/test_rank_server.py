@@ -19,13 +19,13 @@ from zerobook.utils.subprocess_launch import kill_family
 
 PROBE = """
 import json, os, pathlib, signal, sys, psutil, torch
-from zerobook.launch.accelerate_cli import chose_threads, parent_flags
+from zerobook.launch.accelerate_cli import has_automatic_threads, parent_flags
 me, parent = psutil.Process(), psutil.Process().parent()
 told = {
     "environ": dict(os.environ), "seen": me.environ(), "argv": sys.argv, "cwd": os.getcwd(), "path": sys.path[0],
     "line": [word for word in me.cmdline()[1:] if not word.startswith(("-X", "xxx"))],
     "main": [__name__, __file__], "leads a session": os.getsid(0) == os.getpid(), "parent": parent_flags(),
-    "given": parent.environ(), "chose threads": chose_threads(), "threads": torch.get_num_threads(),
+    "given": parent.environ(), "chose threads": has_automatic_threads(), "threads": torch.get_num_threads(),
     "files": sorted(os.readlink(f"/proc/self/fd/{n}").split(":")[0] for n in range(3)), "encoding": sys.stdout.encoding,
     "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)],
     "group": torch.distributed.is_initialized(), "umask": os.umask(0o22),

@@ -1,8 +1,8 @@
 """The command line of ``accelerate launch``: its flags, and settings that it does not pass to its workers.
 
-It passes "no" for ``--mixed_precision`` both when that was typed and when nothing was, and drops the NVMe paths of an inline
-DeepSpeed section, ``use_cpu`` under DeepSpeed and FSDP, and the expert-parallel size. They are found through its command line,
-which is that of a worker's parent process.
+A worker gets "no" for ``--mixed_precision`` whether "no" was typed or nothing. It does not get the NVMe paths of an inline
+DeepSpeed section, ``use_cpu`` under DeepSpeed and FSDP, or the expert-parallel size. So it reads these settings from the
+command line of its parent process, which is the launcher.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
-EXPERTS = "PARALLELISM_CONFIG_EP_SIZE"
-"""Variable for the expert-parallel size of the Accelerate YAML. accelerate has sizes of other kinds only, and ignores it."""
+EXPERTS_VARIABLE = "PARALLELISM_CONFIG_EP_SIZE"
+"""Variable for the expert-parallel size of the Accelerate YAML. accelerate does not know this size, and ignores it."""
 SCRIPT = "script.py"
 """Stands for the recipe, which accelerate's parser requires."""
-STRATEGY_FILE = "ZEROBOOK_STRATEGY_FILE"
-"""Variable for the Accelerate YAML that names the DeepSpeed JSON: paths in it may start beside its folder."""
+STRATEGY_FILE_VARIABLE = "ZEROBOOK_STRATEGY_FILE"
+"""Variable for the path of the Accelerate YAML. The path of the DeepSpeed JSON in it may be relative to the YAML's folder."""
 
 
 def launcher_flags(command: list[str]) -> list[str] | None:
     """Return the arguments after ``accelerate launch`` in a process's command line; None if it is of another program.
 
-    For ``zerobook launch``, these are the arguments that it passes on.
+    For ``zerobook launch``, these are the arguments that it passes on to accelerate.
     """
-    # An interpreter and its own flags may come first.
+    # The command may begin with an interpreter and the interpreter's flags.
     for index, token in enumerate(command):
-        if Path(token).name in ("zerobook", "zerobook.cli.main") and command[index + 1 : index + 2] == ["launch"]:
-            return _without_machines(command[index + 2 :])
-        # accelerate's command has several forms: a module, its file, a script of its own, or a word after accelerate.
-        if (
-            token == "accelerate.commands.launch"
-            or token.endswith("accelerate/commands/launch.py")
-            or Path(token).name == "accelerate-launch"
-        ):
-            return command[index + 1 :]
-        is_accelerate = Path(token).name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli.py")
-        if is_accelerate and command[index + 1 : index + 2] == ["launch"]:
-            return command[index + 2 :]
+        name = Path(token).name
+        arguments = command[index + 1 :]
+        is_launch = arguments[:1] == ["launch"]
+        if name in ("zerobook", "zerobook.cli.main") and is_launch:
+            # accelerate does not know this flag.
+            return _remove_flag(arguments[1:], "--min_machines")
+        if name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli.py") and is_launch:
+            return arguments[1:]
+        # The launcher can also be started without the word launch: as a script, as a module, or by its file.
+        is_script_or_module = name in ("accelerate-launch", "accelerate.commands.launch")
+        if is_script_or_module or token.endswith("accelerate/commands/launch.py"):
+            return arguments
     return None
 
 
-def _without_machines(arguments: list[str]) -> list[str]:
-    """Return the arguments of ``zerobook launch`` without ``--min_machines``.
+def _remove_flag(arguments: list[str], flag: str) -> list[str]:
+    """Return the arguments without a flag and its value.
 
-    >>> _without_machines(["--min_machines", "1", "--cpu", "x.py"]), _without_machines(["--cpu", "--min_machines=1", "x.py"])
-    (['--cpu', 'x.py'], ['--cpu', 'x.py'])
+    >>> _remove_flag(["--machines", "1", "--cpu", "x.py"], "--machines"), _remove_flag(["--cpu", "--machines=1"], "--machines")
+    (['--cpu', 'x.py'], ['--cpu'])
     """
-    remaining = [token for token in arguments if not token.startswith("--min_machines=")]
-    if "--min_machines" in remaining:
-        index = remaining.index("--min_machines")
+    remaining = [argument for argument in arguments if not argument.startswith(f"{flag}=")]
+    while flag in remaining:
+        index = remaining.index(flag)
         del remaining[index : index + 2]
     return remaining
 
@@ -76,6 +76,7 @@ def parent_command() -> list[str]:
     """Return the command line of the process that started this one; empty if it cannot be read."""
     try:
         return psutil.Process().parent().cmdline()
+    # A process without a parent has None instead, which has no cmdline.
     except (psutil.Error, AttributeError):
         return []
 
@@ -92,77 +93,82 @@ def is_of_zerobook(command: list[str]) -> bool:
 
 def command_to_resume() -> str:
     """Return the command that continues this process's run from its newest checkpoint."""
-    resume = ["--resume_from_checkpoint", "auto"]
-    arguments = sys.argv[1:]
-    # From the end, so that what is deleted does not move what is still to be read.
-    for index, token in reversed(list(enumerate(arguments))):
-        if token == resume[0]:
-            del arguments[index : index + 2]
-        elif token.startswith(f"{resume[0]}="):
-            del arguments[index]
-    flags = parent_flags()
-    if flags is None:
-        return shlex.join(["python", sys.argv[0], *arguments, *resume])
+    flag = "--resume_from_checkpoint"
+    recipe_arguments = sys.argv[1:]
+    resume_arguments = [*_remove_flag(recipe_arguments, flag), flag, "auto"]
+    launch_arguments = parent_flags()
+    if launch_arguments is None:
+        return shlex.join(["python", sys.argv[0], *resume_arguments])
     program = "zerobook" if is_of_zerobook(parent_command()) else "accelerate"
-    # The launcher's command line ends with this process's arguments, which are replaced.
-    end = len(flags) - len(sys.argv[1:])
-    if flags[end:] == sys.argv[1:]:
-        flags = flags[:end]
-    return shlex.join([program, "launch", *flags, *arguments, *resume])
+    # The launcher's command line ends with the recipe and the recipe's arguments. The new ones take the place of these.
+    end = len(launch_arguments) - len(recipe_arguments)
+    if launch_arguments[end:] == recipe_arguments:
+        launch_arguments = launch_arguments[:end]
+    return shlex.join([program, "launch", *launch_arguments, *resume_arguments])
 
 
-def chose_threads() -> bool:
-    """Return whether the launcher itself chose ``OMP_NUM_THREADS``: no user had set it, or typed a number of threads.
+def has_automatic_threads() -> bool:
+    """Return whether the launcher chose ``OMP_NUM_THREADS``: the user did not set it, and typed no number of threads.
 
-    accelerate and torchrun set it to 1 for their workers. What a launcher was started with stays readable in /proc.
+    accelerate and torchrun then set it to 1 for their workers. /proc still has the environment that the launcher got.
     """
     try:
         parent = psutil.Process().parent()
         command = parent.cmdline()
         is_set_by_user = "OMP_NUM_THREADS" in parent.environ()
+    # A process without a parent has None instead.
     except (psutil.Error, AttributeError):
         return False
     if is_set_by_user:
         return False
     flags = launcher_flags(command)
-    # Of other launchers, torchrun alone sets it.
+    # Besides accelerate, only torchrun sets the variable.
     if flags is None:
         return any(Path(token).name == "torchrun" or token == "torch.distributed.run" for token in command)
     return parse_flags(flags).num_cpu_threads_per_process is None
 
 
 def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
-    """Return `unreachable_name` of a launch over several machines with gloo. NCCL chooses an interface by itself."""
-    # FSDP2 has gloo beside NCCL, for what is in host memory, and so has every group that is formed here for restarts.
-    has_gloo = plan.device == "cpu" or plan.kind == "fsdp" or restarts_ranks(environ)
-    several = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
-    return unreachable_name(environ) if plan.backend is not None and has_gloo and several else None
+    """Return `describe_loopback` for a launch over several machines that uses gloo; else None.
+
+    NCCL chooses a network interface by itself.
+    """
+    # On GPUs, FSDP2 and the groups that `meet` forms for restarts use gloo beside NCCL, for tensors in host memory.
+    uses_gloo = plan.device == "cpu" or plan.kind == "fsdp" or restarts_ranks(environ)
+    spans_machines = int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)) < plan.world_size
+    if plan.backend is None or not uses_gloo or not spans_machines:
+        return None
+    return describe_loopback(environ)
 
 
-def unreachable_name(environ: Mapping[str, str]) -> str | None:
+def describe_loopback(environ: Mapping[str, str]) -> str | None:
     """Return a note if gloo would listen on this machine's loopback, which no other machine reaches; else None.
 
-    gloo takes the address of the host name, and loopback if there is none.
+    gloo listens at the address of the host name, and on loopback if the name has no address.
     """
     if environ.get("GLOO_SOCKET_IFNAME"):
         return None
     name = socket.gethostname()
     try:
+        # An entry ends with (address, port).
         address = str(socket.getaddrinfo(name, None)[0][4][0])
+        # An IPv6 address may end with the name of an interface, behind a %.
+        if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return None
     except OSError:
         address = "no address"
-    # An IPv6 address may end with the name of an interface, behind a %.
-    if address != "no address" and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return None
     return (
         f"this machine's host name, {name}, resolves to {address}: gloo then listens on loopback, and processes on other "
-        "machines wait for this one without a word. Set GLOO_SOCKET_IFNAME to the interface that they reach, as in "
+        "machines wait for this one without a message. Set GLOO_SOCKET_IFNAME to the interface that they reach, as in "
         "GLOO_SOCKET_IFNAME=eth0, or correct the name in /etc/hosts"
     )
 
 
 def split_at_recipe(arguments: list[str]) -> tuple[list[str], str | None, list[str]]:
-    """Return the launcher's flags, the recipe, or None, and its flags. The recipe is a file, or the name of a shipped one."""
+    """Return (the launcher's flags, the recipe or None, the recipe's flags).
+
+    The recipe is a file, or the name of a shipped one.
+    """
     names = shipped.names("recipes")
     for index, token in enumerate(arguments):
         if token.endswith(".py") or token in names:
@@ -171,7 +177,7 @@ def split_at_recipe(arguments: list[str]) -> tuple[list[str], str | None, list[s
 
 
 def parse_flags(flags: list[str]) -> argparse.Namespace:
-    """Return the launcher's arguments (script included) as its own parser reads them."""
+    """Return the launcher's arguments, which include the script, as accelerate's parser reads them."""
     from accelerate.commands.launch import launch_command_parser
 
     return launch_command_parser().parse_args(flags)
@@ -181,7 +187,8 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Read the launcher's flags, without a recipe.
 
     Returns:
-        (the flags as accelerate's parser reads them, or those of a launch without flags after a problem; problems).
+        (the flags as accelerate's parser reads them, problems). If the parser does not take the flags, the first is what it
+        reads from a launch without flags.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -191,60 +198,69 @@ def read_flags(flags: list[str]) -> tuple[argparse.Namespace, list[str]]:
         with contextlib.redirect_stderr(messages):
             args, unknown = parser.parse_known_args([*flags, SCRIPT])
     except SystemExit:
-        # argparse prints its message and exits.
-        problem = f"accelerate launch does not take {' '.join(flags)}: {messages.getvalue().strip().rpartition('error: ')[2]}."
-        return parse_flags([SCRIPT]), [problem]
-    # All flags that are not known are reported at once, each with the nearest name.
-    names = {action.dest for action in parser._actions}
+        # argparse prints usage and "error: " with its message, and exits.
+        message = messages.getvalue().strip().rpartition("error: ")[2]
+        return parse_flags([SCRIPT]), [f"accelerate launch does not take {' '.join(flags)}: {message}."]
+    if unknown:
+        # All unknown flags are reported at once.
+        names = {action.dest for action in parser._actions}
+        return parse_flags([SCRIPT]), [_explain_unknown_flag(flag, names) for flag in unknown]
+    # An argument that is no flag takes the place of the script.
     problems = []
-    for flag in unknown:
-        name = flag.partition("=")[0]
-        key = name.lstrip("-").replace("-", "_")
-        is_of_recipe = key in RecipeConfig.model_fields
-        hint = " It is the recipe's: write it after the recipe." if is_of_recipe else nearest(key, names, "--")
-        problems.append(f"{name}: accelerate launch has no such flag.{hint}")
-    if not unknown and args.training_script != SCRIPT:
+    if args.training_script != SCRIPT:
         problems.append(
             f"{args.training_script}: neither a flag of accelerate launch nor a recipe."
             f"{nearest(args.training_script, shipped.names('recipes'))} Give flags, and then a recipe, such as "
             "recipes/causal_lm.py."
         )
-    return (parse_flags([SCRIPT]) if unknown else args), problems
+    return args, problems
+
+
+def _explain_unknown_flag(flag: str, known_names: set[str]) -> str:
+    """Return the problem of a flag that accelerate does not know, with the nearest name that it knows."""
+    name = flag.partition("=")[0]
+    key = name.lstrip("-").replace("-", "_")
+    hint = nearest(key, known_names, "--")
+    if key in RecipeConfig.model_fields:
+        hint = " It is the recipe's: write it after the recipe."
+    return f"{name}: accelerate launch has no such flag.{hint}"
 
 
 def typed_flags(flags: list[str]) -> dict[str, Any]:
-    """Return the flags that the launcher's arguments (script included) set, by name."""
+    """Return the flags that the launcher's arguments (script included) set, name -> value."""
     args = parse_flags(flags)
+    # accelerate's parser lists the names of the typed flags as nondefault.
     return {key: value for key, value in vars(args).items() if key in getattr(args, "nondefault", ())}
 
 
-def left_unsaid(flags: list[str]) -> tuple[str | None, dict[str, str]]:
-    """Read flags (script included) and the Accelerate config that they name or that is the machine's default.
+def read_hidden_settings(flags: list[str]) -> tuple[str | None, dict[str, str]]:
+    """Read the settings that accelerate's launcher does not pass to its workers.
+
+    They are in the flags (script included), and in the Accelerate config that these name or that is the machine's default.
 
     Returns:
-        (``--mixed_precision`` as typed, or None; variables that accelerate reads and its launcher does not set, and
-        `STRATEGY_FILE`).
+        (``--mixed_precision`` as typed, or None; variables with the other settings, and `STRATEGY_FILE_VARIABLE`).
     """
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 
     args = parse_flags(flags)
-    # accelerate reads its default file where none is named.
+    # If no file is named, accelerate reads its default file.
     file = {}
     if args.config_file or Path(default_config_file).is_file():
         file = vars(load_config_from_file(args.config_file))
+    deepspeed_section = file.get("deepspeed_config") or {}
     environ = {}
     experts = (file.get("parallelism_config") or {}).get("parallelism_config_ep_size")
     if experts is not None:
-        environ[EXPERTS] = str(experts)
-    for what in ("optimizer", "param"):
-        key = f"offload_{what}_nvme_path"
-        path = getattr(args, key) or (file.get("deepspeed_config") or {}).get(key)
+        environ[EXPERTS_VARIABLE] = str(experts)
+    for key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+        path = getattr(args, key) or deepspeed_section.get(key)
         if path and path != "none":
             environ[f"ACCELERATE_DEEPSPEED_{key.upper()}"] = str(path)
     if file.get("use_cpu"):
         environ["ACCELERATE_USE_CPU"] = "true"
-    # Paths in the YAML may start beside it, which the workers do not know.
-    names_json = (file.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    if args.config_file and names_json and args.deepspeed_config_file is None:
-        environ[STRATEGY_FILE] = args.config_file
+    # The path of the JSON may be relative to the YAML, whose path the workers do not get from accelerate.
+    has_json_in_yaml = deepspeed_section.get("deepspeed_config_file") and args.deepspeed_config_file is None
+    if args.config_file and has_json_in_yaml:
+        environ[STRATEGY_FILE_VARIABLE] = args.config_file
     return args.mixed_precision, environ

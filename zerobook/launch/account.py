@@ -100,7 +100,7 @@ def entries(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, *, f
         flags: arguments of ``accelerate launch``, with the script; None if another launcher started the processes.
     """
     account: list[Entry] = []
-    yaml_file = accelerate_file.path_of(flags)
+    yaml_file = accelerate_file.path_in_flags(flags)
     if yaml_file is not None:
         typed = typed_flags(flags or [])
         for path, value in _leaves(accelerate_file.load(yaml_file)):

@@ -20,7 +20,7 @@ from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigSources, ConfigT
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, meet, ops
-from zerobook.launch.accelerate_cli import chose_threads, left_unsaid, loopback_note, parent_flags, parse_flags
+from zerobook.launch.accelerate_cli import has_automatic_threads, loopback_note, parent_flags, parse_flags, read_hidden_settings
 from zerobook.launch.accelerate_file import FileCheck
 from zerobook.launch.process import launched
 from zerobook.launch.resolve import Hardware, resolve, together
@@ -62,13 +62,13 @@ def resolve_this_process(
     if not file_check.is_resolvable:
         environ = plain_environment({})
     elif flags:
-        precision, unsaid = left_unsaid(flags)
+        precision, unsaid = read_hidden_settings(flags)
         environ = unsaid | environ
     if is_true(environ.get("ACCELERATE_USE_CPU")):
         # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)
-    if plan.offload_optimizer != "none" and chose_threads():
+    if plan.offload_optimizer != "none" and has_automatic_threads():
         plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         plan.notes.append(
             f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerobook.config_sources import ConfigDraft
 from zerobook.launch import deepspeed_keys, ops, recompute
-from zerobook.launch.accelerate_cli import STRATEGY_FILE
+from zerobook.launch.accelerate_cli import STRATEGY_FILE_VARIABLE
 from zerobook.utils.nearest import nearest
 from zerobook.utils.units import size
 
@@ -55,7 +55,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     json_path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     has_json = json_path != "none"
     if has_json:
-        plan.config_file = find_json(json_path, environ.get(STRATEGY_FILE))
+        plan.config_file = find_json(json_path, environ.get(STRATEGY_FILE_VARIABLE))
         config = deepspeed_keys.load(plan.config_file, plan.problems)
     else:
         plan.config_file = "the Accelerate YAML's deepspeed_config"

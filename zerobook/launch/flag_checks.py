@@ -38,7 +38,7 @@ def check(typed: argparse.Namespace, *, before_start: bool, resolves: bool = Fal
         # If the file has a problem, accelerate's error may only repeat it.
         refusals = [refusal(error)] if before_start and not file_check.problems else []
         return accelerate_file.FileCheck(file_check.problems + refusals, not before_start)
-    path = accelerate_file.path(typed.config_file)
+    path = accelerate_file.path_or_default(typed.config_file)
     distributed_type = None if path is None else str(accelerate_file.load(path).get("distributed_type")).upper()
     all_problems = [*file_check.problems, *problems(typed, args, distributed_type)]
     if before_start:
@@ -108,7 +108,7 @@ def _dropped_flags(typed: argparse.Namespace, strategy: str) -> Iterator[str]:
     """Yield a problem for each typed flag of another strategy than the launch's."""
     for section, (reader, way) in _WAYS.items():
         for flag in sorted(getattr(typed, "nondefault", ())):
-            if strategy != reader and flag.startswith(accelerate_file.BEGINNINGS[section]):
+            if strategy != reader and flag.startswith(accelerate_file.KEY_PREFIXES[section]):
                 yield (
                     f"--{flag} {getattr(typed, flag)} has no effect: the launch is {_NAMES[strategy]}, which does not read it. "
                     f"{way}; or remove it."

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, links
-from zerobook.launch.accelerate_cli import SCRIPT, parse_flags, unreachable_name
+from zerobook.launch.accelerate_cli import SCRIPT, describe_loopback, parse_flags
 from zerobook.launch.preflight import differences
 from zerobook.utils import files, messages
 
@@ -101,7 +101,7 @@ def check_hosts(here: Place, facts: dict[str, Any], output_dir: Path | None, pat
     hosts = _exchange(store, here, "facts", facts, FactsOfHost, patience)
     # The exchange of facts ends on all hosts at the same moment, so their clocks can be compared.
     clocks = _exchange(store, here, "clock", time.time(), float, patience)
-    name_problem = unreachable_name(os.environ)
+    name_problem = describe_loopback(os.environ)
     if name_problem:
         report.problems.append(f"{name_problem}.")
     folder_problem = _check_shared_folder(store, here, output_dir, hosts[0]["host"], facts["host"])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks
-from zerobook.launch.accelerate_cli import SCRIPT, left_unsaid, read_flags
+from zerobook.launch.accelerate_cli import SCRIPT, read_flags, read_hidden_settings
 
 
 class Workers(NamedTuple):
@@ -49,7 +49,7 @@ def inspect(launch_flags: list[str]) -> Workers:
     if is_resolvable:
         try:
             environ = _prepared(typed)
-            precision, unsaid = left_unsaid([*launch_flags, SCRIPT])
+            precision, unsaid = read_hidden_settings([*launch_flags, SCRIPT])
             return Workers(unsaid | environ, precision, problems, True)
         except ConfigError as error:
             # If the flags have a problem, accelerate's error may only repeat it.
