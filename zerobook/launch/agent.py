@@ -1,4 +1,4 @@
-"""torchrun's agent, which starts and restarts the ranks of one host, with two of its habits changed."""
+"""torchrun's agent, which starts and restarts the ranks of one host, with two changes: see `Agent`."""
 
 import os
 import signal
@@ -14,15 +14,16 @@ from zerobook.errors import ZerobookError
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Variable with the seconds after which torchrun kills processes that do not end at SIGTERM. torch 2.12 and newer read it."""
 SHUTDOWN_TIMEOUT_S = 30
-"""Seconds without the variable."""
-WRONG_COMMAND_LINE = ZerobookError.exit_code
+"""Seconds if the variable is not set."""
+REFUSED_TO_START = ZerobookError.exit_code
 """Exit code of ranks that refuse to start."""
 
 
 class Agent(LocalElasticAgent):
-    """An agent that leaves ranks the seconds of `SHUTDOWN_TIMEOUT`, and does not restart what would end in the same way.
+    """An agent that always gives ranks the seconds of `SHUTDOWN_TIMEOUT` to end, and restarts none that would end as before.
 
-    torch leaves them these seconds only if the launcher gets a signal: 30 seconds if a machine joins, and always before 2.12.
+    torch 2.12 gives them these seconds only if the launcher gets a signal. If a machine joins, and in earlier versions, ranks
+    have 30 seconds.
     """
 
     _starts = 0
@@ -35,24 +36,28 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         codes = {failure.exitcode for failure in result.failures.values()}
-        # Ranks that ran before may be refused because of a machine that has joined and leaves again.
-        is_refused = WRONG_COMMAND_LINE in codes and self._starts == 1
-        if is_refused or STOPPED in codes:
+        # Ranks that refuse their first start would refuse every start. A later refusal may be due to a machine that has joined,
+        # and may leave again.
+        has_refused = REFUSED_TO_START in codes and self._starts == 1
+        # A run that stopped for a person to decide would stop again at the same spike.
+        if has_refused or STOPPED in codes:
             self._remaining_restarts = 0
-        if is_refused:
-            # This would end the launchers of other machines, which may continue without this one.
+        if has_refused:
+            # torchrun calls this method at the end of the launch. It would end the launchers of the other machines, too, which
+            # may continue without this one.
             worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        # `_pcontext` holds the processes of the ranks.
         if self._pcontext is not None:
-            # A second signal can interrupt this. torch then calls this method again, which ends the ranks.
+            # If a second signal interrupts this wait, torch calls this method again, which then ends the ranks.
             self._pcontext.close(death_sig, int(os.environ.get(SHUTDOWN_TIMEOUT, SHUTDOWN_TIMEOUT_S)))
-        # torch also calls this again at the end, and would wait again for a rank that hangs in its driver.
+        # torch calls this method once more at the end. It would then wait a second time for a rank that hangs in its driver.
         self._pcontext = None
         super()._shutdown(death_sig)
 
 
 def install() -> None:
-    """Let launches of this process use `Agent`."""
+    """Let torchrun use `Agent` for launches from this process."""
     api.LocalElasticAgent = Agent  # type: ignore[misc]

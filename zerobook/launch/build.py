@@ -1,4 +1,4 @@
-"""Build the Accelerator that ``accelerate launch`` asked for, wrapped as a `Strategy`.
+"""Build the Accelerator of a launch plan, wrapped as a `Strategy`.
 
 `zerobook.launch.resolve` makes the launch plan. `zerobook.strategy` has a class for each kind of strategy.
 """
@@ -45,47 +45,55 @@ def resolve_this_process(
     starts: bool = True,
     config_problems: Sequence[str] = (),
 ) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
-    """Resolve the launch of the process that calls it, see `resolve`. Raises `ConfigError` with all problems.
+    """Resolve the launch of this process, see `resolve` for the result. Raise `ConfigError` with all problems.
 
     Args:
         trains: the process will write into ``output_dir``, which must have no other run.
-        starts: as of `resolve`.
-        config_problems: those of the config itself, which are reported with the launch's.
+        starts: see `resolve`.
+        config_problems: the problems of the config itself, which are reported with those of the launch.
     """
     from zerobook.checkpoint.resume import find_earlier_result, find_earlier_run
 
     flags = parent_flags()
     environ = dict(os.environ)
     precision = None
-    file_check = flag_checks.check(parse_flags(flags), before_start=False) if flags else FileCheck([], True)
-    # With a file that cannot be resolved, the rest of the command line is checked as a plain launch.
+    file_check = FileCheck([], is_resolvable=True)
+    if flags:
+        file_check = flag_checks.check(parse_flags(flags), before_start=False)
+    # If the strategy file cannot be resolved, the rest of the command line is checked as a launch without a strategy.
     if not file_check.is_resolvable:
         environ = plain_environment({})
     elif flags:
-        precision, unsaid = read_hidden_settings(flags)
-        environ = unsaid | environ
+        precision, hidden_settings = read_hidden_settings(flags)
+        environ = hidden_settings | environ
     if is_true(environ.get("ACCELERATE_USE_CPU")):
-        # Libraries ask torch, not the config, whether there is a GPU. torch reads this when it first looks.
+        # Libraries ask torch, not the config, whether there is a GPU. torch reads this variable when it first looks for GPUs.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)
-    if plan.offload_optimizer != "none" and has_automatic_threads():
-        plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        plan.notes.append(
-            f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "
-            "cores, shared by its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
-        )
+    _choose_host_threads(plan)
     note = loopback_note(plan, environ)
     if note:
         plan.notes.append(note)
     if trains:
-        earlier = find_earlier_run(config) or find_earlier_result(config)
-        if earlier:
-            plan.problems.append(earlier)
-    # All of them are reported at once, the first causes first.
+        problem = find_earlier_run(config) or find_earlier_result(config)
+        if problem:
+            plan.problems.append(problem)
+    # The problems of the config come first, since they may cause later ones.
     plan.problems = together(config_problems, file_check.problems, plan.problems)
     if plan.problems:
         raise ConfigError(plan.problems)
     return plan, config, sources
+
+
+def _choose_host_threads(plan: LaunchPlan) -> None:
+    """Let an offloaded optimizer use all cores of the machine, unless the user chose a number of threads."""
+    if plan.offload_optimizer == "none" or not has_automatic_threads():
+        return
+    plan.host_threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    plan.notes.append(
+        f"the optimizer steps in host memory, with {counted(plan.host_threads, 'thread')} a process: the machine's "
+        "cores, shared by its processes. OMP_NUM_THREADS, set before accelerate launch, chooses another number"
+    )
 
 
 def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
@@ -98,17 +106,18 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
     - DeepSpeed is told to use the CPU.
     - accelerate offers FSDP2 for GPUs only, so `_build_fully_sharded` sets the distributed type itself.
     """
-    # accelerate keeps the device and the precision of an earlier run in a script or a notebook, and this one may have others.
+    # A script or a notebook may run several times in one process. accelerate would keep the device and the precision of the
+    # first run.
     if AcceleratorState._shared_state and not launched():
         AcceleratorState._reset_state(reset_partial_state=True)
     _prepare_process(plan)
     # Rank 0 writes checkpoints and the final model while the others wait; the default of 10 minutes would end a large run.
-    group = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
+    group_options = InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)
     if plan.device == "cpu":
-        group.backend = "gloo"
+        group_options.backend = "gloo"
     options: dict[str, Any] = {
         "mixed_precision": plan.precision,
-        "kwargs_handlers": [group] if plan.backend else [],
+        "kwargs_handlers": [group_options] if plan.backend else [],
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "log_with": config.report_to or None,
         "project_config": ProjectConfiguration(project_dir=config.output_dir, logging_dir=f"{config.output_dir}/logs"),
@@ -121,18 +130,18 @@ def build(config: RecipeConfig, plan: LaunchPlan) -> Strategy:
         # Without views of its buckets, DDP keeps each gradient twice.
         options["kwargs_handlers"].append(DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False))
         strategy = ReplicatedStrategy(Accelerator(cpu=plan.device == "cpu", **options), plan)
-    # The first collective. It connects NCCL, unless the process group has gloo beside NCCL: under FSDP2, and where torchrun may
-    # restart the ranks. A barrier then uses gloo, and NCCL connects at the first collective of tensors on the GPUs.
+    # This is the first collective, and it connects NCCL. But under FSDP2, and if torchrun may restart the ranks, the process
+    # group also has gloo. The barrier then uses gloo, and NCCL connects at the first collective of tensors on GPUs.
     strategy.barrier()
     meet.stop_listening()
     if plan.kind == "deepspeed" and plan.device == "cpu":
-        # Every rank has opened the buffers of the others.
+        # By now, every rank has opened the buffers of the others, so their names are not needed.
         remove_buffer_name(os.environ)
     return strategy
 
 
 def _prepare_process(plan: LaunchPlan) -> None:
-    """Set variables, messages and threads of this process, and form the process group."""
+    """Set the variables, logging and threads of this process, compile DeepSpeed's ops, and form the process group."""
     from torch.distributed import distributed_c10d
     from transformers.utils import logging as transformers_logging
 
@@ -144,18 +153,18 @@ def _prepare_process(plan: LaunchPlan) -> None:
         hush_deepspeed_builds()
     transformers_logging.disable_progress_bar()
     keep_logs_plain("transformers")
-    # DeepSpeed's groups and those of a device mesh are made without a timeout, and do not inherit the default group's. torch
-    # would give them 10 minutes (NCCL) or 30 (gloo).
+    # DeepSpeed and device meshes make process groups without a timeout. Such groups do not inherit the timeout of the default
+    # group: they would have 10 minutes (NCCL) or 30 (gloo).
     distributed_c10d.default_pg_timeout = COLLECTIVE_TIMEOUT
     distributed_c10d.default_pg_nccl_timeout = COLLECTIVE_TIMEOUT
     if plan.host_threads:
         torch.set_num_threads(plan.host_threads)
-        # An op may bring an OpenMP of its own, which reads this.
+        # An op of DeepSpeed may be linked to another OpenMP library than torch, which reads this variable.
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)
     if plan.kind == "deepspeed":
         _compile_ops(plan)
     if plan.device == "cuda" and meet.tells_hosts(os.environ):
-        # A GPU that is busy or broken fails here, where the other hosts learn the reason.
+        # Use the GPU once. If it is busy or broken, this process fails now, and can still tell the other hosts the reason.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.zeros(1, device="cuda")
     meet.wait_for_hosts()
@@ -167,7 +176,7 @@ def _compile_ops(plan: LaunchPlan) -> None:
     ops.use_own_tools()
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
     ops.clear_stale_locks(lambda line: say(line) if is_first_of_host else None)
-    # The other ranks wait for its lock when they load the ops.
+    # The other ranks wait for torch's lock of the compile when they load the ops.
     if is_first_of_host:
         ops.compile_needed(plan)
 
@@ -176,7 +185,7 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     """Create the Accelerator with DeepSpeed's plugin."""
     from zerobook.strategy.zero import ZeroStrategy
 
-    # A copy: accelerate writes into the config that it gets, and the plan is recorded.
+    # Pass a copy, since accelerate writes into the config, and the run records the plan as it is.
     options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=deepcopy(plan.deepspeed_config))
     return ZeroStrategy(Accelerator(**options), plan)
 
@@ -184,17 +193,17 @@ def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
 def remove_buffer_name(environ: Mapping[str, str]) -> None:
     """Remove the name of this rank's buffer in shared memory, through which DeepSpeed reduces on a CPU.
 
-    DeepSpeed never does. So each rank would leave 66 MiB in /dev/shm after its end, and a later launch at the same port could
-    open the buffer of an earlier one. Without a name, the memory is freed when the last process that uses it ends.
+    DeepSpeed never removes it. So each rank would leave 66 MiB in /dev/shm after its end, and a later launch at the same port
+    could open the buffer of an earlier one. Without a name, the memory is freed when the last process that uses it ends.
     """
-    meeting = f"{environ.get('MASTER_ADDR')}_{environ.get('MASTER_PORT')}"
-    # DeepSpeed names the buffer so in its csrc/cpu/comm/shm.cpp.
-    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{meeting}_{environ.get('RANK')}"
+    address = f"{environ.get('MASTER_ADDR')}_{environ.get('MASTER_PORT')}"
+    # This is the name in DeepSpeed's csrc/cpu/comm/shm.cpp.
+    name = f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{environ.get('RANK')}"
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
-    """Create the Accelerator with FSDP2's plugin, and correct the plugin's choices."""
+    """Create the Accelerator with FSDP2's plugin, and change some settings of the plugin."""
     from zerobook.strategy.fsdp import FullyShardedStrategy
     from zerobook.strategy.model_parallel import ModelParallelStrategy
 
@@ -206,28 +215,28 @@ def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
     plugin = accelerator.state.fsdp_plugin
     policy = plugin.mixed_precision_policy
     if policy is not None:
-        # accelerate reduces gradients in half precision here; sums over ranks are kept in fp32, as under DDP. It also casts
-        # what the model returns, which may be the loss (see `zerobook.head`).
+        # accelerate would reduce gradients in half precision. They are reduced in fp32, as under DDP. It would also cast what
+        # the model returns, which may be the loss (see `zerobook.head`).
         plugin.mixed_precision_policy = replace(policy, reduce_dtype=torch.float32, output_dtype=None)
     if plan.device == "cpu" and plan.offload_param != "none":
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        # Pinned memory needs an accelerator's driver; accelerate's plugin always asks for it.
+        # accelerate's plugin always asks for pinned memory, which needs a GPU driver.
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
     strategy_class = ModelParallelStrategy if plan.loaded_in_parts else FullyShardedStrategy
     return strategy_class(accelerator, plan)
 
 
 def usable_cores() -> int:
-    """Return the CPU cores that this process may use, without hyper-threads and within its container's quota."""
+    """Return the number of CPU cores that this process may use, without hyper-threads and within its container's quota."""
     import psutil
 
     logical = psutil.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or logical
-    # The affinity counts hyper-threads.
+    # The affinity counts hyper-threads, so it is scaled to physical cores.
     cores = len(os.sched_getaffinity(0)) * physical // logical
     try:
-        # Microseconds that the container may use in each period, or max.
+        # The first number is the microseconds of CPU time in each period, or max if there is no limit.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
         return max(1, cores)
@@ -242,12 +251,12 @@ def set_environment(plan: LaunchPlan) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Without it, DeepSpeed starts the program numactl at each reduction of ZeRO-3, to count the memory nodes.
+        # Without LOCAL_SIZE, DeepSpeed starts the program numactl at each reduction of ZeRO-3, to count the memory nodes.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # accelerate silently drops DeepSpeed and FSDP if this is set.
+        # If this variable is set, accelerate uses neither DeepSpeed nor FSDP, without a message.
         os.environ.pop("ACCELERATE_USE_CPU", None)
     if plan.loaded_in_parts:
-        # transformers makes the groups, and each process reads its weights from the files.
+        # transformers makes the process groups instead of accelerate, and each process reads its weights from the files.
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if plan.kind == "fsdp":
@@ -257,9 +266,9 @@ def set_environment(plan: LaunchPlan) -> None:
         # accelerate reads this with a parallelism config only.
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard // plan.context)
     elif plan.kind == "deepspeed":
-        # accelerate computes the batch from these.
+        # accelerate computes the batch size from these variables.
         os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = "1"
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.data_parallel_size)
-    # The values are merged already; accelerate must neither refuse nor apply them a second time.
+    # The plan has the values of these variables already. accelerate must neither refuse nor apply them a second time.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
