@@ -1,6 +1,6 @@
-"""Recipes and strategies by name, and the keys of a recipe's YAML that say how it is launched.
+"""Names of recipes and strategies on a command line, and the keys of a recipe's YAML that say how it is launched.
 
-``zerobook launch`` turns them into the paths and flags of ``accelerate launch``, which knows neither.
+``zerobook launch`` turns names and keys into paths and flags, since ``accelerate launch`` knows only these.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from zerobook.utils.shipped import find
 from zerobook.utils.yaml_text import load_yaml_as_text, read_mapping
 
 OTHER_PROGRAMS = {"-m", "--module", "--no_python", "--no-python"}
-"""Flags with which accelerate starts no file."""
-_CHOOSING = {"config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "cpu"}
+"""Flags with which accelerate starts a module or another program instead of a recipe file."""
+_STRATEGY_FLAGS = {"config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "cpu"}
 """Flags of accelerate that choose a strategy."""
 
 
@@ -24,32 +24,37 @@ def written_out(arguments: list[str], strategy: str | None) -> list[str]:
     """Return the arguments of ``accelerate launch`` that those of ``zerobook launch`` stand for.
 
     Args:
-        arguments: without ``--strategy``.
-        strategy: of ``--strategy``, which goes before the recipe's YAML.
+        arguments: those of ``zerobook launch`` without ``--strategy``.
+        strategy: the value of ``--strategy``, which overrides the recipe's YAML; None without the flag.
 
     Raises:
         ConfigError: there is no such recipe or strategy, or two strategies are named.
     """
     flags, recipe, recipe_flags = split_at_recipe(arguments)
-    is_other_program = not OTHER_PROGRAMS.isdisjoint(flags)
-    names_file = _has_flag(flags, "config_file")
-    if strategy and names_file:
+    has_config_file = _has_flag(flags, "config_file")
+    if strategy and has_config_file:
         raise ConfigError(f"--strategy {strategy}: --config_file names a strategy file, too. Give one of them.")
-    values: Mapping[str, str] = {}
+    launch_keys: Mapping[str, str] = {}
     folder = Path()
-    if recipe is not None and not is_other_program:
-        # A file keeps the path that was typed.
-        recipe = str(find(recipe, "recipes")) if not recipe.endswith(".py") else recipe
-        values, folder = _read_launch_keys(recipe_flags)
+    if recipe is not None and OTHER_PROGRAMS.isdisjoint(flags):
+        # A name becomes a path. A path stays as it was typed.
+        if not recipe.endswith(".py"):
+            recipe = str(find(recipe, "recipes"))
+        launch_keys, folder = _read_launch_keys(recipe_flags)
+    # The user's flags override the keys of the recipe's YAML.
     if strategy:
         flags = ["--config_file", str(find(strategy, "accelerate_configs")), *flags]
-    elif "strategy" in values and not names_file:
-        flags = ["--config_file", str(find(values["strategy"], "accelerate_configs", beside=folder)), *flags]
-    if "num_processes" in values and not _has_flag(flags, "num_processes"):
-        flags = [*flags, "--num_processes", values["num_processes"]]
-    return [*flags, *([] if recipe is None else [recipe]), *recipe_flags]
+    elif "strategy" in launch_keys and not has_config_file:
+        strategy_file = find(launch_keys["strategy"], "accelerate_configs", beside=folder)
+        flags = ["--config_file", str(strategy_file), *flags]
+    if "num_processes" in launch_keys and not _has_flag(flags, "num_processes"):
+        flags = [*flags, "--num_processes", launch_keys["num_processes"]]
+    if recipe is None:
+        return flags
+    return [*flags, recipe, *recipe_flags]
 
 
+# accelerate takes --config_file, --config-file and --config_file=FILE.
 def _has_flag(flags: list[str], name: str) -> bool:
     return any(flag.partition("=")[0].replace("-", "_") == f"__{name}" for flag in flags)
 
@@ -59,7 +64,7 @@ def _read_launch_keys(recipe_flags: list[str]) -> tuple[Mapping[str, str], Path]
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--config", nargs="?")
     config = Path(parser.parse_known_args(recipe_flags)[0].config or "").expanduser()
-    # A pipe can be read once, and the recipe reads it.
+    # A pipe can be read only once, and the recipe has to read it.
     if not config.is_file():
         return {}, Path()
     values = read_mapping(str(config), "config", lambda text: load_yaml_as_text(text) or {})
@@ -67,18 +72,19 @@ def _read_launch_keys(recipe_flags: list[str]) -> tuple[Mapping[str, str], Path]
 
 
 def compare_with_launch(values: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Compare the launch keys of a run's YAML with the launch of this process. Typed flags go before them.
+    """Compare the launch keys of a run's YAML with the launch of this process.
 
     Returns:
-        (problems: what was not typed and is different, notes: what was typed and is different).
+        (problems, notes). A difference is a note if the user typed a flag for the setting, since flags override the YAML; it is
+        a problem otherwise.
     """
     if not values:
         return [], []
     flags = parent_flags()
     typed = typed_flags(flags) if flags else {}
-    # Key -> what the launch has, and the flags that decide about it.
+    # Key -> (its value in this launch, the flags that set it).
     launched = {
-        "strategy": (Path(typed.get("config_file") or "single").stem, _CHOOSING),
+        "strategy": (Path(typed.get("config_file") or "single").stem, _STRATEGY_FLAGS),
         "num_processes": (os.environ.get("WORLD_SIZE", "1"), {"num_processes"}),
     }
     problems = []

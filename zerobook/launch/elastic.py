@@ -1,7 +1,7 @@
-"""A launch on a number of machines that may change: ``accelerate launch`` through torchrun's elastic agent.
+"""A launch on a number of machines that may change, by torchrun's elastic agent.
 
-accelerate's launcher takes one number of machines. Its own code makes the workers' environment and torchrun's arguments here,
-and only the number of machines becomes a range.
+accelerate's launcher takes one number of machines. So accelerate's code only makes the environment of the workers and the
+arguments of torchrun here, and the number of machines in these arguments is then replaced by a range.
 """
 
 from argparse import Namespace
@@ -15,23 +15,23 @@ from zerobook.launch.worker_environment import distributed_environment
 BACKEND = "c10d"
 """torchrun's rendezvous for a number of machines that changes."""
 RESTARTS = 100
-"""Restarts by default. Each lost machine costs its agents one."""
+"""Restarts by default. Each lost machine costs every agent one restart."""
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""With a store that agents and processes share, torch 2.13 waits without end for a machine that comes back: its agent waits for
-an address that the first agent wrote in an earlier round."""
+"""Variable that keeps the processes from using the store of the agents. If they share it, torch 2.13 waits without end when a
+machine comes back: the agent of that machine waits for an address that the first agent wrote in an earlier round."""
 LAST_CALL_S = 5
-"""Seconds to wait for more machines once the fewest are there."""
+"""Seconds to wait for more machines after the fewest have come."""
 JOIN_S = 600
-"""Seconds to wait for the fewest machines."""
+"""Seconds to wait until the fewest machines have come."""
 
 
 def launch(fewest: int, arguments: list[str]) -> None:
     """Start this machine's processes, and return when they have ended.
 
     Args:
-        fewest: the fewest machines that the run goes on with.
-        arguments: of ``accelerate launch``, with the recipe and its flags. ``--num_machines`` is the most machines, and
-            ``--num_processes`` the processes on all of them.
+        fewest: the run continues with this number of machines or more.
+        arguments: those of ``accelerate launch``, with the recipe and its flags. ``--num_machines`` is the largest number of
+            machines, and ``--num_processes`` the number of processes on that many machines.
 
     Raises:
         ConfigError: the numbers of machines and processes do not fit together, or accelerate would refuse the launch.
@@ -39,7 +39,7 @@ def launch(fewest: int, arguments: list[str]) -> None:
     from accelerate.commands import launch as accelerate_launch
 
     args = parse_flags(arguments)
-    # Keep the values that were typed: accelerate's own code replaces them.
+    # Remember the typed values, which accelerate's code replaces below.
     restarts = args.max_restarts
     backend = args.rdzv_backend
     problems = accelerate_file.check(args.config_file).problems
@@ -69,11 +69,12 @@ def _prepare_rendezvous(args: Namespace) -> None:
     """Make ``main_process_ip`` the address of the rendezvous, instead of rank 0's."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-    # On one network, accelerate takes the address for rank 0's.
+    # With same_network, accelerate passes the address on as that of rank 0. Without it, as the endpoint of the rendezvous.
     args.same_network = False
-    # DeepSpeed's own launchers would start the other machines. With "standard", each machine starts its processes.
+    # DeepSpeed's own launchers would start the processes of other machines. With "standard", each machine starts its own.
     args.deepspeed_multinode_launcher = "standard"
-    # Only the machine that has the address listens there. On machine 0, accelerate refuses a port that is in use.
+    # accelerate refuses the launch if the port is in use on machine 0. But the rendezvous listens on the machine that has the
+    # address, so another machine with the rank 0 gets another rank. torchrun ignores the rank in a launch of this kind.
     if not args.machine_rank and not _matches_machine_hostname(str(args.main_process_ip)):
         args.machine_rank = 1
 
@@ -82,7 +83,10 @@ def _run_agent(args: Namespace, environ: dict[str, str], machines: str, restarts
     """Run torchrun's agent of this machine until its processes have ended.
 
     Args:
-        machines: the fewest and the most machines, as torchrun writes the range.
+        args: the arguments of accelerate's launcher.
+        environ: variables of the processes.
+        machines: the fewest and the most machines, such as ``1:2``.
+        restarts: how often the processes may be started again.
     """
     import torch.distributed.run as torchrun
     from accelerate.commands import launch as accelerate_launch

@@ -1,4 +1,4 @@
-"""``--fast``: settings that make a run faster and compute the same, chosen for the hardware and named in a note."""
+"""``--fast``: settings that make a run faster without changing its losses, chosen for the hardware and named in notes."""
 
 from typing import Any
 
@@ -6,52 +6,55 @@ from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigDraft
 from zerobook.strategy.launch_plan import LaunchPlan
 
-SHORT = 500
-"""Steps under which compiling takes longer than it saves on a CPU: half a minute, against 5 % of each step."""
-WORKERS = 2
+FEWEST_STEPS_ON_CPU = 500
+"""In a shorter run on a CPU, compiling takes longer than it saves: it takes half a minute, and saves 5 % of each step."""
+SETTINGS = {"torch_compile": True, "dataloader_num_workers": 2}
+"""Setting that ``--fast`` turns on -> its value."""
 FAST = "flag --fast"
 """Source of the values that are set here."""
 
 
 def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | None) -> None:
-    """Set what ``--fast`` turns on, unless the user has set it, and add notes that say so."""
+    """Set each of `SETTINGS` that helps in this run and that the user has not set. Add a note on each setting.
+
+    Args:
+        missing_compiler: what is missing on this machine to compile models; None if nothing is.
+    """
     config = draft.config
     if not config.fast:
         return
-    obstacle = _obstacle_to_compiling(plan, config, missing_compiler)
-    # Setting -> its value, and why it is left out where it is.
-    candidates: dict[str, tuple[Any, str | None]] = {
-        "torch_compile": (True, None),
-        "dataloader_num_workers": (WORKERS, None),
-    }
+    # Setting -> why it is left out.
+    reasons = {}
+    obstacle = _find_obstacle_to_fast_compiling(plan, config, missing_compiler)
     if obstacle is not None:
-        candidates["torch_compile"] = (True, f"it is not used with {obstacle}")
+        reasons["torch_compile"] = f"it is not used with {obstacle}"
     if plan.device == "cpu":
-        candidates["dataloader_num_workers"] = (WORKERS, "on a CPU, workers take the cores that train")
-    for key, (value, obstacle_to_key) in candidates.items():
-        reason = "you have set it" if draft.sources.is_set(key) else obstacle_to_key
-        if reason is None:
+        reasons["dataloader_num_workers"] = "on a CPU, workers take the cores that train"
+    for key, value in SETTINGS.items():
+        if draft.sources.is_set(key):
+            reasons[key] = "you have set it"
+        if key in reasons:
+            plan.notes.append(f"fast, left out: {key}: {reasons[key]}")
+        else:
             draft.set(FAST, **{key: value})
             plan.notes.append(f"fast: {key} {value}")
-        else:
-            plan.notes.append(f"fast, left out: {key}: {reason}")
 
 
-def _obstacle_to_compiling(plan: LaunchPlan, config: RecipeConfig, missing_compiler: str | None) -> str | None:
-    """Return with what the layers cannot be compiled, or compiling does not pay; None if it does."""
-    obstacle = not_compiled(plan, config)
+def _find_obstacle_to_fast_compiling(plan: LaunchPlan, config: RecipeConfig, missing_compiler: str | None) -> str | None:
+    """Return the part of the launch with which compiling is impossible or takes longer than it saves; None without one."""
+    obstacle = find_compile_obstacle(plan, config)
     if obstacle is not None:
         return obstacle
     if missing_compiler is not None:
         return f"a machine that lacks {missing_compiler}"
     steps = config.max_train_steps
-    if plan.device == "cpu" and steps is not None and steps < SHORT:
+    if plan.device == "cpu" and steps is not None and steps < FEWEST_STEPS_ON_CPU:
         return f"a run of {steps} steps on a CPU, where compiling takes longer than it saves"
     return None
 
 
-def not_compiled(plan: LaunchPlan, config: RecipeConfig) -> str | None:
-    """Return what the layers cannot be compiled with; None if they can."""
+def find_compile_obstacle(plan: LaunchPlan, config: RecipeConfig) -> str | None:
+    """Return the part of the launch with which the layers cannot be compiled; None if they can be compiled."""
     if plan.zero_stage == 3:
         return "ZeRO-3, whose hooks gather the weights of each part of a layer, which ends compiled code there"
     if plan.sequence > 1 or plan.context > 1 or plan.loaded_in_parts:

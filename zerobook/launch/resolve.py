@@ -587,7 +587,7 @@ def _check_model_choices(launch: LaunchDraft) -> None:
         plan.notes.append(
             "activation_checkpointing: on a CPU, offload does what full does, since activations are in host memory anyway"
         )
-    obstacle = fast.not_compiled(plan, config)
+    obstacle = fast.find_compile_obstacle(plan, config)
     if config.torch_compile and obstacle:
         plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")
     compiled = {"torch_compile": config.torch_compile, "attn_implementation": config.attn_implementation == "flex_attention"}
