@@ -143,13 +143,15 @@ def test_every_key_of_the_installed_deepspeed_has_been_looked_at():
     """If this fails, a new version of DeepSpeed reads another key: see what it does, and enter it where it belongs."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    sections = {key: Watched({}) for key in deepspeed_keys.KNOWN if key}
-    root = Watched(dict.fromkeys(deepspeed_keys.NUMBERS, 1) | {"zero_optimization": {"stage": 2}} | sections)
+    sections = {key: Watched({}) for key in deepspeed_keys.KNOWN_KEYS if key}
+    root = Watched(dict.fromkeys(deepspeed_keys.INTEGER_KEYS, 1) | {"zero_optimization": {"stage": 2}} | sections)
     DeepSpeedConfig(root)
 
-    listed = [deepspeed_keys.KNOWN[""], set(deepspeed_keys.REFUSED), set(deepspeed_keys.WITHOUT_EFFECT)]
-    assert root.requested | deepspeed_keys.OF_OTHERS == set().union(*listed)
-    assert {key: section.requested for key, section in sections.items()} == {key: deepspeed_keys.KNOWN[key] for key in sections}
+    listed = [deepspeed_keys.KNOWN_KEYS[""], set(deepspeed_keys.REFUSED), set(deepspeed_keys.WITHOUT_EFFECT)]
+    assert root.requested | deepspeed_keys.KEYS_READ_ELSEWHERE == set().union(*listed)
+    assert {key: section.requested for key, section in sections.items()} == {
+        key: deepspeed_keys.KNOWN_KEYS[key] for key in sections
+    }
 
 
 ODD = [None, True, False, -1, 0, 2, 1e9, 0.5, "", "auto", "two", "true", [], [1], {}, {"device": "cpu"}, {"enabled": True}]

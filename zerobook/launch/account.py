@@ -210,10 +210,10 @@ def _find_effect_in_json(
     if path[:2] == ("zero_optimization", "leaf_module"):
         return _find_effect_of_leaf_modules(key, value, config)
     # Deprecated keys are in zero_optimization, except for the root section bfloat16, which is now bf16.
-    if value is False and key in deepspeed_json.REPLACED:
+    if value is False and key in deepspeed_json.REPLACEMENTS:
         return "no effect: it is off"
-    if key in deepspeed_json.REPLACED or root in deepspeed_json.REPLACED:
-        return f"used: read as {deepspeed_json.REPLACED.get(key, 'bf16')}, which replaced it"
+    if key in deepspeed_json.REPLACEMENTS or root in deepspeed_json.REPLACEMENTS:
+        return f"used: read as {deepspeed_json.REPLACEMENTS.get(key, 'bf16')}, which replaced it"
     # If the recipe's schedule replaces that of the JSON, the section is removed from the plan.
     if root == "scheduler" and root not in (plan.deepspeed_config or {}):
         return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"

@@ -17,18 +17,18 @@ from zerobook.utils.units import size
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
-HPZ = "zero_hpz_partition_size"
-QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-FUSED_ONLY = ("bias_correction", "set_grad_none")
+HPZ_KEY = "zero_hpz_partition_size"
+QUANTISED_KEYS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+FUSED_ADAM_PARAMETERS = ("bias_correction", "set_grad_none")
 """Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
-ADAM = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
+ADAM_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
 """Parameters that an optimizer section may have on every device."""
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 """DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
-LEAST_SWAPPED = 10_000_000
-"""Weights of a rank whose optimizer state is worth a disk, at least."""
-EXAMPLES = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
-"""Schedule parameter that accelerate fills in for ``auto`` -> a placeholder, with which the other parameters are checked."""
+ASSUMED_WEIGHTS = 10_000_000
+"""Weights of a rank that are assumed if the model is not known. NVMe offload is of use for larger models only."""
+EXAMPLE_PARAMETERS = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
+"""Schedule parameter that accelerate fills in for ``auto`` -> a value to check the other parameters with."""
 REFUSED_SETTINGS = {
     ("bf16", "bf16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
     ("fp16", "fp16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
@@ -37,8 +37,8 @@ REFUSED_SETTINGS = {
     ("zero_optimization", "elastic_checkpoint"): "checkpoints are written by Zerobook, for any number of processes",
     ("zero_optimization", "offload_optimizer", "super_offload"): "its optimizer's state cannot be saved for other strategies",
 }
-"""Path of a setting that would change the training, or what is saved -> why it is refused."""
-REPLACED = {
+"""Path of a setting that would change the training, or that checkpoints do not support -> why it is refused."""
+REPLACEMENTS = {
     "bfloat16": "bf16",
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",
@@ -46,7 +46,7 @@ REPLACED = {
 }
 """Deprecated key of DeepSpeed, which is still accepted -> the key or section that replaced it."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
-NEVER = 1e30
+UNREACHABLE_NORM = 1e30
 """A clipping norm that is never reached: DeepSpeed computes the gradient norm only if it clips."""
 
 
@@ -68,54 +68,57 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         _compare_with_launcher(plan, config, environ)
     zero = _read_stage(plan, config)
     if plan.zero_stage in (1, 2) and zero.get("round_robin_gradients"):
-        # DeepSpeed 0.19.8 reorders the weights, and then takes a part of another weight for a weight's fp32 values.
+        # With this setting, DeepSpeed 0.19.8 reorders the weights. Asked for the fp32 values of a weight, it then returns those
+        # of another one.
         zero["round_robin_gradients"] = False
         plan.notes.append(
             f"{plan.config_file}: zero_optimization.round_robin_gradients is turned off: with it, the fp32 weights cannot be "
             "read for checkpoints and for the saved model. It changes the speed of CPU offload only"
         )
-    plan.offload_optimizer = _offload_device(zero, "offload_optimizer")
-    plan.offload_param = _offload_device(zero, "offload_param")
+    plan.offload_optimizer = _get_offload_device(zero, "offload_optimizer")
+    plan.offload_param = _get_offload_device(zero, "offload_param")
     if plan.offload_param != "none" and plan.zero_stage in (1, 2):
         plan.problems.append(
             f"{plan.config_file}: zero_optimization.offload_param is set with stage {plan.zero_stage}; "
             "parameters can be offloaded only under stage 3. Set stage 3 or remove offload_param."
         )
-    if HPZ in zero:
+    if HPZ_KEY in zero:
         _read_hpz(plan, zero, int(environ.get("LOCAL_WORLD_SIZE", plan.world_size)))
 
 
 def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
-    """Read the stage into ``plan``, and return the section that has it. Without a usable stage, the section gets stage 0."""
-    # The value of a JSON file may have any type, and True is equal to 1.
+    """Read the ZeRO stage into ``plan``, and return ``zero_optimization``, which gets stage 0 if it has no usable stage."""
+    # `check_shapes` has removed a section that is no object.
     section = config.get("zero_optimization")
-    stage = section.get("stage") if isinstance(section, dict) else None
-    if isinstance(section, dict) and stage in (1, 2, 3) and not isinstance(stage, bool):
+    stage = (section or {}).get("stage")
+    # The JSON may say true, which is equal to 1 in Python.
+    if stage in (1, 2, 3) and not isinstance(stage, bool):
         plan.zero_stage = stage
-        return section
-    if isinstance(section, dict):
+        return config["zero_optimization"]
+    if section is not None:
         plan.problems.append(
             f"{plan.config_file}: zero_optimization.stage is {json.dumps(stage)}; the recipes run stages 1, 2 and 3. "
             "Write one of them, or launch with accelerate_configs/ddp.yaml, which spreads the data only, as stage 0 does."
         )
+    # An empty config could not be read, which is a problem of its own.
     elif config:
         plan.problems.append(
             f"{plan.config_file}: zero_optimization is missing. Add a section with a stage, 1 to 3, or pick a file from "
             "ds_configs/."
         )
-    # With stage 0, the rest of the file can be checked.
+    # Continue with stage 0, so that the rest of the file is checked.
     plan.zero_stage = 0
     config["zero_optimization"] = {**(section or {}), "stage": 0}
     return config["zero_optimization"]
 
 
-def _offload_device(zero: dict[str, Any], key: str) -> str:
+def _get_offload_device(zero: dict[str, Any], key: str) -> str:
     return str((zero.get(key) or {}).get("device", "none"))
 
 
 def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
-    """Replace keys of earlier versions of DeepSpeed in ``config``. A key beside its replacement is a problem."""
-    zero = _section(config, ("zero_optimization", ""))
+    """Replace the keys of earlier versions of DeepSpeed in ``config``. Such a key beside its replacement is a problem."""
+    zero = _find_section(config, "zero_optimization")
     pin_memory = zero.pop("cpu_offload_use_pin_memory", None)
     for key, section, value_type in (
         ("bfloat16", config, dict),
@@ -123,10 +126,10 @@ def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
         ("cpu_offload_param", zero, bool),
     ):
         value = section.pop(key, None)
-        # An option that is turned off is only removed.
+        # A key that turns an option off needs no replacement.
         if value is None or value is False:
             continue
-        replacement = REPLACED[key]
+        replacement = REPLACEMENTS[key]
         if replacement in section or not isinstance(value, value_type):
             plan.problems.append(
                 f"{plan.config_file}: {key} is {json.dumps(value)}, and {replacement} replaced it. Write {replacement} alone."
@@ -134,7 +137,7 @@ def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
         elif key == "bfloat16":
             config["bf16"] = value
         else:
-            # The earlier keys were flags of offload to host memory.
+            # The other two keys turn on offload to host memory, for which there are sections now.
             zero[replacement] = {"device": "cpu"}
             if pin_memory is not None:
                 zero[replacement]["pin_memory"] = pin_memory
@@ -144,19 +147,19 @@ def _read_replaced_keys(plan: LaunchPlan, config: dict[str, Any]) -> None:
 def _refuse_settings(plan: LaunchPlan, config: dict[str, Any]) -> None:
     """Add a problem for each setting that is refused."""
     for path, reason in REFUSED_SETTINGS.items():
-        if _section(config, path).get(path[-1]):
+        if _find_section(config, *path[:-1]).get(path[-1]):
             plan.problems.append(f"{plan.config_file}: {'.'.join(path)} is not supported: {reason}. Remove it.")
-    if _section(config, ("zero_optimization", "compute_grad_norm")).get("compute_grad_norm") is False:
+    if _find_section(config, "zero_optimization").get("compute_grad_norm") is False:
         plan.problems.append(
             f"{plan.config_file}: zero_optimization.compute_grad_norm is false; clipping and spike detection need the norm of "
             "the gradients. Remove it."
         )
 
 
-def _section(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return the object that has the last key of ``path``; an empty one if there is none."""
+def _find_section(config: dict[str, Any], *path: str) -> dict[str, Any]:
+    """Return the object at the keys of ``path``, each inside the one before; an empty object if there is none."""
     section: Any = config
-    for key in path[:-1]:
+    for key in path:
         section = section.get(key) if isinstance(section, dict) else None
     return section if isinstance(section, dict) else {}
 
@@ -170,22 +173,22 @@ def _compare_with_launcher(plan: LaunchPlan, config: dict[str, Any], environ: Ma
     json_values = {
         "gradient_clipping": config.get("gradient_clipping", "auto"),
         "zero_stage": zero.get("stage"),
-        "offload_optimizer_device": _offload_device(zero, "offload_optimizer"),
+        "offload_optimizer_device": _get_offload_device(zero, "offload_optimizer"),
         "offload_optimizer_nvme_path": (zero.get("offload_optimizer") or {}).get("nvme_path"),
-        "offload_param_device": _offload_device(zero, "offload_param"),
+        "offload_param_device": _get_offload_device(zero, "offload_param"),
         "offload_param_nvme_path": (zero.get("offload_param") or {}).get("nvme_path"),
     }
     for key, json_value in json_values.items():
-        # The launcher sets variables of these names for flags, and for keys of the YAML that have a value.
+        # accelerate's launcher sets these variables for its flags, and for keys of the YAML that have a value.
         variable = key.upper() if key == "gradient_clipping" else f"DEEPSPEED_{key.upper()}"
         launcher_text = environ.get(f"ACCELERATE_{variable}", "auto").lower()
         if launcher_text == "auto":
             continue
         json_texts = {str(json_value).lower()}
         if isinstance(json_value, int | float):
-            # 1 and 1.0 are equal.
+            # The launcher may write the same number as 1 or as 1.0.
             json_texts |= {f"{json_value:g}", str(float(json_value))}
-        # If the JSON leaves the norm open, the launcher sets it.
+        # The launcher's norm applies only if the JSON leaves the norm open.
         if key == "gradient_clipping" and json_value == "auto":
             config[key] = float(launcher_text)
         elif launcher_text not in json_texts:
@@ -196,7 +199,7 @@ def _compare_with_launcher(plan: LaunchPlan, config: dict[str, Any], environ: Ma
 
 
 def _choose_swap_folders(plan: LaunchPlan, zero: dict[str, Any], output_dir: Path) -> None:
-    """Give the run a folder of its own under each ``nvme_path``; "auto" is a folder of ``output_dir``.
+    """Give the run a folder of its own under each ``nvme_path``. For "auto", it is a folder in ``output_dir``.
 
     DeepSpeed 0.19.8 names its swap files by the rank and a counter only. With the same path, two runs would read each other's
     weights, and the second one deletes the files of the first when it starts.
@@ -206,7 +209,7 @@ def _choose_swap_folders(plan: LaunchPlan, zero: dict[str, Any], output_dir: Pat
         if section.get("device") != "nvme":
             continue
         path = section.get("nvme_path") or "auto"
-        # The check of the keys reports it.
+        # `deepspeed_keys.check_keys` reports a value that is no path.
         if not isinstance(path, str):
             continue
         if path == "auto":
@@ -222,14 +225,17 @@ def _choose_swap_folders(plan: LaunchPlan, zero: dict[str, Any], output_dir: Pat
 
 
 def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], processes_of_node: int) -> None:
-    """Read the group size of ZeRO++'s second copy of the weights. "auto" means the processes of a node."""
-    setting = zero[HPZ]
+    """Read the group size of hpZ, by which ZeRO++ holds a second copy of the weights in each group.
+
+    The backward pass then gathers weights without traffic between groups. "auto" makes the processes of a node a group.
+    """
+    setting = zero[HPZ_KEY]
     is_auto = setting == "auto"
     size = processes_of_node if is_auto else setting
-    where = f"{plan.config_file}: zero_optimization.{HPZ} is {json.dumps(setting)}"
+    where = f"{plan.config_file}: zero_optimization.{HPZ_KEY} is {json.dumps(setting)}"
     world = plan.world_size
-    # 1 is DeepSpeed's value for off. It stays if the size is not usable.
-    zero[HPZ] = 1
+    # The value 1 turns hpZ off. It is replaced below if the size is usable.
+    zero[HPZ_KEY] = 1
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         plan.problems.append(f'{where}, expected the number of processes of a node, or "auto", which finds it.')
     elif setting in (0, 1):
@@ -239,33 +245,35 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], processes_of_node: int) ->
     elif plan.offload_param == "nvme":
         plan.problems.append(
             f"{where} with offload_param on nvme, where DeepSpeed cannot put the second copy. Offload parameters to cpu, or "
-            f"remove {HPZ}."
+            f"remove {HPZ_KEY}."
         )
     elif world % size:
+        # The next larger number of processes that can be divided into two or more groups of this size.
+        fitting = max(2, -(-world // size)) * size
         plan.problems.append(
-            f"{where}, and groups of {size} do not divide {world} processes. Pass --num_processes "
-            f"{max(2, -(-world // size)) * size}, or write a number that does."
+            f"{where}, and groups of {size} do not divide {world} processes. Pass --num_processes {fitting}, or write a number "
+            "that does."
         )
     elif is_auto and size in (1, world):
         plan.notes.append(
             f"hpZ is off: a second copy of the weights saves nothing where {size} of {world} processes share a node. For "
-            f"groups of another size write their number of processes as {HPZ} into a copy of {plan.config_file}"
+            f"groups of another size write their number of processes as {HPZ_KEY} into a copy of {plan.config_file}"
         )
     else:
-        zero[HPZ] = size
+        zero[HPZ_KEY] = size
         plan.secondary = size
 
 
 def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Add problems if DeepSpeed is set to another device, or if the config needs a GPU and there is none."""
+    """Add problems if DeepSpeed is set to another device than the run, or if the config needs a GPU and there is none."""
     if plan.kind == "deepspeed" and plan.device == "cuda" and environ.get("DS_ACCELERATOR") == "cpu":
         plan.problems.append(
             "DS_ACCELERATOR: the environment tells DeepSpeed that it has a cpu, and this run is on cuda. Unset DS_ACCELERATOR "
             'to train on GPUs; to train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
         )
-    # DeepSpeed has kernels of its quantisation only for GPUs.
+    # DeepSpeed's kernels for quantisation run on GPUs only.
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
-    quantised_keys = [key for key in QUANTISED if zero.get(key)]
+    quantised_keys = [key for key in QUANTISED_KEYS if zero.get(key)]
     if plan.device == "cpu":
         for key in quantised_keys:
             plan.problems.append(
@@ -281,7 +289,11 @@ def check_device(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
-    """Add problems for ops that the config needs and this machine cannot compile: ``missing`` says why. Call after `fill`."""
+    """Add problems for ops that the config needs and this machine cannot compile. Call it after `fill`.
+
+    Args:
+        missing: op that cannot be compiled here -> the reason.
+    """
     for op in ops.needed_ops(plan):
         if op in missing:
             section = "optimizer.params" if op == "fused_adam" else "zero_optimization"
@@ -293,9 +305,10 @@ def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
 
 
 def check_locked_memory(plan: LaunchPlan, limit: int | None) -> None:
-    """Add a problem if DeepSpeed may not lock the buffers of NVMe offload in memory. Call after the check of the keys.
+    """Add a problem if DeepSpeed may not lock the buffers of NVMe offload in memory.
 
-    DeepSpeed 0.19.8 ends the process by SIGABRT then, after the model was loaded.
+    Without the check, DeepSpeed 0.19.8 would end the process by SIGABRT after the model is loaded. Call it after
+    `deepspeed_keys.check_keys`.
 
     Args:
         limit: bytes that a process may lock; None: any number.
@@ -303,32 +316,32 @@ def check_locked_memory(plan: LaunchPlan, limit: int | None) -> None:
     if limit is None or not plan.swap_folders:
         return
 
-    def number(section: dict[str, Any], key: str, default: float) -> float:
-        # "auto", and values that the check of the keys has refused.
+    def read_number(section: dict[str, Any], key: str, default: float) -> float:
+        # The value may also be "auto", or one that `deepspeed_keys.check_keys` has reported.
         value = section.get(key)
         return value if isinstance(value, int | float) else default
 
-    # The defaults are DeepSpeed's.
+    # The default numbers below are DeepSpeed's.
     zero = (plan.deepspeed_config or {})["zero_optimization"]
-    needed = 0.0
+    needed_bytes = 0.0
     if plan.offload_param == "nvme":
-        weights = zero["offload_param"]
+        section = zero["offload_param"]
         element_bytes = 4 if plan.precision == "no" else 2
-        needed += number(weights, "buffer_count", 5) * number(weights, "buffer_size", 1e8) * element_bytes
+        needed_bytes += read_number(section, "buffer_count", 5) * read_number(section, "buffer_size", 1e8) * element_bytes
     if plan.offload_optimizer == "nvme":
-        # A buffer has the size of the largest group of weights. The model is not known here.
-        group_size = min(number(zero, "sub_group_size", 1e9), LEAST_SWAPPED)
-        needed += number(zero["offload_optimizer"], "buffer_count", 4) * group_size * 4
-    if needed > limit:
+        # A buffer holds the fp32 values of the largest group of weights.
+        group_size = min(read_number(zero, "sub_group_size", 1e9), ASSUMED_WEIGHTS)
+        needed_bytes += read_number(zero["offload_optimizer"], "buffer_count", 4) * group_size * 4
+    if needed_bytes > limit:
         plan.problems.append(
-            f"{plan.config_file}: DeepSpeed locks the buffers of NVMe offload in memory, at least {size(needed)} per rank, and "
-            f"a process may lock {size(limit)} on this machine (ulimit -l). Raise the limit: ulimit -l unlimited, or docker "
-            "run --ulimit memlock=-1; or offload to cpu."
+            f"{plan.config_file}: DeepSpeed locks the buffers of NVMe offload in memory, at least {size(needed_bytes)} per "
+            f"rank, and a process may lock {size(limit)} on this machine (ulimit -l). Raise the limit: ulimit -l unlimited, or "
+            "docker run --ulimit memlock=-1; or offload to cpu."
         )
 
 
 def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the YAML's ``deepspeed_config`` section, which the launcher put into variables, as a DeepSpeed config."""
+    """Return the YAML's ``deepspeed_config``, whose settings the launcher passes in variables, as a DeepSpeed config."""
     stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     zero: dict[str, Any] = {"stage": int(stage) if stage.isdigit() else stage}
     for key in ("offload_optimizer", "offload_param"):
@@ -338,7 +351,7 @@ def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
             zero[key] = {"device": device}
             if nvme_path != "none":
                 zero[key]["nvme_path"] = nvme_path
-    # accelerate writes none if the YAML has no such key.
+    # accelerate writes none if the YAML has no gradient_clipping.
     clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     return {"zero_optimization": zero, "gradient_clipping": "auto" if clipping in ("auto", "none") else float(clipping)}
 
@@ -360,16 +373,16 @@ def find_json(path: str, strategy_file: str | Path | None) -> str:
 
 
 def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
-    """Copy the JSON's micro-batch into the draft, or add a problem if the user set another one.
+    """Copy the JSON's micro-batch, and the accumulation that its global batch gives, into the draft.
 
-    Call it before a resumed run divides its global batch again.
+    Add a problem if the user set another micro-batch. Call it before a resumed run divides its global batch anew.
     """
     ds = plan.deepspeed_config or {}
     micro_batch = ds.get("train_micro_batch_size_per_gpu", "auto")
     _copy_or_compare(plan, "train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size", draft)
     global_batch = ds.get("train_batch_size", "auto")
     micro_batches = draft.config.per_device_train_batch_size * plan.data_parallel_size
-    # If nothing else sets the accumulation, the JSON's global batch does.
+    # The JSON's global batch determines the accumulation only if nothing else sets it.
     is_set_by_user = draft.sources.get("gradient_accumulation_steps", "default") != "default"
     is_set_by_json = ds.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
     if global_batch != "auto" and not is_set_by_user and not is_set_by_json and global_batch % micro_batches == 0:
@@ -377,9 +390,9 @@ def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
 
 
 def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
-    """Write the run's sizes, clipping and optimizer into the config.
+    """Write the run's batch sizes, clipping and optimizer into the DeepSpeed config.
 
-    Values that only the JSON sets are copied into the ``draft``. Values that the user sets, too, must be equal.
+    Values that only the JSON sets are copied into the ``draft``. If the user sets a value, too, both must be equal.
     """
     ds = plan.deepspeed_config
     assert ds is not None
@@ -387,8 +400,9 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     if "optimizer" in ds:
         _fill_optimizer(plan, ds, draft)
     config = draft.config
-    # Without clipping, DeepSpeed does not compute the gradient norm, which the run reports.
-    ds["gradient_clipping"] = config.max_grad_norm or NEVER
+    # Without clipping, DeepSpeed does not compute the gradient norm, which the run reports. So a run that does not clip gets a
+    # norm that is never reached.
+    ds["gradient_clipping"] = config.max_grad_norm or UNREACHABLE_NORM
     global_batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
     if global_batch not in ("auto", product):
@@ -404,7 +418,7 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     )
     _choose_swap_folders(plan, ds["zero_optimization"], Path(config.output_dir))
     accumulation_dtype = ds.get("data_types", {}).get("grad_accum_dtype")
-    # In this one case, DeepSpeed 0.19.8 has an optimizer without the parts that checkpoints and norms are read from.
+    # Only in this case, DeepSpeed 0.19.8 makes an optimizer from which Zerobook cannot read weights and norms.
     is_zero_1_in_bf16 = (plan.zero_stage, plan.precision, plan.offload_optimizer) == (1, "bf16", "none")
     if is_zero_1_in_bf16 and accumulation_dtype in ("fp32", "float32", "float", "torch.float32"):
         plan.problems.append(
@@ -412,20 +426,20 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
             "bf16. Set zero_optimization.stage to 2, which accumulates in fp32 too, or remove it."
         )
     if "activation_checkpointing" in ds:
-        _read_checkpointing(plan, ds["activation_checkpointing"], draft)
-    # Without this, DeepSpeed accepts only its own optimizers.
+        _read_activation_checkpointing(plan, ds["activation_checkpointing"], draft)
+    # Without this setting, DeepSpeed accepts only its own optimizers.
     ds["zero_allow_untested_optimizer"] = True
     if config.optimizer != "adamw":
-        # Without this, accelerate would replace the optimizer by DeepSpeed's CPU Adam.
+        # Without this setting, accelerate would replace the optimizer by DeepSpeed's CPU Adam.
         ds["zero_force_ds_cpu_optimizer"] = False
     if ds.get("scheduler"):
         _fill_schedule(plan, ds, draft)
 
 
 def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
-    """Check the schedule of the JSON, which DeepSpeed makes.
+    """Check the schedule of the JSON, which DeepSpeed will build, and compare its peak rate with the run's.
 
-    If all of its parameters are ``auto``, and the run has no warm-up, ``lr_scheduler_type`` replaces it.
+    If all parameters of the schedule are ``auto``, and the run has no warm-up, ``lr_scheduler_type`` replaces it.
     """
     section = ds["scheduler"]
     kind = section.get("type")
@@ -437,15 +451,15 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
             "recipe's lr_scheduler_type then sets the rate."
         )
         return
-    # Check this before anything is copied from the schedule. DeepSpeed itself would refuse it only after the model is loaded.
-    reason = _refusal_of_schedule(kind, params)
+    # Check the parameters before anything is copied from them. DeepSpeed would refuse them only after the model is loaded.
+    reason = _find_refusal_of_schedule(kind, params)
     if reason is not None:
         plan.problems.append(f"{where}.params: {reason}.")
         return
     is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
-    # A warm-up of any length has at least one step, also in a run of one step.
+    # The number of steps may not be known yet. But a run with a warm-up has a step of it even if it has one step in total.
     if is_all_auto and draft.config.warmup_steps(total=1) == 0:
-        # DeepSpeed's schedules have at least two steps of warm-up, during which the rate is 0.
+        # DeepSpeed's schedules always have two or more steps of warm-up, in which the rate is 0.
         del ds["scheduler"]
         if not draft.sources.is_set("lr_scheduler_type"):
             draft.set(str(plan.config_file), lr_scheduler_type=SCHEDULES[kind])
@@ -455,7 +469,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         )
         return
     peak = params.get("warmup_max_lr")
-    # Without this key, the peak of WarmupDecayLR is 0.001, and WarmupLR takes the rate of the optimizer.
+    # Without this key, the peak of WarmupDecayLR is 0.001. The other schedules then take the rate of the optimizer.
     if peak is None:
         peak = 0.001 if kind == "WarmupDecayLR" else "auto"
     _copy_or_compare(plan, "scheduler.params.warmup_max_lr", peak, "learning_rate", draft)
@@ -469,22 +483,22 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
     plan.notes.append(f"learning rate: {kind} from {plan.config_file}, not lr_scheduler_type")
 
 
-def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
-    """Return why DeepSpeed refuses this schedule; None if it accepts it. The schedule is made for a test, with one weight."""
+def _find_refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
+    """Return why DeepSpeed refuses this schedule, which is built here for one weight; None if DeepSpeed accepts it."""
     import torch
     from deepspeed.runtime import lr_schedules
 
-    # Replace auto by an example, if accelerate fills in the parameter.
+    # Replace auto by an example, if accelerate would fill in the parameter.
     values = dict(params)
     for name, value in params.items():
         if value == "auto":
-            values[name] = EXAMPLES.get(name, value)
+            values[name] = EXAMPLE_PARAMETERS.get(name, value)
         if values[name] == "auto":
             return f"{name} is auto, which accelerate does not fill in for it"
-    form = params.get("warmup_type", "log")
-    if form not in ("log", "linear"):
-        # DeepSpeed would silently take log instead.
-        return f"warmup_type is {json.dumps(form)}, expected log or linear"
+    warmup_type = params.get("warmup_type", "log")
+    if warmup_type not in ("log", "linear"):
+        # DeepSpeed would use log instead, without a message.
+        return f"warmup_type is {json.dumps(warmup_type)}, expected log or linear"
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     try:
         getattr(lr_schedules, kind)(optimizer, **values)
@@ -494,6 +508,7 @@ def _refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
     return None
 
 
+# Write the run's rate, decay, eps and betas into the optimizer section, and check the other keys of the section.
 def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
     section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
     kind = section.get("type")
@@ -514,13 +529,13 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
         _copy_or_compare(plan, f"optimizer.params.{parameter}", params.get(parameter, "auto"), key, draft)
         params[parameter] = getattr(draft.config, key)
     if params.get("amsgrad") is False:
-        # False is the default. True is not supported, see below.
+        # False is the default. True is reported below.
         del params["amsgrad"]
     if plan.offload_optimizer == "none":
-        supported = {*ADAM, *FUSED_ONLY, "fused", "foreach"}
+        supported = {*ADAM_PARAMETERS, *FUSED_ADAM_PARAMETERS, "fused", "foreach"}
     else:
-        # Offloaded weights are updated by DeepSpeed's CPU Adam, which has other parameters.
-        supported = {*ADAM, "bias_correction"}
+        # DeepSpeed's CPU Adam, which updates offloaded weights, has other parameters.
+        supported = {*ADAM_PARAMETERS, "bias_correction"}
     for key in params:
         if key not in supported:
             plan.problems.append(
@@ -535,8 +550,8 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
     _copy_or_compare(plan, "optimizer.params.betas[0]", betas[0], "adam_beta1", draft)
     _copy_or_compare(plan, "optimizer.params.betas[1]", betas[1], "adam_beta2", draft)
     params["betas"] = [draft.config.adam_beta1, draft.config.adam_beta2]
-    if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ONLY} & params.keys():
-        # The run has then the same optimizer as without the section.
+    if plan.offload_optimizer == "none" and not {"torch_adam", *FUSED_ADAM_PARAMETERS} & params.keys():
+        # Nothing in the section needs FusedAdam. So the run has the same optimizer as without the section.
         params["torch_adam"] = True
         params["fused"] = True
         plan.notes.append(
@@ -545,7 +560,7 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
         )
 
 
-def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[Any]) -> None:
+def _read_activation_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[Any]) -> None:
     """Read the settings of DeepSpeed's own checkpoint function (ZeRO-R).
 
     transformers' models call torch's function instead, for which one of the settings has a counterpart: inputs of layers in
@@ -569,7 +584,7 @@ def _read_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[An
 def _copy_or_compare(plan: LaunchPlan, json_key: str, json_value: object, key: str, draft: ConfigDraft[Any]) -> None:
     """Copy a value of the JSON into the draft's ``key``, or add a problem if the user set another value."""
     value = getattr(draft.config, key)
-    # The values are equal, or the JSON leaves the value to the recipe.
+    # With auto, the JSON leaves the value to the recipe.
     if json_value in ("auto", value):
         return
     if not isinstance(json_value, int | float):

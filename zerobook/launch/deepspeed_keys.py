@@ -1,7 +1,8 @@
-"""The account of a DeepSpeed JSON's keys: every key acts, is named as one without effect, or is a problem.
+"""Checks of the keys of a DeepSpeed JSON: each key has an effect, or is reported as a key without effect, or is a problem.
 
-DeepSpeed drops root keys that it does not know, so those that it knows are listed here. Its own config class is built, too:
-inside of most sections it checks keys and values, and its errors become problems that name the file and the key.
+DeepSpeed ignores root keys that it does not know, so the keys that it knows are listed here. Inside of most sections,
+DeepSpeed's config class checks keys and values. So this class is built, and its errors become problems that name the file and
+the key.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
     from zerobook.strategy.launch_plan import LaunchPlan
 
-NUMBERS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+INTEGER_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Root keys that hold a positive integer, or ``auto``."""
-OBJECTS = (
+OBJECT_KEYS = (
     "zero_optimization",
     "zero_optimization.offload_optimizer",
     "zero_optimization.offload_param",
@@ -62,7 +63,7 @@ WITHOUT_EFFECT = {
     "disable_allgather": "DeepSpeed reads it nowhere",
     "timers": "it belongs to wall_clock_breakdown of DeepSpeed's own engine loop",
 }
-"""Root keys that DeepSpeed knows and nothing here reads -> why. A run with one says so."""
+"""Root key that DeepSpeed knows and that has no effect here -> why. A run with such a key has a note on it."""
 REFUSED = {
     "amp": "NVIDIA's apex is not used. Remove the section; --mixed_precision bf16 or fp16 chooses the precision",
     "torch_autocast": "the precision is that of --mixed_precision. Remove the section",
@@ -81,9 +82,9 @@ REFUSED = {
     "gradient_predivide_factor": "ZeRO averages gradients after it has reduced them. Remove it",
     "managed_gradient_accumulation": "Zerobook says itself which micro-batch is the last of a step. Remove it",
 }
-"""Root keys that would change the training -> what to do. A section that says ``"enabled": false`` is none."""
-ACTING = {
-    *NUMBERS,
+"""Root key that would change the training -> why it is refused. Sections with ``"enabled": false`` are not refused."""
+EFFECTIVE_KEYS = {
+    *INTEGER_KEYS,
     "gradient_clipping",
     "zero_optimization",
     "optimizer",
@@ -111,16 +112,16 @@ ACTING = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
-"""Root keys that DeepSpeed's engine reads and acts on, or that Zerobook fills in or reads."""
-OF_OTHERS = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
-"""Root keys that DeepSpeed reads in other places than its config class."""
-KNOWN = {
-    "": ACTING | OF_OTHERS,
+"""Root keys that DeepSpeed's engine uses, or that Zerobook fills in or reads."""
+KEYS_READ_ELSEWHERE = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
+"""Root keys that DeepSpeed reads outside of its config class."""
+KNOWN_KEYS = {
+    "": EFFECTIVE_KEYS | KEYS_READ_ELSEWHERE,
     "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"},
     "data_types": {"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"},
 }
-"""Root ("") and sections of which DeepSpeed drops the keys that it does not know -> those that it knows."""
-_SECTIONS = {
+"""Section, or "" for the root, in which DeepSpeed ignores unknown keys -> the keys that DeepSpeed knows."""
+_SECTION_OF_CLASS = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
     "DeepSpeedZeroOffloadParamConfig": "zero_optimization.offload_param",
@@ -133,20 +134,23 @@ _SECTIONS = {
     "CometConfig": "comet",
     "DeepSpeedFlopsProfilerConfig": "flops_profiler",
 }
-"""DeepSpeed's class of a section's values -> its key."""
+"""DeepSpeed's class for a section -> the path of the section."""
 
 
 def stage_3_names() -> set[str]:
-    """Return the names that DeepSpeed takes beside those that begin with ``stage3_``, for the same settings."""
+    """Return the other names of the settings that begin with ``stage3_``. DeepSpeed accepts both names."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     return {name for name, field in DeepSpeedZeroConfig.model_fields.items() if str(field.alias).startswith("stage3_")}
 
 
 def load(path: str, problems: list[str]) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where it cannot be read. Add problems, also for keys that stand twice."""
+    """Return the object in a JSON file; an empty object if the file cannot be read.
 
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    Add a problem to ``problems`` if the file cannot be read, and for each key that an object has twice.
+    """
+
+    def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         for key in sorted(counts):
             if counts[key] > 1:
@@ -157,7 +161,7 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
         return read_mapping(
             path,
             "DeepSpeed config",
-            lambda text: json.loads(text, object_pairs_hook=distinct),
+            lambda text: json.loads(text, object_pairs_hook=make_object),
             advice=f"Paths in an Accelerate YAML are relative to the folder you launch from, here {Path.cwd()}, or to the "
             "folder of the YAML and the two above it.",
         )
@@ -167,35 +171,38 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
 
 
 def check_shapes(config: dict[str, Any], file: str) -> list[str]:
-    """Return a problem for each section that is not an object and each size that is not a number. Remove it from ``config``."""
+    """Return a problem for each section that is not an object, and for each size of a batch that is not a positive integer.
+
+    Remove their keys from ``config``.
+    """
     problems = []
-    for dotted in OBJECTS:
-        *parents, last_key = dotted.split(".")
+    for dotted_key in OBJECT_KEYS:
+        *parents, last_key = dotted_key.split(".")
         section: Any = config
         for key in parents:
-            section = section.get(key, {}) if isinstance(section, dict) else {}
-        if not isinstance(section, dict) or last_key not in section or isinstance(section[last_key], dict):
+            # A parent that is no object has been removed in an earlier round of the loop.
+            section = section.get(key, {})
+        if last_key not in section or isinstance(section[last_key], dict):
             continue
         value = section.pop(last_key)
-        # null means that the section is not there.
+        # null means that there is no section.
         if value is not None:
-            problems.append(f"{file}: {dotted} is {json.dumps(value)}, expected an object of settings.")
-    for key in NUMBERS:
+            problems.append(f"{file}: {dotted_key} is {json.dumps(value)}, expected an object of settings.")
+    for key in INTEGER_KEYS:
         value = config.get(key, "auto")
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             problems.append(f'{file}: {key} is {json.dumps(config.pop(key))}, expected a positive integer or "auto".')
     return problems
 
 
-def account(plan: LaunchPlan) -> None:
-    """Add a problem for each key that DeepSpeed does not know or that is refused, and a note for each without effect.
+def check_keys(plan: LaunchPlan) -> None:
+    """Add a problem for each unknown or refused key of the plan's DeepSpeed config, and a note for each key without effect.
 
-    Keys without effect, and refused ones that are switched off, are taken out of the config. Call it when the run's values are
-    filled in.
+    Remove the refused keys and those without effect from the config. Call it when the run's values are filled in.
     """
     ds = plan.deepspeed_config
     assert ds is not None
-    # A copy of the keys, since some are taken out.
+    # Loop over a copy of the keys, since keys are removed.
     for key in list(ds):
         if key not in REFUSED and key not in WITHOUT_EFFECT:
             continue
@@ -205,9 +212,9 @@ def account(plan: LaunchPlan) -> None:
             plan.problems.append(f"{plan.config_file}: {key} is not supported: {REFUSED[key]}.")
         else:
             plan.notes.append(f"{plan.config_file}: {key} has no effect: {WITHOUT_EFFECT[key]}")
-    # DeepSpeed's own check comes first: it knows the values, and what follows only the names.
-    build(plan)
-    for section, names in KNOWN.items():
+    # DeepSpeed's own check comes first, since it checks values, too. The loop below checks only names.
+    check_by_deepspeed(plan)
+    for section, names in KNOWN_KEYS.items():
         settings = (ds.get(section) or {}) if section else ds
         prefix = f"{section}." if section else ""
         for key in settings:
@@ -219,19 +226,20 @@ def account(plan: LaunchPlan) -> None:
 
 
 def is_off(value: object) -> bool:
-    """Return whether a root key's value changes nothing."""
-    neutral = not value or (value == 1.0 and not isinstance(value, bool))
-    return neutral or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
+    """Return whether the value of a refused root key, or of a root key without effect, turns the key off."""
+    # A factor of 1 changes nothing.
+    is_neutral = not value or (value == 1.0 and not isinstance(value, bool))
+    return is_neutral or (isinstance(value, dict) and value.get("enabled") in (False, "auto"))
 
 
-def build(plan: LaunchPlan) -> None:
-    """Build DeepSpeed's own config, as the engine will, and add problems for what it refuses: values, and keys of sections."""
+def check_by_deepspeed(plan: LaunchPlan) -> None:
+    """Build DeepSpeed's config object, as the engine will, and add a problem for each value or key that it refuses."""
     import logging
 
     from pydantic import ValidationError
 
     filled = _without_auto(deepcopy(plan.deepspeed_config))
-    # There is no process group yet, so DeepSpeed computes the batch of one process.
+    # There is no process group yet, so DeepSpeed expects the batch size of a run with one process.
     filled["train_batch_size"] = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -239,35 +247,36 @@ def build(plan: LaunchPlan) -> None:
     try:
         DeepSpeedConfig(filled)
     except ValidationError as error:
-        plan.problems += list(_explained(plan, error))
+        plan.problems += list(_explain_errors(plan, error))
     except Exception as error:
-        # Assertions, and errors of many kinds, do not name a key. After another problem they may only repeat it.
+        # Errors of many other types do not name a key. If there is another problem, they may only repeat it.
         if not plan.problems:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             plan.problems.append(f"{plan.config_file}: DeepSpeed {version('deepspeed')} refuses it: {lines[0].rstrip('.')}.")
 
 
 def _without_auto(value: Any) -> Any:
-    """Return the settings without those that are ``auto``: accelerate fills them in when it knows the model."""
+    """Return nested settings without those that are ``auto``, which accelerate fills in when it knows the model."""
     if isinstance(value, dict):
         return {key: _without_auto(inner) for key, inner in value.items() if inner != "auto"}
     return value
 
 
-def _explained(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
-    """Yield a problem for each of pydantic's errors, with the key's place in the file."""
+def _explain_errors(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
+    """Yield a problem for each error of pydantic, with the path of the key in the file."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-    section = _SECTIONS.get(error.title, error.title)
+    # The title of the error is the name of DeepSpeed's class for the section.
+    section = _SECTION_OF_CLASS.get(error.title, error.title)
     models = [model for model in DeepSpeedConfigModel.__subclasses__() if model.__name__ == error.title]
     names = {name for model in models for name in model.model_fields}
     for detail in error.errors():
         path = ".".join([section, *map(str, detail["loc"])])
-        # Another check has complained of this key already.
+        # An earlier check has reported this key already.
         if any(path in problem for problem in plan.problems):
             continue
         if detail["type"] == "extra_forbidden":
-            # pydantic's message does not name the keys that there are.
+            # The message of pydantic does not name the keys that exist.
             yield (
                 f"{plan.config_file}: {path}: DeepSpeed {version('deepspeed')} has no such key."
                 f"{nearest(str(detail['loc'][-1]), names)} Correct it or remove it."

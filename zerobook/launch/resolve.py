@@ -544,7 +544,7 @@ def _fill_deepspeed_config(launch: LaunchDraft) -> None:
     # A GPU machine that is told to use its CPU builds the ops of a CPU.
     missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.find_missing_ops(on_gpus=False)
     deepspeed_json.check_ops(plan, missing_ops)
-    deepspeed_keys.account(plan)
+    deepspeed_keys.check_keys(plan)
     deepspeed_json.check_locked_memory(plan, hardware.lockable_bytes)
 
 
