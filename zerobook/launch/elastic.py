@@ -9,7 +9,7 @@ from argparse import Namespace
 from zerobook.errors import ConfigError
 from zerobook.launch import accelerate_file
 from zerobook.launch.accelerate_cli import parse_flags
-from zerobook.launch.flag_checks import machine_problems
+from zerobook.launch.flag_checks import find_machine_problems
 from zerobook.launch.worker_environment import distributed_environment
 
 BACKEND = "c10d"
@@ -58,7 +58,7 @@ def launch(fewest: int, arguments: list[str]) -> None:
     if args.num_processes % most:
         raise ConfigError(f"--num_processes: {args.num_processes} is no multiple of --num_machines {most}.")
     _prepare_rendezvous(args)
-    problems = list(machine_problems(args, resolves=False))
+    problems = list(find_machine_problems(args, looks_up_address=False))
     if problems:
         raise ConfigError(problems)
     environ = distributed_environment(args, defaults, from_file)

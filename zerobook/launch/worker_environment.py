@@ -16,10 +16,10 @@ class Workers(NamedTuple):
     """The environment that ``accelerate launch`` would give to rank 0.
 
     Attributes:
-        environ: its environment; a plain launch's where accelerate cannot read the strategy.
+        environ: the environment. If accelerate cannot read the strategy, it is that of a launch without a strategy.
         precision: ``--mixed_precision`` as typed, or None.
-        problems: of the launch.
-        has_strategy: the environment is that of the strategy.
+        problems: the problems of the launch.
+        has_strategy: ``environ`` is that of the strategy.
     """
 
     environ: dict[str, str]
@@ -32,7 +32,7 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
     """Return the environment that accelerate gives to rank 0, and ``--mixed_precision`` as typed, or None.
 
     Raises:
-        ConfigError: accelerate refuses the flags or the file, or would drop a part of them.
+        ConfigError: accelerate refuses the flags or the file, or would ignore a part of them.
     """
     workers = inspect(launch_flags)
     if workers.problems:
@@ -41,33 +41,34 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
 
 
 def inspect(launch_flags: list[str]) -> Workers:
-    """Work out what accelerate would give to rank 0, and every problem of the launch."""
+    """Compute the environment that accelerate would give to rank 0, and find all problems of the launch."""
     typed, problems = read_flags(launch_flags)
-    check = flag_checks.check(typed, before_start=True, resolves=True)
+    check = flag_checks.check(typed, before_start=True, looks_up_address=True)
     is_resolvable = check.is_resolvable and not problems
     problems += check.problems
     if is_resolvable:
         try:
-            environ = _prepared(typed)
-            precision, unsaid = read_hidden_settings([*launch_flags, SCRIPT])
-            return Workers(unsaid | environ, precision, problems, True)
+            environ = _prepare_environment(typed)
+            precision, hidden_settings = read_hidden_settings([*launch_flags, SCRIPT])
+            return Workers(hidden_settings | environ, precision, problems, has_strategy=True)
         except ConfigError as error:
             # If the flags have a problem, accelerate's error may only repeat it.
             if not check.problems:
                 problems += error.problems
-    return Workers(plain_environment(_ranks(typed.num_processes or 1, 1)), typed.mixed_precision, problems, False)
+    environ = plain_environment(_rank_variables(typed.num_processes or 1, machines=1))
+    return Workers(environ, typed.mixed_precision, problems, has_strategy=False)
 
 
 def plain_environment(ranks: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without what a strategy file sets, with the variables of ``ranks``.
+    """Return this process's environment without the variables of strategy files, and with the variables in ``ranks``.
 
-    With it, the rest of a command line is checked if the strategy file cannot be resolved.
+    If a strategy file cannot be resolved, the rest of the command line is checked with this environment.
     """
-    of_strategies = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-    return {key: value for key, value in os.environ.items() if not key.startswith(of_strategies)} | dict(ranks)
+    strategy_prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+    return {key: value for key, value in os.environ.items() if not key.startswith(strategy_prefixes)} | dict(ranks)
 
 
-def _ranks(processes: int, machines: int) -> dict[str, str]:
+def _rank_variables(processes: int, machines: int) -> dict[str, str]:
     """Return the variables that torchrun sets for rank 0."""
     return {
         "LOCAL_RANK": "0",
@@ -78,7 +79,7 @@ def _ranks(processes: int, machines: int) -> dict[str, str]:
     }
 
 
-def _prepared(typed: argparse.Namespace) -> dict[str, str]:
+def _prepare_environment(typed: argparse.Namespace) -> dict[str, str]:
     """Return the variables that accelerate sets for rank 0, and those that torchrun adds.
 
     Raises:
@@ -89,7 +90,7 @@ def _prepared(typed: argparse.Namespace) -> dict[str, str]:
 
     try:
         args, defaults, from_file = accelerate_launch._validate_launch_command(typed)
-        # Any free port does: nothing is started.
+        # Nothing is started here. With 0, accelerate takes a free port, and does not complain of a port that is in use.
         args.main_process_port = 0
         strategy = flag_checks.strategy_of(args)
         if strategy == "single":
@@ -97,11 +98,11 @@ def _prepared(typed: argparse.Namespace) -> dict[str, str]:
         else:
             environ = distributed_environment(args, defaults, from_file)
     except Exception as error:
-        # Its launcher would show a traceback, of errors of many kinds.
-        raise ConfigError(flag_checks.refusal(error)) from error
+        # accelerate's errors have many types, and its launcher would show their tracebacks.
+        raise ConfigError(flag_checks.describe_refusal(error)) from error
     # torchrun adds these when it starts a worker.
     if strategy != "single":
-        environ |= _ranks(args.num_processes, int(args.num_machines or 1))
+        environ |= _rank_variables(args.num_processes, int(args.num_machines or 1))
     return environ
 
 
@@ -109,13 +110,16 @@ def distributed_environment(args: argparse.Namespace, defaults: Any, from_file: 
     """Return the variables that accelerate sets for a launch of several processes.
 
     Args:
-        args, defaults, from_file: from accelerate's ``_validate_launch_command``.
+        args: the launcher's flags, merged with the Accelerate config.
+        defaults: the Accelerate config as accelerate reads it, or None. As the other arguments, it comes from accelerate's
+            ``_validate_launch_command``.
+        from_file: ``mixed_precision`` is that of the Accelerate config.
     """
     from accelerate.utils import launch as prepare
 
     if not args.use_deepspeed:
         return prepare.prepare_multi_gpu_env(args)
-    # The names of the YAML's keys, which accelerate compares with the JSON.
+    # accelerate compares these keys of the YAML with the JSON. Its own launcher makes the same list.
     fields = list(defaults.deepspeed_config) if defaults else []
     args.deepspeed_fields_from_accelerate_config = ",".join(fields + ["mixed_precision"] * from_file)
     _, environ = prepare.prepare_deepspeed_cmd_env(args)
