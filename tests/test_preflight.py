@@ -126,21 +126,21 @@ def measured(*rates, core_wait=0.0):
 
 
 def test_slow_links_are_compared_with_links_of_their_kind():
-    between, inside = links.links(["a", "a", "b", "b"], measured(1e9, 8e9, 1e8, 4e9))
+    between, inside = links.build_links(["a", "a", "b", "b"], measured(1e9, 8e9, 1e8, 4e9))
     assert [link[:3] for link in between] == [("b", "a", 1e9), ("a", "b", 1e8)]
     assert [link[:3] for link in inside] == [("a", "a", 8e9), ("b", "b", 4e9)]
     (said,) = links.warn_of_slow_links(between)
     assert said.startswith("slow link: a sends 800 Mbit/s to b; the fastest link has 8.00 Gbit/s")
     assert not links.warn_of_slow_links(inside)
     rates = ("800 Mbit/s to 8.00 Gbit/s", "32.0 Gbit/s to 64.0 Gbit/s")
-    assert links.summary(between, inside) == f"links between hosts: {rates[0]}, inside hosts: {rates[1]}"
+    assert links.summarize(between, inside) == f"links between hosts: {rates[0]}, inside hosts: {rates[1]}"
 
 
 def test_a_link_of_a_busy_host_is_not_called_slow():
     """The second message took a second, in which the sending process waited for a core nearly all the time."""
     idle, busy = measured(1e9, 1e8), measured(1e9, core_wait=0.8) + measured(1e8)
-    assert links.warn_of_slow_links(links.links(["a", "b"], idle)[0])
-    between, _ = links.links(["a", "b"], busy)
+    assert links.warn_of_slow_links(links.build_links(["a", "b"], idle)[0])
+    between, _ = links.build_links(["a", "b"], busy)
     assert between[1].rate == 1e8 and not links.warn_of_slow_links(between)
 
 

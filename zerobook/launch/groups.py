@@ -248,6 +248,7 @@ def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
     elif packed_weights:
         problems.append(
             f"model: {plan.name} would cut {', '.join(packed_weights)} into parts of several ranges, which checkpoints cannot "
-            "hold. Launch with accelerate_configs/fsdp_experts.yaml if it is a mixture of experts, else fsdp.yaml or zero3.yaml."
+            "hold. Launch with accelerate_configs/fsdp_experts.yaml if it is a mixture of experts, else fsdp.yaml or "
+            "zero3.yaml."
         )
     return problems

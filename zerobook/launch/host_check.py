@@ -1,7 +1,7 @@
-"""Check of the hosts of a launch before it: ``zerobook doctor --all_ranks`` on every host.
+"""Check of the hosts before a launch: ``zerobook doctor --all_ranks``, which is started on every host.
 
-One process a host meets the others at the launch's own address and port. So a wrong address, a port in use, a missing host or a
-firewall have a message of their own, where a launch would wait for minutes.
+One process on each host meets the others at the address and port of the launch. So a wrong address, a port in use, a missing
+host and a firewall each have a message, while a launch would wait for minutes.
 """
 
 import json
@@ -28,12 +28,13 @@ from zerobook.launch.preflight import differences
 from zerobook.utils import files, messages
 
 PATIENCE_S = 30.0
-"""Seconds to wait for the other hosts, which are started by hand or by a script."""
+"""Seconds to wait for the other hosts. A person or a script may start them one after another."""
+# Seconds of one attempt to connect.
 CONNECT_S = 3.0
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Position of this host in the launch: its number, the number of hosts, and where they meet."""
 
     number: int
@@ -48,7 +49,7 @@ class Place:
 
 @dataclass
 class HostReport:
-    """Findings about the hosts. On all but the first host, they are those of this host alone."""
+    """The results of the check. On the first host, they are about all hosts; on another host, about that host only."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -63,11 +64,11 @@ class FactsOfHost(TypedDict):
     host: str
 
 
-def place(launch_flags: list[str]) -> Place:
-    """Return the position that flags of ``accelerate launch`` and their file give to this host.
+def place(launch_flags: list[str]) -> Position:
+    """Return the position of this host according to flags of ``accelerate launch`` and the Accelerate config that they name.
 
     Raises:
-        ConfigError: they name one host, or no address.
+        ConfigError: they describe a launch on one host, or have no address.
     """
     args = flag_checks.validated(parse_flags([*launch_flags, SCRIPT]))
     hosts = int(args.num_machines or 1)
@@ -76,30 +77,31 @@ def place(launch_flags: list[str]) -> Place:
             f"--all_ranks: num_machines is {hosts}, and main_process_ip is {args.main_process_ip}. Give 2 or more, and the "
             "first machine's address."
         )
-    return Place(int(args.machine_rank or 0), hosts, args.main_process_ip, int(args.main_process_port or 29500))
+    return Position(int(args.machine_rank or 0), hosts, args.main_process_ip, int(args.main_process_port or 29500))
 
 
-def check_hosts(here: Place, facts: dict[str, Any], output_dir: Path | None, patience: float = PATIENCE_S) -> HostReport:
-    """Meet the other hosts, compare them, and measure their links. To be called on all hosts.
+def check_hosts(here: Position, facts: dict[str, Any], output_dir: Path | None, patience: float = PATIENCE_S) -> HostReport:
+    """Meet the other hosts, compare them, and measure the links between them. Collective: all hosts call it.
 
     Args:
+        here: the position of this host.
         facts: `zerobook.launch.preflight.facts` of this host.
-        output_dir: folder that all hosts must see; None if none is named.
+        output_dir: folder that all hosts must see; None without a folder to check.
         patience: seconds to wait for the other hosts.
 
     Raises:
         ConfigError: this host cannot take part.
     """
-    store = _open(here, patience)
+    store = _connect_store(here, patience)
     report = HostReport()
-    # The store counts, so the second host with this number sees it.
+    # The count is 2 or more if another host has claimed the same number before.
     if store.add(f"claimed/{here.number}", 1) > 1:
         raise ConfigError(
             f"--machine_rank {here.number} was given to another host and to {facts['host']}. Every host needs a rank of its "
             f"own, from 0 to {here.hosts - 1}."
         )
     hosts = _exchange(store, here, "facts", facts, FactsOfHost, patience)
-    # The exchange of facts ends on all hosts at the same moment, so their clocks can be compared.
+    # The exchange of facts ends on all hosts at the same moment. So the clocks that they read now can be compared.
     clocks = _exchange(store, here, "clock", time.time(), float, patience)
     name_problem = describe_loopback(os.environ)
     if name_problem:
@@ -115,18 +117,18 @@ def check_hosts(here: Place, facts: dict[str, Any], output_dir: Path | None, pat
         problems, report.warnings = differences(hosts)
         report.problems += problems
     _measure_links(store, here, report)
-    # The store ends with the first host's process, which waits until the others have read from it.
+    # The store ends with the process of the first host. So this process waits until the others have read everything.
     store.set(f"left/{here.number}", "")
     if here.number == 0:
-        # The report is complete, so a host that ended without this sign is no error.
+        # The report is complete, so it is no error if a host ends without setting its key.
         with suppress(RuntimeError):
             store.wait([f"left/{number}" for number in range(here.hosts)], timedelta(seconds=patience))
     return report
 
 
-def _open(here: Place, patience: float) -> Store:
-    """Open the store on the first host, or connect to it."""
-    _reach(here, patience)
+def _connect_store(here: Position, patience: float) -> Store:
+    """Return the store through which the hosts exchange values. The first host opens it, and the others connect to it."""
+    _check_address(here, patience)
     stores: list[Store] = []
 
     def connect() -> None:
@@ -135,7 +137,7 @@ def _open(here: Place, patience: float) -> Store:
             is_first = here.number == 0
             stores.append(dist.TCPStore(here.address, here.port, is_master=is_first, wait_for_workers=False, timeout=limit))
 
-    # Another program that listens there may never answer, so the connection is made in a thread that can be left.
+    # If another program listens at the address, it may never answer. So connect in a thread, which can then be abandoned.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(patience)
@@ -146,17 +148,18 @@ def _open(here: Place, patience: float) -> Store:
     return stores[0]
 
 
-def _reach(here: Place, patience: float) -> None:
-    """Check that the first host can listen at the launch's address, and that the others reach it.
+def _check_address(here: Position, patience: float) -> None:
+    """On the first host, check that it can listen at the launch's address; on another host, that it can connect to the address.
 
     Raises:
-        ConfigError: it cannot, or they do not within ``patience`` seconds.
+        ConfigError: the first host cannot listen, or this host cannot connect within ``patience`` seconds.
     """
     name = socket.gethostname()
     try:
         entries = socket.getaddrinfo(here.address, here.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"--main_process_ip {here.address}: this host cannot resolve it ({error.strerror}).") from error
+    # An entry is (family, type, protocol, name, (address, port)).
     family = entries[0][0]
     address = str(entries[0][4][0])
     if here.number == 0:
@@ -168,7 +171,7 @@ def _reach(here: Place, patience: float) -> None:
                 "0, and with --main_process_port a port that is free on it."
             ) from error
         return
-    # The first host may be started after this one.
+    # Try repeatedly, since the first host may be started after this one.
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -183,8 +186,8 @@ def _reach(here: Place, patience: float) -> None:
         time.sleep(0.5)
 
 
-def _exchange(store: Store, here: Place, key: str, value: object, kind: Any, patience: float) -> list[Any]:
-    """Give this host's ``value`` to all hosts, and return those of all, by number. Collective.
+def _exchange(store: Store, here: Position, key: str, value: object, value_type: Any, patience: float) -> list[Any]:
+    """Give this host's ``value`` to all hosts, and return the values of all hosts, in the order of their numbers. Collective.
 
     Raises:
         ConfigError: some hosts did not come.
@@ -193,9 +196,9 @@ def _exchange(store: Store, here: Place, key: str, value: object, kind: Any, pat
     keys = [f"{key}/{number}" for number in range(here.hosts)]
     try:
         store.wait(keys, timedelta(seconds=patience))
-        return [messages.read(store.get(key_of_host), kind) for key_of_host in keys]
+        return [messages.read(store.get(key_of_host), value_type) for key_of_host in keys]
     except RuntimeError as error:
-        # The store may be gone, and then it does not say who came.
+        # If the store has ended, it cannot say which hosts are missing.
         reason = "The first host has ended, and has printed why."
         with suppress(RuntimeError):
             absent = ", ".join(str(number) for number, key_of_host in enumerate(keys) if not store.check([key_of_host]))
@@ -203,35 +206,44 @@ def _exchange(store: Store, here: Place, key: str, value: object, kind: Any, pat
         raise ConfigError(f"{reason} Run the same command on all hosts, with the same --num_machines.") from error
 
 
-def _check_shared_folder(store: Store, here: Place, output_dir: Path | None, first_host: str, name: str) -> str | None:
-    """Return a problem if this host does not see what the first one writes into ``output_dir``. Collective."""
+def _check_shared_folder(store: Store, here: Position, output_dir: Path | None, first_host: str, name: str) -> str | None:
+    """Return a problem if this host does not see a file that the first host writes into ``output_dir``. Collective.
+
+    Args:
+        first_host: the name of the first host.
+        name: the name of this host.
+    """
     if output_dir is None:
         return None
-    token = f".seen-by-all-{uuid4().hex}"
+    file_name = f".seen-by-all-{uuid4().hex}"
     problem = None
     if here.number == 0:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            (output_dir / token).touch()
+            (output_dir / file_name).touch()
         except OSError as error:
             problem = f"output_dir: {output_dir.absolute()} cannot be written to on {name}: {error.strerror}."
-            # Without a file there is nothing to look for: the others get an empty name.
-            token = ""
-    token = _exchange(store, here, "token", token, str, PATIENCE_S)[0]
-    if token and not files.is_seen(output_dir / token):
+            # An empty name tells the other hosts that there is no file to look for.
+            file_name = ""
+    # All hosts look for the file of the first host.
+    file_name = _exchange(store, here, "token", file_name, str, PATIENCE_S)[0]
+    if file_name and not files.is_seen(output_dir / file_name):
         problem = (
             f"output_dir: what {first_host} writes into {output_dir.absolute()} is not visible on {name}. Checkpoints are read "
             "by all hosts: give an --output_dir on a disk that they share, as an absolute path."
         )
     # The file stays until all hosts have looked for it.
     _exchange(store, here, "looked", "", str, PATIENCE_S)
-    if here.number == 0 and token:
-        (output_dir / token).unlink(missing_ok=True)
+    if here.number == 0 and file_name:
+        (output_dir / file_name).unlink(missing_ok=True)
     return problem
 
 
-def _measure_links(store: Store, here: Place, report: HostReport) -> None:
-    """Connect all hosts to each other, and measure the rate from each to the next. Reported on the first one. Collective."""
+def _measure_links(store: Store, here: Position, report: HostReport) -> None:
+    """Connect all hosts to each other, and measure the rate from each host to the next. Collective.
+
+    The report of the first host gets the results.
+    """
     import torch
 
     links_store = dist.PrefixStore("links", store)
@@ -245,14 +257,15 @@ def _measure_links(store: Store, here: Place, report: HostReport) -> None:
             "pass all ports between them, and set GLOO_SOCKET_IFNAME to the interface that the others reach."
         )
         return
-    measured = torch.tensor(links.measure_ring(torch.device("cpu")), dtype=torch.float64)
-    of_hosts = [torch.empty_like(measured) for _ in range(here.hosts)]
-    dist.all_gather(of_hosts, measured)
+    measurement = torch.tensor(links.measure_ring(torch.device("cpu")), dtype=torch.float64)
+    measurements = [torch.empty_like(measurement) for _ in range(here.hosts)]
+    dist.all_gather(measurements, measurement)
     if here.number == 0:
         names = [host["host"] for host in report.hosts]
-        between, _ = links.links(names, [values.tolist() for values in of_hosts])
-        report.links = links.summary(between, [])
-        report.warnings += links.warn_of_slow_links(between)
-    # No host ends the group while another one still uses it.
+        # With one process on each host, all links are between hosts.
+        between_hosts, _ = links.build_links(names, [values.tolist() for values in measurements])
+        report.links = links.summarize(between_hosts, [])
+        report.warnings += links.warn_of_slow_links(between_hosts)
+    # The barrier keeps a host from destroying the group while another one still uses it.
     dist.barrier()
     dist.destroy_process_group()

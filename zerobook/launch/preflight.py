@@ -62,8 +62,8 @@ def check(strategy: Strategy, config: RecipeConfig) -> None:
     # Measure the links after the comparison, since hosts that differ would not train. Collective.
     measurements = strategy.gather((socket.gethostname(), links.measure_ring(strategy.device)))
     if strategy.is_main:
-        between, inside = links.links(*zip(*measurements, strict=True))
-        say(links.summary(between, inside))
+        between, inside = links.build_links(*zip(*measurements, strict=True))
+        say(links.summarize(between, inside))
         for warning in (*links.warn_of_slow_links(between), *links.warn_of_slow_links(inside)):
             say(f"  warning: {warning}")
 
@@ -79,7 +79,7 @@ def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
     hosts = _gather_of_hosts(strategy, lambda: {"host": socket.gethostname(), "data": fingerprints})
     problems = []
     for name in fingerprints:
-        difference = _difference(hosts, "data", name)
+        difference = _describe_difference(hosts, "data", name)
         if difference:
             problems.append(
                 f"{name}: the fingerprint of the prepared data is {difference}. The files, the tokenizer or the chat template "
@@ -114,7 +114,7 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
         # The folder of prepared data may differ from host to host.
         "config": config.model_dump(mode="json", exclude={"cache_dir"}),
         "environment": environment,
-        "gpus": _gpu_names(),
+        "gpus": _describe_gpus(),
         "driver": gpus.driver_version(),
         "cores": psutil.cpu_count(),
         "memory": memory.total,
@@ -145,11 +145,11 @@ def _find_problems(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a problem for each difference by which the hosts would train something else."""
     problems: list[str] = []
     for table, (beginning, advice) in MUST_AGREE.items():
-        for key in _keys(hosts, table):
-            difference = _difference(hosts, table, key)
+        for key in _list_keys(hosts, table):
+            difference = _describe_difference(hosts, table, key)
             if difference:
                 problems.append(f"{beginning} {key}: {difference}. {advice}")
-    difference = _difference(hosts, "strategy")
+    difference = _describe_difference(hosts, "strategy")
     if difference:
         problems.append(f"strategy: {difference}. Start all hosts with the same --config_file.")
     return problems
@@ -162,12 +162,12 @@ def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         warnings.append(f"host names: {', '.join(repeated)} is the name of several hosts. Reports cannot tell them apart.")
-    for key in _keys(hosts, "environment"):
-        difference = _difference(hosts, "environment", key)
+    for key in _list_keys(hosts, "environment"):
+        difference = _describe_difference(hosts, "environment", key)
         if difference:
             warnings.append(f"environment variable {key}: {difference}.")
     for key, title in (("gpus", "GPUs"), ("driver", "GPU driver"), ("cores", "CPU cores")):
-        difference = _difference(hosts, key)
+        difference = _describe_difference(hosts, key)
         if difference:
             warnings.append(f"{title}: {difference}. The slowest host decides the pace of all.")
     for key, title in (("memory_free", "free memory"), ("disk_free", "free disk for prepared data")):
@@ -190,12 +190,12 @@ def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
     return warnings
 
 
-def _keys(hosts: Sequence[Mapping[str, Any]], table: str) -> list[str]:
+def _list_keys(hosts: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     """Return the keys that any host has in a table of its facts, each once."""
     return list(dict.fromkeys(key for host in hosts for key in host[table]))
 
 
-def _difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str | None:
+def _describe_difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str | None:
     """Compare the fact at ``path`` (a key, or a table and its key) of all hosts.
 
     Returns:
@@ -212,16 +212,16 @@ def _difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str | None:
         return None
     # The value of most hosts comes first, so that the odd one stands out.
     ordered = sorted(names_by_value.items(), key=lambda item: -len(item[1]))
-    return "; ".join(f"{value} on {_shorten(names)}" for value, names in ordered)
+    return "; ".join(f"{value} on {_list_hosts(names)}" for value, names in ordered)
 
 
-def _shorten(names: Sequence[str]) -> str:
+def _list_hosts(names: Sequence[str]) -> str:
     """Return the first names, and the number of the others."""
     listed = ", ".join(names[:4])
     return f"{listed} and {len(names) - 4} more" if len(names) > 4 else listed
 
 
-def _gpu_names() -> str:
+def _describe_gpus() -> str:
     """Return the kinds of this host's GPUs, as ``8 x NVIDIA H100``."""
     import torch
 
