@@ -163,7 +163,7 @@ def _prepare_process(plan: LaunchPlan) -> None:
         os.environ["OMP_NUM_THREADS"] = str(plan.host_threads)
     if plan.kind == "deepspeed":
         _compile_ops(plan)
-    if plan.device == "cuda" and meet.tells_hosts(os.environ):
+    if plan.device == "cuda" and meet.shares_refusals(os.environ):
         # Use the GPU once. If it is busy or broken, this process fails now, and can still tell the other hosts the reason.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.zeros(1, device="cuda")

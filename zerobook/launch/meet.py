@@ -1,13 +1,13 @@
 """The meeting of all ranks of an attempt, before they form a process group.
 
-Over several hosts, torch's own rendezvous would wait for the time limit of collectives and name nobody. Here, a rank that
-cannot start says so to the others, and the ranks that are missing are named.
+If a rank on another host is missing, torch's own rendezvous waits as long as for a collective, and does not name the rank. In
+this meeting, a rank that cannot start tells the other ranks the reason, and missing ranks are named.
 
-Where torchrun restarts ranks, the meeting also gives the attempt a name. torchrun keeps its store from attempt to attempt, with
-the addresses of processes that are gone, and torch looks for its peers there (pytorch issue 135712). The agents of several
-hosts count their restarts separately, so the count is not a name for an attempt. Here, rank 0 makes a name, and each rank
-answers with a name of its own, which rank 0 confirms: a name that an earlier rank 0 left in the store is never confirmed to a
-new process.
+If torchrun may restart the ranks, the meeting also gives each attempt a name. torchrun keeps its store from attempt to attempt.
+So the store has addresses of processes that have ended, and torch would connect to these (pytorch issue 135712). The number of
+restarts cannot be the name, since the agents of several hosts count restarts separately. Instead, rank 0 makes up a name and
+writes it into the store. Each other rank answers with a random name of its process, and rank 0 confirms the answer. If a rank
+reads the name of an earlier attempt, its answer is not confirmed, and it reads the name again.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PATIENCE_S = 600.0
-"""Seconds that ranks wait for each other where torchrun restarts them, as torch's own rendezvous does."""
+"""Seconds that ranks wait for each other if torchrun may restart them, as many as in torch's own rendezvous."""
 HOSTS_PATIENCE_S = 1800.0
-"""Seconds that ranks of several hosts wait for each other at the only start. One host may compile ops first."""
+"""Seconds that ranks of several hosts wait for each other if they are not restarted. One host may compile ops first."""
 CONNECT_S = 30.0
-"""Seconds to connect to the launcher's store, which is there before the ranks are started."""
-TELL_S = 3.0
-"""Seconds that the host with the store stays after it refused to start, so that waiting ranks read the reason."""
+"""Seconds to connect to the launcher's store, which exists before the ranks are started."""
+STAY_S = 3.0
+"""Seconds that a rank on the host of the store stays after it refused to start, so that waiting ranks can read the reason."""
 LISTEN_S = 2.0
-"""Seconds between two looks for the reason of a rank that fails."""
+"""Seconds between two looks into the store for a rank that fails."""
+# Set when all ranks have taken part in a collective.
 _has_started = threading.Event()
+# The beginning of the keys of the meeting in the store, and the key of the refusal.
 _PREFIX = "zerobook/meet"
 _REFUSAL = "refusal"
 
 
 class Refusal(TypedDict):
-    """Why a process of the launch has ended before all ranks had come."""
+    """The reason why a process of the launch ended before all ranks had come."""
 
     host: str
     reason: str
@@ -61,88 +63,89 @@ def restarts_ranks(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def _shares_store(environ: Mapping[str, str]) -> bool:
-    """Return whether the ranks use the store of the launchers, which torchrun keeps from attempt to attempt."""
+def _uses_agent_store(environ: Mapping[str, str]) -> bool:
+    """Return whether the ranks use the store of torchrun's agents, which torchrun keeps from attempt to attempt."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def tells_hosts(environ: Mapping[str, str]) -> bool:
-    """Return whether ranks on several hosts tell each other why they cannot start: in a launch that is the only attempt.
+def shares_refusals(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks that cannot start tell the reason to the ranks of other hosts.
 
-    Where ranks are restarted, the store would keep the reason for later attempts.
+    They do not if torchrun may restart ranks, since the store would keep the reason for later attempts.
     """
     spans_hosts = int(environ.get("LOCAL_WORLD_SIZE", 1)) < int(environ.get("WORLD_SIZE", 1))
-    return spans_hosts and _shares_store(environ) and not restarts_ranks(environ)
+    return spans_hosts and _uses_agent_store(environ) and not restarts_ranks(environ)
 
 
 def wait_for_hosts() -> None:
-    """Wait until all ranks of a launch over several hosts have come. Do nothing in other launches, and if ranks are restarted.
+    """Wait until all ranks of a launch over several hosts have come. Do nothing on one host, and if ranks may be restarted.
 
-    From then on until `stop_listening`, this process ends if another rank says that it fails.
+    A thread then listens until `stop_listening` is called, and ends this process if another rank tells that it fails.
 
     Raises:
-        LaunchError: names the ranks that are missing after `HOSTS_PATIENCE_S`, or the host that cannot start.
+        LaunchError: ranks are missing after `HOSTS_PATIENCE_S`, or a host cannot start. The message names them.
     """
-    if not tells_hosts(os.environ):
+    if not shares_refusals(os.environ):
         return
     import torch.distributed as dist
 
     try:
-        meet(_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), HOSTS_PATIENCE_S)
+        meet(_connect_store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), HOSTS_PATIENCE_S)
     except dist.DistNetworkError:
-        raise _launcher_is_gone() from None
+        raise _make_launcher_error() from None
     threading.Thread(target=_end_at_refusal, daemon=True).start()
 
 
-def _launcher_is_gone() -> LaunchError:
+def _make_launcher_error() -> LaunchError:
     return LaunchError(
         f"the launcher on {os.environ['MASTER_ADDR']} ended before all ranks had started. It has printed the reason there."
     )
 
 
 def _end_at_refusal() -> None:
-    """End this process if another rank fails before the first collective. NCCL would wait for it without end."""
+    """Listen until all ranks have started, and end this process if another rank fails. NCCL would wait for it without end."""
     import torch.distributed as dist
 
     error: ZerobookError
     try:
-        store = _store()
+        store = _connect_store()
         while not _has_started.wait(LISTEN_S):
             _raise_refusal(store)
         return
     except ZerobookError as refusal:
         error = refusal
     except dist.DistNetworkError:
-        error = _launcher_is_gone()
+        error = _make_launcher_error()
     if _has_started.is_set():
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         say(f"\nLaunchError: {error}\n", file=sys.stderr)
     else:
-        # The launcher ends this process after the first one of the host has printed the reason.
+        # The first process of the host prints the reason and ends. The launcher then ends this process during the wait.
         time.sleep(5)
     os._exit(error.exit_code)
 
 
 def stop_listening() -> None:
-    """Tell and end no more: all ranks have taken part in a collective, so they can start."""
+    """End the exchange of refusals: all ranks have taken part in a collective, so all of them have started."""
     _has_started.set()
 
 
 def tell_refusal(reason: str, exit_code: int) -> None:
-    """Tell the ranks that wait in `wait_for_hosts`, or listen after it, why this process ends, and with which exit code."""
-    if _has_started.is_set() or not tells_hosts(os.environ):
+    """Tell the other ranks, which wait in `wait_for_hosts` or listen after it, why this process ends."""
+    if _has_started.is_set() or not shares_refusals(os.environ):
         return
     refusal = Refusal(host=socket.gethostname(), reason=plain(reason)[:4000], exit_code=exit_code)
     with suppress(RuntimeError):
-        # The first reason stays: errors of other ranks may be its consequence.
-        _store().compare_set(_REFUSAL, "", json.dumps(refusal))
+        # compare_set keeps a reason that is there already, since this error may be a consequence of it.
+        _connect_store().compare_set(_REFUSAL, "", json.dumps(refusal))
+    # The store is on this host, and may end with this process.
     if os.environ.get("GROUP_RANK") == "0":
-        time.sleep(TELL_S)
+        time.sleep(STAY_S)
 
 
-def _store() -> Store:
-    """Connect to the launcher's store; return the part of it where ranks meet."""
+def _connect_store() -> Store:
+    """Connect to the launcher's store, and return the part of the store in which ranks meet."""
     import torch.distributed as dist
 
     store = dist.TCPStore(
@@ -156,7 +159,10 @@ def _store() -> Store:
 
 
 def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
-    """Form the process group under keys of this attempt alone, if torchrun may restart the ranks; else do nothing.
+    """Form the process group with keys in the store that no other attempt uses. Do nothing if ranks are never restarted.
+
+    Args:
+        timeout: the time limit of collectives.
 
     Raises:
         LaunchError: some rank did not come within `PATIENCE_S`.
@@ -170,13 +176,14 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
     world_size = int(environ["WORLD_SIZE"])
     address = environ["MASTER_ADDR"]
     port = int(environ["MASTER_PORT"])
-    if _shares_store(environ):
-        kept = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        # Keys of this attempt alone: those of an earlier one hold addresses of processes that are gone.
-        attempt = meet(dist.PrefixStore(_PREFIX, kept), rank, world_size)
-        store: Store = dist.PrefixStore(f"zerobook/{attempt}", kept)
+    if _uses_agent_store(environ):
+        agent_store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        # The keys of an earlier attempt hold the addresses of processes that have ended. So the keys begin with the attempt.
+        attempt = meet(dist.PrefixStore(_PREFIX, agent_store), rank, world_size)
+        store: Store = dist.PrefixStore(f"zerobook/{attempt}", agent_store)
     else:
-        # torch would wait for missing ranks as long as for a collective.
+        # Rank 0 opens a new store for each attempt. With a time limit of its own, since torch would wait for missing ranks as
+        # long as for a collective.
         try:
             store = dist.TCPStore(address, port, world_size, rank == 0, timedelta(seconds=PATIENCE_S))
         except dist.DistError as error:
@@ -187,47 +194,48 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
 
 
 def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S) -> str:
-    """Return a name that all ranks of this attempt share, and no earlier attempt had.
+    """Wait for all ranks. Return a name of this attempt, which all ranks share and no earlier attempt had.
 
     Args:
-        store: may hold keys of earlier attempts.
+        store: it may hold keys of earlier attempts.
         patience: seconds to wait for the other ranks.
 
     Raises:
         LaunchError: some rank did not come, or refuses to start.
     """
-    name = uuid.uuid4().hex
+    process_name = uuid.uuid4().hex
     deadline = time.monotonic() + patience
     if rank == 0:
-        # Rank 0's name is that of the attempt.
-        store.set("attempt", name)
-        answers = {other: f"here/{name}/{other}" for other in range(1, world_size)}
-        while not _wait(store, list(answers.values()), 1.0):
+        # The attempt is named after the process of rank 0.
+        store.set("attempt", process_name)
+        # Rank -> key of the answer in which the rank names its process.
+        answer_keys = {other: f"here/{process_name}/{other}" for other in range(1, world_size)}
+        while not _wait_for_keys(store, list(answer_keys.values()), 1.0):
             _raise_refusal(store)
             if time.monotonic() > deadline:
-                missing = [str(other) for other, key in answers.items() if not store.check([key])]
+                missing = [str(other) for other, key in answer_keys.items() if not store.check([key])]
                 raise LaunchError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s.")
-        for other, key in answers.items():
-            store.set(f"confirmed/{name}/{other}", _text(store.get(key)))
-        return name
-    # The name in the store may be of an earlier attempt, so it is read anew until rank 0 confirms an answer.
+        for other, key in answer_keys.items():
+            store.set(f"confirmed/{process_name}/{other}", _decode_name(store.get(key)))
+        return process_name
+    # The store may still have the name of an earlier attempt. So read the name again until rank 0 confirms the answer.
     while time.monotonic() < deadline:
         _raise_refusal(store)
-        if not _wait(store, ["attempt"], 1.0):
+        if not _wait_for_keys(store, ["attempt"], 1.0):
             continue
-        attempt = _text(store.get("attempt"))
-        store.set(f"here/{attempt}/{rank}", name)
-        confirmed = f"confirmed/{attempt}/{rank}"
-        if _wait(store, [confirmed], 1.0):
-            if _text(store.get(confirmed)) == name:
+        attempt = _decode_name(store.get("attempt"))
+        store.set(f"here/{attempt}/{rank}", process_name)
+        confirmation_key = f"confirmed/{attempt}/{rank}"
+        if _wait_for_keys(store, [confirmation_key], 1.0):
+            if _decode_name(store.get(confirmation_key)) == process_name:
                 return attempt
-            # It was confirmed to a process that is gone.
+            # The confirmation is for a process of an earlier attempt.
             time.sleep(0.1)
     raise LaunchError(f"rank 0 did not come, or another rank did not, within {patience:.0f} s.")
 
 
 def _raise_refusal(store: Store) -> None:
-    """Raise the `LaunchError` of a host that refuses to start, with the exit code of its process."""
+    """If a host has told that it cannot start, raise a `LaunchError` with its reason and its exit code."""
     if not store.check([_REFUSAL]):
         return
     refusal = messages.read(store.get(_REFUSAL), Refusal)
@@ -236,13 +244,13 @@ def _raise_refusal(store: Store) -> None:
     raise error
 
 
-def _text(name: bytes) -> str:
-    """Return a name that a process wrote. A stranger's is cut, so that it is nobody's."""
+def _decode_name(name: bytes) -> str:
+    """Return a name in the store as text. A name has 32 characters; longer bytes of another program are cut."""
     return name[:64].decode(errors="replace")
 
 
-def _wait(store: Store, keys: list[str], seconds: float) -> bool:
-    """Wait for ``keys``; return whether they came."""
+def _wait_for_keys(store: Store, keys: list[str], seconds: float) -> bool:
+    """Wait at most ``seconds`` for ``keys``. Return whether all of them are in the store."""
     import torch.distributed as dist
 
     if keys:

@@ -1,4 +1,7 @@
-"""Comparison of the hosts of a run, in its first seconds: what would corrupt the training is refused, the rest is a warning."""
+"""Comparison of the hosts of a run, in its first seconds.
+
+Differences that would change the training are errors, and differences that may slow the run are warnings.
+"""
 
 from __future__ import annotations
 
@@ -33,50 +36,55 @@ MUST_AGREE = {
     "code": ("code of", "Update the clone on all hosts, or launch from a disk that they share."),
     "config": ("config:", "Start all hosts with the same config and flags."),
 }
-"""Table of facts that has to be the same on all hosts -> (beginning of the message, what to do)."""
+"""Key of `facts` whose value has to be the same on all hosts -> (beginning of the message, what to do)."""
 CLOCKS_S = 30.0
-"""Difference of clocks that is worth a warning: logs and files of hosts are then hard to put in order."""
+"""Difference of clocks that gets a warning. With a larger one, the order of events in logs of several hosts is unclear."""
 FREE_RATIO = 2.0
-"""Ratio of free memory, or free disk, between hosts that is worth a warning."""
+"""Ratio of free memory, or free disk, between hosts that gets a warning."""
 HASH_LENGTH = 12
 
 
 def check(strategy: Strategy, config: RecipeConfig) -> None:
-    """Compare the hosts of the run, measure the links between its ranks, and print warnings. Does nothing on one host.
+    """Compare the hosts of the run, measure the links between its ranks, and print warnings. Do nothing in a run on one host.
+
     Collective.
 
     Raises:
-        ConfigError: on every rank; the hosts would not train the same.
+        ConfigError: on every rank, if a difference between the hosts would change the training.
     """
     if strategy.nodes < 2:
         return
-    # All ranks read their clocks at the same moment.
+    # After a barrier, all hosts read their clocks at the same moment.
     strategy.barrier()
-    hosts = _gather_of_hosts(strategy, lambda: facts(config, strategy.plan.name))
+    hosts = _gather_from_hosts(strategy, lambda: facts(config, strategy.plan.name))
     problems, warnings = differences(hosts)
     if strategy.is_main:
         for warning in warnings:
             say(f"  warning: {warning}")
     if problems:
         raise ConfigError(problems)
-    # Measure the links after the comparison, since hosts that differ would not train. Collective.
+    # Measure the links after the comparison, since a run on hosts that differ ends before. Collective.
     measurements = strategy.gather((socket.gethostname(), links.measure_ring(strategy.device)))
     if strategy.is_main:
         between, inside = links.build_links(*zip(*measurements, strict=True))
         say(links.summarize(between, inside))
+        # A link is compared with links of its kind only.
         for warning in (*links.warn_of_slow_links(between), *links.warn_of_slow_links(inside)):
             say(f"  warning: {warning}")
 
 
 def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
-    """Compare the prepared data of the hosts, name -> fingerprint. Does nothing on one host. Collective.
+    """Compare the prepared data of the hosts. Do nothing in a run on one host. Collective.
+
+    Args:
+        fingerprints: name of a dataset -> fingerprint of its prepared data on this host.
 
     Raises:
-        ConfigError: on every rank; the hosts have other data.
+        ConfigError: on every rank, if the hosts have different data.
     """
     if strategy.nodes < 2:
         return
-    hosts = _gather_of_hosts(strategy, lambda: {"host": socket.gethostname(), "data": fingerprints})
+    hosts = _gather_from_hosts(strategy, lambda: {"host": socket.gethostname(), "data": fingerprints})
     problems = []
     for name in fingerprints:
         difference = _describe_difference(hosts, "data", name)
@@ -89,16 +97,21 @@ def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
         raise ConfigError(problems)
 
 
-def _gather_of_hosts(strategy: Strategy, read_facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the result of ``read_facts`` on each host, the same on all ranks. Collective."""
-    # One rank of each host reads the facts. The others take part in the collective with nothing.
+def _gather_from_hosts(strategy: Strategy, read_facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Call ``read_facts`` on the first rank of each host, and return the results on all ranks. Collective."""
+    # The other ranks of a host give None to the collective.
     is_first_of_host = int(os.environ.get("LOCAL_RANK", 0)) == 0
     facts_of_ranks = strategy.gather(read_facts() if is_first_of_host else None)
     return [host for host in facts_of_ranks if host is not None]
 
 
 def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dict[str, Any]:
-    """Return what is compared of this host. ``recipe`` is the recipe's file; None: this process's program."""
+    """Return the facts of this host that are compared with those of other hosts.
+
+    Args:
+        strategy: the name of the strategy.
+        recipe: the recipe's file; None: the file that this process runs.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
@@ -111,7 +124,7 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
         "strategy": strategy,
         "versions": versions(),
         "code": code(Path(recipe or sys.argv[0])),
-        # The folder of prepared data may differ from host to host.
+        # Hosts may keep their prepared data in different folders.
         "config": config.model_dump(mode="json", exclude={"cache_dir"}),
         "environment": environment,
         "gpus": _describe_gpus(),
@@ -119,16 +132,16 @@ def facts(config: RecipeConfig, strategy: str, recipe: str | None = None) -> dic
         "cores": psutil.cpu_count(),
         "memory": memory.total,
         "memory_free": memory.available,
-        # The folder of prepared data may not be there yet.
+        # The folder of prepared data may not exist yet.
         "disk_free": shutil.disk_usage(cache if cache.exists() else Path.home()).free,
         "clock": time.time(),
     }
 
 
 def code(recipe: Path) -> dict[str, str]:
-    """Return a hash of the package's Python files, and one of the recipe's file."""
+    """Return ``{"zerobook": hash of the package's Python files, name of the recipe's file: its hash}``."""
     package = Path(__file__).resolve().parents[1]
-    # Names too, so that a file that was moved is a difference.
+    # The hash includes the names of the files, so that a renamed file is a difference.
     state = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         state.update(file.relative_to(package).as_posix().encode() + file.read_bytes())
@@ -137,12 +150,12 @@ def code(recipe: Path) -> dict[str, str]:
 
 
 def differences(hosts: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Compare the `facts` of all hosts. Return (problems, warnings), each a sentence with both values and the hosts."""
+    """Compare the `facts` of all hosts. Return (problems, warnings): sentences with the different values and their hosts."""
     return _find_problems(hosts), _find_warnings(hosts)
 
 
 def _find_problems(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a problem for each difference by which the hosts would train something else."""
+    """Return a problem for each difference that would change the training."""
     problems: list[str] = []
     for table, (beginning, advice) in MUST_AGREE.items():
         for key in _list_keys(hosts, table):
@@ -156,7 +169,7 @@ def _find_problems(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a warning for each difference by which the run may be slow, or its logs hard to read."""
+    """Return a warning for each difference that may slow the run, or make its logs hard to read."""
     warnings: list[str] = []
     names = [host["host"] for host in hosts]
     repeated = sorted({name for name in names if names.count(name) > 1})
@@ -191,15 +204,18 @@ def _find_warnings(hosts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _list_keys(hosts: Sequence[Mapping[str, Any]], table: str) -> list[str]:
-    """Return the keys that any host has in a table of its facts, each once."""
+    """Return the keys of a table of facts that one or more hosts have, each key once."""
     return list(dict.fromkeys(key for host in hosts for key in host[table]))
 
 
 def _describe_difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str | None:
-    """Compare the fact at ``path`` (a key, or a table and its key) of all hosts.
+    """Compare one fact of all hosts.
+
+    Args:
+        path: a key of `facts`; for a fact in a table, the keys of the table and of the fact.
 
     Returns:
-        ``2.13.0 on hosta, hostc; 2.12.1 on hostb``, the most frequent value first; None if all are equal.
+        Such as ``2.13.0 on hosta, hostc; 2.12.1 on hostb``, the most frequent value first. None if the hosts do not differ.
     """
     names_by_value: dict[str, list[str]] = {}
     for host in hosts:
@@ -210,19 +226,19 @@ def _describe_difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str 
         names_by_value.setdefault(text, []).append(host["host"])
     if len(names_by_value) == 1:
         return None
-    # The value of most hosts comes first, so that the odd one stands out.
+    # The value of most hosts comes first, so that a host with another value is easy to see.
     ordered = sorted(names_by_value.items(), key=lambda item: -len(item[1]))
     return "; ".join(f"{value} on {_list_hosts(names)}" for value, names in ordered)
 
 
 def _list_hosts(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the others."""
+    """Return the first four names, and the number of the other names."""
     listed = ", ".join(names[:4])
     return f"{listed} and {len(names) - 4} more" if len(names) > 4 else listed
 
 
 def _describe_gpus() -> str:
-    """Return the kinds of this host's GPUs, as ``8 x NVIDIA H100``."""
+    """Return the number and names of this host's GPUs, such as ``8 x NVIDIA H100``; ``none`` without GPUs."""
     import torch
 
     if not torch.cuda.is_available():
