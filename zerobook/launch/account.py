@@ -15,7 +15,7 @@ from zerobook.config_sources import ConfigSources
 from zerobook.launch import accelerate_file, deepspeed_json, deepspeed_keys
 from zerobook.launch.accelerate_cli import typed_flags
 from zerobook.launch.fsdp_settings import VERSION_1
-from zerobook.launch.model_facts import model_modules
+from zerobook.launch.model_facts import list_modules
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils.terminal import make_table
 
@@ -296,7 +296,7 @@ def _find_effect_of_leaf_modules(key: str, value: Any, config: RecipeConfig) -> 
         value: names of modules, of their classes, or ends of names.
     """
     names = [value] if isinstance(value, str) else list(value or [])
-    modules = model_modules(config)
+    modules = list_modules(config)
     # If the model's class is not known here, the names cannot be checked.
     if modules is None:
         return USED

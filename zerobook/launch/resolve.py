@@ -21,7 +21,7 @@ from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigDraft, ConfigSources, ConfigT
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, groups, ops
-from zerobook.launch.model_facts import model_facts, unfit_for_text, unfit_for_zero3, unfit_layers
+from zerobook.launch.model_facts import find_missing_layers, model_facts, unfit_for_text, unfit_for_zero3
 from zerobook.launch.quantised import refused_base
 from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -557,7 +557,7 @@ def _check_model(launch: LaunchDraft) -> None:
         plan.problems += unfit_for_text(facts)
         plan.problems += unfit_for_zero3(plan, facts)
         if plan.kind in ("fsdp", "deepspeed"):
-            plan.problems += unfit_layers(launch.environ, facts)
+            plan.problems += find_missing_layers(launch.environ, facts)
 
 
 def _check_model_choices(launch: LaunchDraft) -> None:
