@@ -113,12 +113,12 @@ def test_an_op_that_a_run_needs_is_compiled_before_it_or_named(tmp_path, monkeyp
 
     monkeypatch.setattr(ops, "compile_ops", compiled)
     with pytest.raises(ConfigError, match=r"op async_io, which ZeRO-3 .* needs, cannot be compiled: there is no compiler"):
-        ops.compile_needed(plan)
+        ops.compile_needed_ops(plan)
     assert sorted(wanted.pop()) == ["async_io", "cpu_adam", "shm_comm"]
     for op in ("async_io", "cpu_adam", "shm_comm"):
         (tmp_path / op).mkdir()
         (tmp_path / op / f"{op}.so").touch()
-    ops.compile_needed(plan)
+    ops.compile_needed_ops(plan)
     assert not wanted, "nothing is left to compile"
 
 
@@ -152,4 +152,4 @@ def test_the_op_that_pins_memory_is_needed_only_where_deepspeed_loads_it(monkeyp
     if backend is not None:
         monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", backend)
 
-    assert ("pin_memory" in ops.needed_ops(plan)) == is_loaded
+    assert ("pin_memory" in ops.list_needed_ops(plan)) == is_loaded

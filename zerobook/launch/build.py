@@ -178,7 +178,7 @@ def _compile_ops(plan: LaunchPlan) -> None:
     ops.clear_stale_locks(lambda line: say(line) if is_first_of_host else None)
     # The other ranks wait for torch's lock of the compile when they load the ops.
     if is_first_of_host:
-        ops.compile_needed(plan)
+        ops.compile_needed_ops(plan)
 
 
 def _build_zero(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:

@@ -294,7 +294,7 @@ def check_ops(plan: LaunchPlan, missing: Mapping[str, str]) -> None:
     Args:
         missing: op that cannot be compiled here -> the reason.
     """
-    for op in ops.needed_ops(plan):
+    for op in ops.list_needed_ops(plan):
         if op in missing:
             section = "optimizer.params" if op == "fused_adam" else "zero_optimization"
             plan.problems.append(

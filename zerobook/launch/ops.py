@@ -1,10 +1,10 @@
 """DeepSpeed's C++ ops: compile them before a run, and remove the stale locks of compiles that were killed.
 
-Before 2.15, torch creates a file named ``lock`` while it compiles an extension. If the compile is killed, the file remains, and
-every later process waits for it for ever without a message. The compiling process keeps the file open. So a lock is stale if
-no process has it open. It must also be older than any compile takes: the cache may be on a network disk, and the processes
-of other machines are not visible here. From 2.15 on, the file always remains, and no process waits for it: torch locks it with
-flock, and the system releases that lock when its process ends.
+Before 2.15, torch creates a file named ``lock`` while it compiles an extension, and keeps the file open. If the compile is
+killed, the file remains, and every later process waits for ever, without a message, until it is removed. A lock is stale if no
+process has it open and it is older than any compile takes. Its age counts, too, since the cache may be on a network disk, and
+processes of other machines are not visible here. From 2.15 on, the file always remains, and no process waits for its removal:
+torch locks it with flock, and the system releases that lock when its process ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerobook.errors import ConfigError
 from zerobook.utils.reading import read_text
@@ -38,25 +38,26 @@ OPS = {
     "shm_comm": "ShareMemCommBuilder",
     "fused_adam": "FusedAdamBuilder",
 }
-"""Ops that the shipped strategy files use: offload, NVMe's pinned buffers, NVMe, collectives on a CPU, Adam on a GPU."""
+"""Op that a shipped strategy file uses -> DeepSpeed's class that builds it. In this order, the ops are for offload, pinned
+buffers of NVMe offload, NVMe, collectives on a CPU, and Adam on a GPU."""
 
 NEED_NVCC = ("async_io", "fused_adam")
-"""Ops whose builders ask for a CUDA toolkit on a machine with GPUs; async_io does so for its headers and libraries."""
+"""Ops whose builders need a CUDA toolkit on a machine with GPUs. async_io needs its headers and libraries."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
+# Keys of this file by which kinds of CPUs differ: the first two on x86, the others on ARM.
 _CPU_KEYS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
-"""Keys of `_CPU_INFO` that tell kinds of CPUs apart: the first two on x86, the others on ARM."""
 
 STALE_AFTER_S = 5 * 60
-"""No op takes as long to compile; the slowest took 78 s on two CPU cores."""
+"""Seconds that are longer than any compile. The slowest op took 78 s on two CPU cores."""
 
 
 def use_own_tools() -> None:
-    """Build ops with this environment's ninja and keep them inside this environment, whether or not it is activated.
+    """Build ops with this environment's ninja, and keep them inside this environment, even if it is not activated.
 
-    torch checks every op with the first ninja on the PATH whenever it loads the op. Different versions of ninja cannot read
-    each other's logs, and two environments use different headers: with one cache, each would compile all ops again
-    after the other, for minutes and without a message.
+    Whenever torch loads an op, the first ninja on the PATH checks whether the op is up to date. Versions of ninja cannot read
+    each other's logs, and environments have different headers. So with one cache, two environments would compile all ops again
+    after each other, for minutes and without a message.
     """
     tools = str(Path(sys.executable).parent)
     folders = os.environ.get("PATH", "").split(os.pathsep)
@@ -66,28 +67,28 @@ def use_own_tools() -> None:
 
 
 def cache_root() -> Path:
-    """Return the folder of compiled ops: ``$TORCH_EXTENSIONS_DIR``, else in the virtual environment, else torch's default.
+    """Return the folder of compiled ops.
 
-    The last two have a folder for each kind of CPU: DeepSpeed compiles for the instructions of the CPU on which it compiles,
-    and machines with different CPUs may share the disk.
+    It is ``$TORCH_EXTENSIONS_DIR`` if this is set; else in the virtual environment, or in torch's default folder. There, each
+    kind of CPU has a folder, since DeepSpeed uses all instructions of the CPU that compiles, and machines may share a disk.
     """
     chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen_folder:
         return Path(chosen_folder)
-    # Keep the ops in the environment of the packages that they were compiled for: another environment has others.
+    # Keep the ops beside the packages that they are compiled for. Another environment may have other versions of these.
     environment = Path(sys.prefix)
     if sys.prefix != sys.base_prefix and os.access(environment, os.W_OK):
-        return environment / "torch_extensions" / _cpu_kind()
+        return environment / "torch_extensions" / _name_cpu_kind()
     from torch.utils.cpp_extension import get_default_build_root
 
-    return Path(get_default_build_root()) / _cpu_kind()
+    return Path(get_default_build_root()) / _name_cpu_kind()
 
 
-def _cpu_kind() -> str:
-    """Return a name for machines whose CPUs have the same architecture, model and instructions."""
+def _name_cpu_kind() -> str:
+    """Return a name that is the same on machines whose CPUs have the same architecture, model and instructions."""
     facts = []
     with suppress(OSError):
-        # The first processor stands for all. Values such as its current frequency change.
+        # Read the first processor only. Other keys, such as the current frequency, change with time.
         for line in read_text(_CPU_INFO).partition("\n\n")[0].splitlines():
             key, _, value = line.partition(":")
             if key.strip() in _CPU_KEYS:
@@ -99,17 +100,19 @@ def _cpu_kind() -> str:
 
 
 def list_locks() -> list[Path]:
-    """Return the lock files under the extensions' cache for which torch waits, stale or held."""
+    """Return the lock files in the cache of ops that torch waits for. They may be stale."""
     from torch.utils import cpp_extension
 
-    # torch waits for a file with its class FileBaton; without that class, it locks the file with flock.
-    return sorted(cache_root().glob("**/lock")) if hasattr(cpp_extension, "FileBaton") else []
+    # Versions of torch without this class use flock, and do not wait for a file to be removed.
+    if not hasattr(cpp_extension, "FileBaton"):
+        return []
+    return sorted(cache_root().glob("**/lock"))
 
 
 def is_held(lock: Path) -> bool:
-    """Return whether some process has the file open. Sees this user's processes (all, as root)."""
+    """Return whether a process of this user has the file open; as root, whether any process has."""
     lock = lock.resolve()
-    # torch's lock is a file that it creates and deletes: one that exists may be left behind.
+    # Each open file of a process is a link in this folder.
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if Path(os.readlink(descriptor)) == lock:
@@ -129,23 +132,23 @@ def is_stale(lock: Path) -> bool:
     return age > STALE_AFTER_S and not is_held(lock)
 
 
-def clear_stale_locks(say: Callable[[str], object] = say) -> list[Path]:
-    """Remove locks that no process holds; returns them. ``say`` gets a line about each.
+def clear_stale_locks(report: Callable[[str], object] = say) -> list[Path]:
+    """Remove stale locks and return them. Pass a line about each lock to ``report``.
 
-    Waits, at most `STALE_AFTER_S`, for a lock that no process here holds and that is too new to judge: torch would
-    wait for it too, and for ever if its compile was killed.
+    Wait, at most `STALE_AFTER_S`, for a lock that no process of this machine holds and that may be held on another machine.
+    torch would wait for it, too, and for ever if its compile was killed.
     """
     removed = []
     for lock in list_locks():
         if lock.exists() and not is_held(lock) and not is_stale(lock):
-            say(
+            report(
                 f"{lock}: no process of this machine holds it; waiting until it is gone or {STALE_AFTER_S} s old. If nothing "
                 f"compiles on another machine either: rm {lock}"
             )
         while lock.exists() and not is_held(lock):
             if is_stale(lock):
                 lock.unlink(missing_ok=True)
-                say(f"removed {lock}: left behind by a compile that was killed")
+                report(f"removed {lock}: left behind by a compile that was killed")
                 removed.append(lock)
                 break
             time.sleep(0.5)
@@ -153,33 +156,31 @@ def clear_stale_locks(say: Callable[[str], object] = say) -> list[Path]:
 
 
 def find_missing_ops(*, on_gpus: bool) -> dict[str, str]:
-    """Return {op: reason} of the ops that cannot be compiled on this machine.
-
-    Ops that DeepSpeed was installed with are left out.
+    """Return the ops that cannot be compiled on this machine, op -> reason. Ops that DeepSpeed was installed with are left out.
 
     Args:
-        on_gpus: the ops are for GPUs, whose builders ask for a CUDA toolkit.
+        on_gpus: the ops are for a run on GPUs, so some of their builders need a CUDA toolkit.
     """
     reasons = {}
     if not _has_libaio():
         reasons["async_io"] = "it needs libaio's header and library (the package libaio-dev of Debian and Ubuntu)"
     if on_gpus:
-        reasons |= _lacking_nvcc()
+        reasons |= _find_ops_without_nvcc()
     return {op: reason for op, reason in reasons.items() if not _is_installed(op)}
 
 
-def _lacking_nvcc() -> dict[str, str]:
-    """Return {op: reason} of the ops that need a CUDA toolkit, if there is none of torch's major version."""
+def _find_ops_without_nvcc() -> dict[str, str]:
+    """Return the ops that need a CUDA toolkit, op -> reason, if there is no toolkit of torch's major version; else nothing."""
     import torch
     from torch.utils import cpp_extension
 
-    # ROCm compiles with a compiler of its own.
+    # ROCm has another compiler.
     if torch.version.hip:
         return {}
     home = cpp_extension.CUDA_HOME
-    version = _nvcc_version(home) if home else None
-    # An op takes the headers and the runtime of nvcc's toolkit, and CUDA is compatible within a major version only. Neither
-    # torch nor DeepSpeed compares the versions of an op that is compiled at its first use.
+    version = _read_nvcc_version(home) if home else None
+    # An op is compiled with the headers and the runtime of nvcc's toolkit, and CUDA is compatible within a major version only.
+    # Neither torch nor DeepSpeed compares the versions if an op is compiled at its first use.
     if version and version.split(".")[0] == (torch.version.cuda or "").split(".")[0]:
         return {}
     if version:
@@ -191,18 +192,18 @@ def _lacking_nvcc() -> dict[str, str]:
     )
 
 
-def _nvcc_version(home: str) -> str | None:
-    """Return the CUDA version of the compiler in a toolkit's folder, such as 13.0; None if no compiler runs there."""
+def _read_nvcc_version(home: str) -> str | None:
+    """Return the CUDA version of the compiler in a toolkit's folder, such as 13.0; None if there is no working compiler."""
     try:
-        printed = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
+        output = subprocess.run([Path(home) / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    release = re.search(r"release (\d+\.\d+)", printed)
+    release = re.search(r"release (\d+\.\d+)", output)
     return release[1] if release else None
 
 
 def _has_libaio() -> bool:
-    """Return whether the C compiler finds libaio's header, with the same CFLAGS as DeepSpeed's builder."""
+    """Return whether the C compiler finds libaio's header. It gets the same CFLAGS as from DeepSpeed's builder."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     flags = shlex.split(os.environ.get("CFLAGS", ""))
     command = [*compiler, *flags, "-fsyntax-only", "-include", "libaio.h", "-x", "c", os.devnull]
@@ -220,13 +221,13 @@ def _is_installed(op: str) -> bool:
     return any(folder.glob(f"*/{op}_op*.so"))
 
 
-def needed_ops(plan: LaunchPlan) -> list[str]:
+def list_needed_ops(plan: LaunchPlan) -> list[str]:
     """Return the ops that a run will load."""
     ops = []
     if plan.device == "cpu" and plan.world_size > 1:
         ops.append("shm_comm")
     devices = {plan.offload_optimizer, plan.offload_param}
-    # DeepSpeed takes pinned buffers from torch, or from its own op if this variable says so.
+    # DeepSpeed pins buffers by torch, or by its own op if this variable says so.
     pins_by_op = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch").strip().lower() == "native"
     # async_io always takes its buffers from pin_memory.
     if "nvme" in devices or (pins_by_op and devices != {"none"}):
@@ -237,24 +238,24 @@ def needed_ops(plan: LaunchPlan) -> list[str]:
     # With an offloaded optimizer, DeepSpeed's CPU Adam updates the weights, whether or not the JSON has a section.
     if plan.offload_optimizer != "none" and plan.optimizer == "adamw":
         ops.append("cpu_adam")
-    # DeepSpeed makes its fused Adam by such a section. Without a section, the run passes an optimizer to DeepSpeed.
+    # DeepSpeed makes its fused Adam from the section. Without a section, the run passes an optimizer to DeepSpeed.
     elif section and not section.get("params", {}).get("torch_adam"):
         ops.append("fused_adam")
     return ops
 
 
 def _is_compiled(op: str) -> bool:
-    """Return whether the op was compiled on this machine."""
+    """Return whether the cache has a compiled library of the op."""
     return any(cache_root().glob(f"*{op}/*.so"))
 
 
-def compile_needed(plan: LaunchPlan) -> None:
-    """Compile the ops of a run that are not compiled yet, with a line about each. Other processes of the machine wait.
+def compile_needed_ops(plan: LaunchPlan) -> None:
+    """Compile the ops of a run that are not compiled yet. Other processes of the machine wait for torch's lock meanwhile.
 
     Raises:
         ConfigError: an op cannot be compiled.
     """
-    absent = [op for op in needed_ops(plan) if not _is_compiled(op) and not _is_installed(op)]
+    absent = [op for op in list_needed_ops(plan) if not _is_compiled(op) and not _is_installed(op)]
     if not absent:
         return
     for op, outcome in compile_ops(absent):
@@ -266,13 +267,12 @@ def compile_needed(plan: LaunchPlan) -> None:
 
 
 def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]:
-    """Compile those of the ``requested`` ops that this machine can use. Returns (op, outcome) for each.
+    """Compile those of the ``requested`` ops that this machine can use. Return (op, outcome) for each of them.
 
-    Each compile is announced on the terminal. On a machine without a GPU the CPU variants are built. An op that is compiled
-    already is only loaded, which takes a second.
+    On a machine without a GPU, the variants for a CPU are compiled.
 
     Args:
-        requested: keys of `OPS`; None means all that the project's strategy files use on this device.
+        requested: keys of `OPS`; None: all keys.
     """
     import torch
 
@@ -284,28 +284,35 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
 
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
-    lacking = find_missing_ops(on_gpus=not on_cpu)
+    missing = find_missing_ops(on_gpus=not on_cpu)
+    # shm_comm moves data between processes that compute on CPUs, and FusedAdam has no variant for a CPU.
+    op_of_other_device = "fused_adam" if on_cpu else "shm_comm"
     results = []
     for op in requested or OPS:
         builder = accelerator.create_op_builder(OPS[op])
-        # shm_comm is a transport between processes that compute on CPUs, and FusedAdam has no CPU variant.
-        if builder is None or (op, on_cpu) in (("shm_comm", False), ("fused_adam", True)):
+        if builder is None or op == op_of_other_device:
             continue
-        if op in lacking:
-            results.append((op, f"skipped: {lacking[op]}"))
-            continue
-        if not builder.is_compatible(verbose=False):
+        if op in missing:
+            outcome = f"skipped: {missing[op]}"
+        elif not builder.is_compatible(verbose=False):
             advice = "install libaio-dev" if op == "async_io" else "not supported here"
-            results.append((op, f"skipped: {advice}"))
-            continue
-        if not _is_compiled(op):
-            say(f"compiling {op} (up to 3 minutes) ...")
-        start = time.monotonic()
-        try:
-            builder.load(verbose=False)
-            results.append((op, f"ready in {time.monotonic() - start:.0f} s"))
-        except Exception as error:
-            # Errors of ninja, the compiler and the linker have no common base class.
-            results.append((op, f"FAILED: {str(error).splitlines()[0]}"))
-        say(f"  {op}: {results[-1][1]}")
+            outcome = f"skipped: {advice}"
+        else:
+            outcome = _load_op(op, builder)
+        results.append((op, outcome))
     return results
+
+
+# Load an op, which compiles it if necessary. Print lines about it, and return the outcome.
+def _load_op(op: str, builder: Any) -> str:
+    if not _is_compiled(op):
+        say(f"compiling {op} (up to 3 minutes) ...")
+    start = time.monotonic()
+    try:
+        builder.load(verbose=False)
+        outcome = f"ready in {time.monotonic() - start:.0f} s"
+    except Exception as error:
+        # Errors of ninja, the compiler and the linker have no common base class.
+        outcome = f"FAILED: {str(error).splitlines()[0]}"
+    say(f"  {op}: {outcome}")
+    return outcome
