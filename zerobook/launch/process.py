@@ -1,4 +1,4 @@
-"""The end of a process: errors of users without tracebacks, and an exit that a launcher reports correctly."""
+"""The end of a process: errors of users are printed without tracebacks, and launchers get the right exit code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -33,10 +34,10 @@ INTERRUPTED = 130
 def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
     """Print a `ZerobookError` of the context without a traceback, once for all ranks, and exit with its exit code.
 
-    Every error is also written to the file that torchrun reads, so that torchrun's report quotes it.
+    Every error is also written to the file that torchrun reads, so that torchrun's report quotes the error.
 
     Args:
-        ends_launcher: also end ``accelerate launch``, see `_end_launcher`. Only before the process group is formed.
+        ends_launcher: also end ``accelerate launch``, see `_end_launcher`. True only before the process group is formed.
     """
     sys.excepthook = say_traceback
     try:
@@ -47,40 +48,49 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
             say("\nInterrupted before the training; nothing was saved.", file=sys.stderr)
         os._exit(INTERRUPTED)
     except ZerobookError as error:
-        rank = int(os.environ.get("LOCAL_RANK", 0))
-        if rank != 0:
-            # If the launcher ends this rank during the wait below, the exit code 0 keeps it out of torchrun's report.
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-            # Most errors occur on every rank, and should be printed once. So rank 0 prints first, and the launcher then stops
-            # the others. A rank that is still alive after 5 seconds has a different error.
-            time.sleep(5)
-        where = f" (rank {rank})" if rank else ""
-        say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
-        # What another host has told is known there.
-        if not isinstance(error, LaunchError):
-            meet.tell_refusal(f"{type(error).__name__}: {error}", error.exit_code)
-        launcher = _accelerate_launcher()
-        if launcher is not None:
-            if ends_launcher and rank == 0:
-                _end_launcher(launcher)
-            say(
-                "The lines below are accelerate's report of this error. zerobook launch takes the same flags and omits it.\n",
-                file=sys.stderr,
-            )
-        _tell_launcher(f"{type(error).__name__}: {error}")
-        if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-            # The other ranks need time to reach the same error. A rank that the launcher ends earlier is reported as a failure.
-            time.sleep(2)
-        # A normal exit would run destructors, which wait for other ranks.
-        os._exit(error.exit_code)
+        _report_and_exit(error, ends_launcher=ends_launcher)
     except Exception as error:
-        _tell_launcher(traceback.format_exc())
+        _write_error_file(traceback.format_exc())
         meet.tell_refusal(f"{type(error).__name__}: {error}", exit_code=1)
         raise
 
 
-def _accelerate_launcher() -> psutil.Process | None:
-    """Return the process of accelerate's own command, which started this one and ends with its traceback; or None."""
+# Print an error without a traceback, tell it to other hosts and to the launcher, and end this process with its exit code.
+def _report_and_exit(error: ZerobookError, *, ends_launcher: bool) -> NoReturn:
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    if rank != 0:
+        # If the launcher ends this rank during the wait below, the exit code 0 keeps the rank out of torchrun's report.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        # Most errors occur on every rank, and should be printed once. So rank 0 prints first, and the launcher then stops the
+        # other ranks. A rank that is still alive after 5 seconds has a different error.
+        time.sleep(5)
+    where = f" (rank {rank})" if rank else ""
+    say(f"\n{type(error).__name__}{where}: {error}\n", file=sys.stderr)
+    # A `LaunchError` comes from another host, or from ranks that are missing. There is nothing to tell to other hosts.
+    if not isinstance(error, LaunchError):
+        meet.tell_refusal(f"{type(error).__name__}: {error}", error.exit_code)
+    launcher = _find_accelerate_launcher()
+    if launcher is not None:
+        if ends_launcher and rank == 0:
+            _end_launcher(launcher)
+        say(
+            "The lines below are accelerate's report of this error. zerobook launch takes the same flags and omits it.\n",
+            file=sys.stderr,
+        )
+    _write_error_file(f"{type(error).__name__}: {error}")
+    if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        # The launcher stops the other ranks when this one ends, and reports those that have not reached the same error as failed.
+        # So give them time.
+        time.sleep(2)
+    # A normal exit would run destructors, which wait for other ranks.
+    os._exit(error.exit_code)
+
+
+def _find_accelerate_launcher() -> psutil.Process | None:
+    """Return the process of ``accelerate launch`` that started this one; None if another launcher did.
+
+    Unlike zerobook launch, it prints a traceback if this process fails.
+    """
     command = parent_command()
     if launcher_flags(command) is None or is_of_zerobook(command):
         return None
@@ -88,13 +98,14 @@ def _accelerate_launcher() -> psutil.Process | None:
 
 
 def _end_launcher(launcher: psutil.Process) -> None:
-    """End the launcher, its other processes and this one, so that 40 lines about processes do not follow a refusal.
+    """End the launcher, its other processes and this one, so that no 40 lines of the launcher follow the error.
 
-    torchrun answers each way to end it with a traceback, but for signals that it does not handle: SIGUSR1 is one.
-    Returns if the launcher does not end in this way, as when it is the first process of a container.
+    torchrun prints a traceback whenever it ends, except at signals that it does not handle, such as SIGUSR1. Return if the
+    launcher does not end at this signal, for example because it is the first process of a container.
     """
     with suppress(psutil.Error, OSError):
-        # A launcher with --tee prints what its processes write, so it has to live until it has done that.
+        # With --tee, the launcher prints what its processes write. So it must not end before. Its stderr is then another file
+        # than that of this process.
         if not os.path.samestat(os.stat(f"/proc/{launcher.pid}/fd/2"), os.fstat(2)):
             return
         for process in launcher.children():
@@ -108,8 +119,8 @@ def _end_launcher(launcher: psutil.Process) -> None:
             time.sleep(0.02)
 
 
-def _tell_launcher(text: str) -> None:
-    """Write an error into the file that torchrun reads, in the format of its ``ErrorHandler``."""
+def _write_error_file(text: str) -> None:
+    """Write an error into the file that torchrun reads, in the format of torch's ``ErrorHandler``."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         extra = {"py_callstack": plain(text), "timestamp": str(int(time.time()))}
@@ -118,12 +129,11 @@ def _tell_launcher(text: str) -> None:
 
 
 def quietly(launcher: Callable[[], None]) -> int:
-    """Run a launcher of processes without its tracebacks: the processes have printed their errors.
+    """Run a launcher of processes without its tracebacks and logs, since the processes have printed their errors.
 
     Returns:
-        The exit code of the process that failed first; 130 after Ctrl-C; 0.
+        The exit code of the process that failed first; 128 plus the number of a signal that ended the launch; 0 otherwise.
     """
-
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -132,7 +142,7 @@ def quietly(launcher: Callable[[], None]) -> int:
     from zerobook.launch import agent
 
     hush()
-    # The import sets the levels of these loggers.
+    # Import the module before the levels are set, since the import sets them, too.
     import_module("torch.distributed.run")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
@@ -144,13 +154,14 @@ def quietly(launcher: Callable[[], None]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             text = f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}."
+            # torch's watchdog of NCCL aborts the process.
             if -failure.exitcode == signal.SIGABRT:
                 text += " torch ends a healthy process so if NCCL has lost another one: see the lines above."
             say(text, file=sys.stderr)
-        # A negative code is a signal, for which shells have 128 and its number.
+        # A negative code is the number of a signal, for which shells return 128 and the number.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except subprocess.CalledProcessError as error:
-        # The launcher of one process alone raises this.
+        # accelerate's launcher of a single process raises this.
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -162,23 +173,24 @@ def quietly(launcher: Callable[[], None]) -> int:
 
 
 def pass_signals_on() -> None:
-    """Let the launcher of one process alone end with it and not before: at SIGTERM and SIGINT, which it sends on.
+    """Let this launcher pass SIGTERM and SIGINT on to its single process, so that it ends when the process has ended.
 
-    torchrun, which starts several processes, does so itself. accelerate's launcher of one would end, and leave it running.
+    torchrun, which starts several processes, does so itself. accelerate's launcher of a single process would end at once, and
+    the process would continue.
     """
-
-    # Ctrl-C reaches all processes that the terminal shows, and so ends this one. It reads until the launcher has ended.
+    # The terminal sends Ctrl-C to all of its foreground processes. The witness is one of them: if Ctrl-C has ended it, then the
+    # launched process has got the signal, too. Without a signal, cat runs until this launcher ends.
     witness = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
     def send_on(number: int, frame: FrameType | None) -> None:
         children = [child for child in psutil.Process().children() if child.pid != witness.pid]
-        # No child runs yet that the signal could be sent to.
+        # The process has not been started yet.
         if not children:
             os._exit(128 + number)
         if number == signal.SIGINT:
             with suppress(subprocess.TimeoutExpired):
                 witness.wait(2)
-            # The process has got this signal, too. It would end without a checkpoint at a second one.
+            # Do not send a second signal, at which the process would end without a checkpoint.
             if witness.returncode == -number:
                 return
         for child in children:
@@ -190,20 +202,20 @@ def pass_signals_on() -> None:
 
 
 def launched() -> bool:
-    """Return whether this process is a rank of a process group, which ends with its run."""
+    """Return whether this process is a rank of a process group. Such a process ends with its run."""
     import torch.distributed as dist
 
     return dist.is_initialized()
 
 
 def leave(code: int = 0) -> None:
-    """End a launched process with ``code`` after its exit handlers have run.
+    """End a launched process (see `launched`) with ``code``, after its exit handlers have run.
 
-    One process alone returns, or raises `SystemExit` where ``code`` is not 0.
+    In another process, return if ``code`` is 0, and raise `SystemExit` otherwise.
 
-    gloo's threads drop their last tensors some time after a collective has returned. If that falls into the
-    interpreter's own shutdown, the process aborts ("terminate called without an active exception") and the launcher
-    reports a finished run as failed, so a launched process ends without that shutdown.
+    gloo's threads free their last tensors some time after a collective has returned. If this happens while the interpreter
+    shuts down, the process aborts ("terminate called without an active exception"), and the launcher reports a finished run as
+    failed. So a launched process ends without the interpreter's shutdown.
     """
     import torch.distributed as dist
 
@@ -211,8 +223,8 @@ def leave(code: int = 0) -> None:
         if code:
             sys.exit(code)
         return
-    # In this order: handlers may print, and what they print has to be flushed.
     dist.destroy_process_group()
+    # Flush after the exit handlers, since they may print. `os._exit` flushes nothing.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
