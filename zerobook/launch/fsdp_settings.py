@@ -1,4 +1,4 @@
-"""The settings of an FSDP launch: read, and checked by accelerate's own plugin."""
+"""Read the settings of an FSDP launch, and check them by accelerate's own plugin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERSION_1 = {
 
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
-    """Read the version, offload, and the sizes of hybrid sharding into ``plan``."""
+    """Read the settings of FSDP into ``plan``, and add problems for those that the recipes do not run with."""
     if environ.get("FSDP_VERSION", "1") != "2":
         plan.problems.append(
             f"fsdp_version: the Accelerate YAML asks for FSDP {environ.get('FSDP_VERSION', '1')}; the recipes "
@@ -44,14 +44,18 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     else:
         _check_plugin_values(plan, environ)
     plan.offload_param = "cpu" if is_true(environ.get("FSDP_OFFLOAD_PARAMS")) else "none"
-    # FSDP2 keeps moments beside the parameters.
+    # FSDP2 keeps the optimizer state where it keeps the parameters.
     plan.offload_optimizer = plan.offload_param
     plan.reshards = is_true(environ.get("FSDP_RESHARD_AFTER_FORWARD", "true"))
     plan.rank_0_loads = is_true(environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING"))
-    # Without a parallelism config, one copy is sharded over all processes.
+    # Without a parallelism config, one copy of the weights is sharded over all processes.
     plan.shard = plan.world_size
-    if not is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
-        return
+    if is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        _read_hybrid_sharding(plan, environ)
+
+
+# Read how many replicas the processes hold, and over how many processes each replica is sharded.
+def _read_hybrid_sharding(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     shard_in_file = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
     if plan.replicate < 1 or plan.world_size % plan.replicate:
@@ -60,7 +64,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
             "processes. Change --num_processes or the size."
         )
         return
-    # The file's own size of a shard may be meant for another number of processes.
+    # The size of a shard follows from the number of processes. The file may have a size for another number.
     plan.shard = plan.world_size // plan.replicate
     if plan.replicate == 1:
         return
@@ -82,10 +86,11 @@ def _check_plugin_values(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import patch_environment
 
-    # The plugin warns of keys of FSDP 1, which the report on the launch has: see `VERSION_1`.
+    # The plugin warns of keys of FSDP 1, which the account of the launch has already: see `VERSION_1`.
     logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)
     settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
-    # If it is unset, the plugin sets it in this process for good. What is set here is taken back after the check.
+    # The plugin adds this variable to the environment of the process if it is unset. Set by `patch_environment`, it is removed
+    # again after the check.
     settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     try:
         with patch_environment(**settings):
@@ -95,7 +100,10 @@ def _check_plugin_values(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
 
 
 def read_checkpointing(plan: LaunchPlan, environ: Mapping[str, str], draft: ConfigDraft[Any]) -> None:
-    """Let the recipe recompute activations if the file asks for it: accelerate would wrap each layer a second time."""
+    """Let the recipe recompute activations if the file turns this on.
+
+    It is turned off for accelerate (see `build.set_environment`), which would wrap each layer a second time.
+    """
     if is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD")):
         recompute.request(plan, FILE, "fsdp_activation_checkpointing_offload", "offload", draft)
     elif is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING")):

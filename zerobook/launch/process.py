@@ -79,8 +79,8 @@ def _report_and_exit(error: ZerobookError, *, ends_launcher: bool) -> NoReturn:
         )
     _write_error_file(f"{type(error).__name__}: {error}")
     if rank == 0 and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
-        # The launcher stops the other ranks when this one ends, and reports those that have not reached the same error as failed.
-        # So give them time.
+        # The launcher stops the other ranks when this one ends, and reports those that have not reached the same error yet as
+        # failed. So give them time.
         time.sleep(2)
     # A normal exit would run destructors, which wait for other ranks.
     os._exit(error.exit_code)

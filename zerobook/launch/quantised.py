@@ -1,4 +1,4 @@
-"""Quantised base weights that a strategy can hold."""
+"""Strategies that cannot hold quantised base weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ if TYPE_CHECKING:
 
 
 def refused_base(plan: LaunchPlan, setting: str, base: str, storage: str = "float") -> str | None:
-    """Return why a strategy cannot train beside a quantised base, and the way out; None if it can.
+    """Return why a strategy cannot train adapters on a quantised base, with advice; None if it can.
 
     Args:
-        setting: the config key and value that ask for it, at the beginning of the message.
+        setting: the config's key and value that choose the base. The message begins with them.
         base: ``nf4`` or ``int8``.
         storage: dtype that 4-bit weights are packed in.
     """
-    sharded = plan.kind == "fsdp" or plan.zero_stage == 3
-    if base == "int8" and sharded:
+    shards_weights = plan.kind == "fsdp" or plan.zero_stage == 3
+    if base == "int8" and shards_weights:
         reason = "FSDP2 cannot make shards of bitsandbytes' int8 weights"
         if plan.kind == "deepspeed":
             reason = "bitsandbytes keeps int8 weights whole on every process beside the shards"

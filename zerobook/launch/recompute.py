@@ -1,4 +1,4 @@
-"""Activation checkpointing that a strategy file asks for."""
+"""Activation checkpointing that a strategy file turns on."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ if TYPE_CHECKING:
 
 
 def request(plan: LaunchPlan, file: str, key: str, mode: str, draft: ConfigDraft[Any]) -> None:
-    """Set the draft's ``activation_checkpointing``, or add a problem if a person chose one that does less.
+    """Set the draft's ``activation_checkpointing`` to ``mode``, or add a problem if the user chose a mode that does less.
 
     Args:
         file: the strategy file.
-        key: its key that asks for it.
-        mode: ``full`` or ``offload``, which is full with the inputs of layers in host memory.
+        key: the key of the file that turns activation checkpointing on.
+        mode: ``full``; or ``offload``, which also keeps the inputs of layers in host memory.
     """
     current = draft.config.activation_checkpointing
-    # offload does what full does, and more.
+    # offload includes full.
     if current in (mode, "offload"):
         return
+    # The mode of the file may extend the user's choice of full, but must not replace another choice.
     if current == "full" or not draft.sources.is_set("activation_checkpointing"):
         draft.set(file, activation_checkpointing=mode)
     else:
