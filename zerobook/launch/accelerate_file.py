@@ -15,20 +15,20 @@ from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_yaml, read_mapping
 
 _ADVICE = f"Shipped ones are in {shipped('accelerate_configs')}; zerobook init FOLDER copies them."
+# Values of ``distributed_type`` that the recipes run under.
 _DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
-"""Values of ``distributed_type`` that the recipes run under."""
+# Section of the YAML -> beginnings of its keys, which are also flags of accelerate's launcher.
 KEY_PREFIXES = {
     "fsdp_config": ("fsdp_",),
     "deepspeed_config": ("deepspeed_", "zero", "offload_", "gradient_"),
     "parallelism_config": ("parallelism_config_",),
 }
-"""Section of the YAML -> beginnings of its keys, which are also flags of accelerate's launcher."""
+# Keys by which a DeepSpeed config is recognised.
 _DEEPSPEED_KEYS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
-"""Keys by which a DeepSpeed config is recognised."""
+# Keys by which a recipe's config is recognised.
 _RECIPE_KEYS = {"model_name_or_path", "train_file", "dataset_name", "output_dir", "learning_rate"}
-"""Keys by which a recipe's config is recognised."""
+# Keys that accelerate does not know, but that Zerobook reads.
 ZEROBOOK_KEYS = {"parallelism_config_ep_size"}
-"""Keys that accelerate does not know, but that Zerobook reads."""
 
 
 class FileCheck(NamedTuple):

@@ -21,6 +21,7 @@ from zerobook.utils.terminal import make_table
 
 USED = "used"
 WRITTEN_BY_ZEROBOOK = "checkpoints and the final model are written by Zerobook"
+# Keys of the Accelerate YAML that are never used -> why.
 UNUSED = {
     "main_training_function": "it is for TPUs and notebooks",
     "downcast_bf16": "it is for TPUs",
@@ -31,14 +32,14 @@ UNUSED = {
     "parallelism_config_sp_attn_implementation": "Zerobook splits the attention of the recipe's attn_implementation",
     **VERSION_1,
 }
-"""Keys of the Accelerate YAML that are never used -> why."""
+# Settings of ``zero_optimization`` that are never used -> why.
 UNUSED_IN_ZERO = {
     "load_from_fp32_weights": WRITTEN_BY_ZEROBOOK,
     "stage3_gather_16bit_weights_on_model_save": WRITTEN_BY_ZEROBOOK,
     "stage3_gather_fp16_weights_on_model_save": WRITTEN_BY_ZEROBOOK,
     "gather_16bit_weights_on_model_save": WRITTEN_BY_ZEROBOOK,
 }
-"""Settings of ``zero_optimization`` that are never used -> why."""
+# Settings of ``zero_optimization`` that stage 3 alone reads, beside those that begin with ``stage3_``.
 STAGE_3_KEYS = {
     "sub_group_size",
     "zero_hpz_partition_size",
@@ -51,7 +52,7 @@ STAGE_3_KEYS = {
     "enable_sanity_checks",
     "leaf_module",
 }
-"""Settings of ``zero_optimization`` that stage 3 alone reads, beside those that begin with ``stage3_``."""
+# Settings of ``zero_optimization`` that stages 1 and 2 alone read.
 STAGES_1_AND_2_KEYS = {
     "allgather_bucket_size",
     "use_multi_rank_bucket_allreduce",
@@ -59,19 +60,18 @@ STAGES_1_AND_2_KEYS = {
     "round_robin_gradients",
     "parameter_alignment",
 }
-"""Settings of ``zero_optimization`` that stages 1 and 2 alone read."""
+# Settings of an offload section that have an effect with NVMe only.
 NVME_KEYS = {"nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init"}
-"""Settings of an offload section that have an effect with NVMe only."""
+# Root keys of a DeepSpeed JSON that have an effect only if processes share the tokens of a row.
 SEQUENCE_PARALLEL_KEYS = ("sequence_parallel_size", "seq_parallel_communication_data_type")
-"""Root keys of a DeepSpeed JSON that have an effect only if processes share the tokens of a row."""
+# Key of strategy files -> the recipe's key for the same setting.
 RECIPE_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
 }
-"""Key of strategy files -> the recipe's key for the same setting."""
+# Section of the Accelerate YAML -> the kind of strategy that reads it.
 STRATEGY_OF_SECTION = {"deepspeed_config": "deepspeed", "fsdp_config": "fsdp"}
-"""Section of the Accelerate YAML -> the kind of strategy that reads it."""
 
 
 class Entry(NamedTuple):

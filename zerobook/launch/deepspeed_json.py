@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 HPZ_KEY = "zero_hpz_partition_size"
 QUANTISED_KEYS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+# Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not.
 FUSED_ADAM_PARAMETERS = ("bias_correction", "set_grad_none")
-"""Parameters that DeepSpeed's FusedAdam takes and torch's AdamW does not."""
+# Parameters that an optimizer section may have on every device.
 ADAM_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
-"""Parameters that an optimizer section may have on every device."""
+# DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see
+# https://huggingface.co/docs/transformers/deepspeed
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-"""DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see https://huggingface.co/docs/transformers/deepspeed"""
+# Weights of a rank that are assumed if the model is not known. NVMe offload is of use for larger models only.
 ASSUMED_WEIGHTS = 10_000_000
-"""Weights of a rank that are assumed if the model is not known. NVMe offload is of use for larger models only."""
+# Schedule parameter that accelerate fills in for ``auto`` -> a value to check the other parameters with.
 EXAMPLE_PARAMETERS = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
-"""Schedule parameter that accelerate fills in for ``auto`` -> a value to check the other parameters with."""
+# Path of a setting that would change the training, or that checkpoints do not support -> why it is refused.
 REFUSED_SETTINGS = {
     ("bf16", "bf16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
     ("fp16", "fp16_master_weights_and_grads"): "trained weights and their optimizer state are kept in fp32",
@@ -37,17 +39,16 @@ REFUSED_SETTINGS = {
     ("zero_optimization", "elastic_checkpoint"): "checkpoints are written by Zerobook, for any number of processes",
     ("zero_optimization", "offload_optimizer", "super_offload"): "its optimizer's state cannot be saved for other strategies",
 }
-"""Path of a setting that would change the training, or that checkpoints do not support -> why it is refused."""
+# Deprecated key of DeepSpeed, which is still accepted -> the key or section that replaced it.
 REPLACEMENTS = {
     "bfloat16": "bf16",
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",
     "cpu_offload_use_pin_memory": "pin_memory",
 }
-"""Deprecated key of DeepSpeed, which is still accepted -> the key or section that replaced it."""
 CPU_CHECKPOINTING = "cpu_checkpointing"
+# A clipping norm that is never reached: DeepSpeed computes the gradient norm only if it clips.
 UNREACHABLE_NORM = 1e30
-"""A clipping norm that is never reached: DeepSpeed computes the gradient norm only if it clips."""
 
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:

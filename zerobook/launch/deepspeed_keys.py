@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from zerobook.strategy.launch_plan import LaunchPlan
 
+# Root keys that hold a positive integer, or ``auto``.
 INTEGER_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Root keys that hold a positive integer, or ``auto``."""
+# Keys that hold an object.
 OBJECT_KEYS = (
     "zero_optimization",
     "zero_optimization.offload_optimizer",
@@ -44,7 +45,7 @@ OBJECT_KEYS = (
     "data_types",
     "tensor_parallel",
 )
-"""Keys that hold an object."""
+# Root key that DeepSpeed knows and that has no effect here -> why. A run with such a key has a note on it.
 WITHOUT_EFFECT = {
     "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --recommend finds settings by plan",
     "checkpoint": "checkpoints are written by Zerobook",
@@ -63,7 +64,7 @@ WITHOUT_EFFECT = {
     "disable_allgather": "DeepSpeed reads it nowhere",
     "timers": "it belongs to wall_clock_breakdown of DeepSpeed's own engine loop",
 }
-"""Root key that DeepSpeed knows and that has no effect here -> why. A run with such a key has a note on it."""
+# Root key that would change the training -> why it is refused. Sections with ``"enabled": false`` are not refused.
 REFUSED = {
     "amp": "NVIDIA's apex is not used. Remove the section; --mixed_precision bf16 or fp16 chooses the precision",
     "torch_autocast": "the precision is that of --mixed_precision. Remove the section",
@@ -82,7 +83,7 @@ REFUSED = {
     "gradient_predivide_factor": "ZeRO averages gradients after it has reduced them. Remove it",
     "managed_gradient_accumulation": "Zerobook says itself which micro-batch is the last of a step. Remove it",
 }
-"""Root key that would change the training -> why it is refused. Sections with ``"enabled": false`` are not refused."""
+# Root keys that DeepSpeed's engine uses, or that Zerobook fills in or reads.
 EFFECTIVE_KEYS = {
     *INTEGER_KEYS,
     "gradient_clipping",
@@ -112,15 +113,15 @@ EFFECTIVE_KEYS = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 }
-"""Root keys that DeepSpeed's engine uses, or that Zerobook fills in or reads."""
+# Root keys that DeepSpeed reads outside of its config class.
 KEYS_READ_ELSEWHERE = {"sequence_parallel_size", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
-"""Root keys that DeepSpeed reads outside of its config class."""
+# Section, or "" for the root, in which DeepSpeed ignores unknown keys -> the keys that DeepSpeed knows.
 KNOWN_KEYS = {
     "": EFFECTIVE_KEYS | KEYS_READ_ELSEWHERE,
     "aio": {"block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds"},
     "data_types": {"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"},
 }
-"""Section, or "" for the root, in which DeepSpeed ignores unknown keys -> the keys that DeepSpeed knows."""
+# DeepSpeed's class for a section -> the path of the section.
 _SECTION_OF_CLASS = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedZeroOffloadOptimizerConfig": "zero_optimization.offload_optimizer",
@@ -134,7 +135,6 @@ _SECTION_OF_CLASS = {
     "CometConfig": "comet",
     "DeepSpeedFlopsProfilerConfig": "flops_profiler",
 }
-"""DeepSpeed's class for a section -> the path of the section."""
 
 
 def stage_3_names() -> set[str]:

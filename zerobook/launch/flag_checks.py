@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from zerobook.launch import accelerate_file
 
 _NAMES = {"deepspeed": "DeepSpeed", "fsdp": "FSDP", "ddp": "DDP", "single": "one process"}
+# Section of a strategy file -> (the strategy that reads the flags of the section, how to choose this strategy).
 _STRATEGY_OF_SECTION = {
     "deepspeed_config": ("deepspeed", "Add --use_deepspeed, or name a file with distributed_type DEEPSPEED"),
     "fsdp_config": ("fsdp", "Add --use_fsdp, or name a file with distributed_type FSDP"),
 }
-"""Section of a strategy file -> (the strategy that reads the flags of the section, how to choose this strategy)."""
 
 
 def check(typed: argparse.Namespace, *, before_start: bool, looks_up_address: bool = False) -> accelerate_file.FileCheck:

@@ -18,6 +18,7 @@ SHARDING = (
     "FSDP2 has fsdp_reshard_after_forward in its place, and for HYBRID_SHARD parallelism_config_dp_replicate_size, see "
     "accelerate_configs/fsdp_hybrid.yaml"
 )
+# Keys of FSDP 1 -> why they have no effect under FSDP2.
 VERSION_1 = {
     "fsdp_sharding_strategy": SHARDING,
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
@@ -25,7 +26,6 @@ VERSION_1 = {
     "fsdp_use_orig_params": "FSDP2 always keeps the model's own parameters",
     "fsdp_sync_module_states": "FSDP2 has fsdp_cpu_ram_efficient_loading in its place",
 }
-"""Keys of FSDP 1 -> why they have no effect under FSDP2."""
 
 
 def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:

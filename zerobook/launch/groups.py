@@ -35,13 +35,13 @@ class GroupKind(NamedTuple):
     file: str
 
 
+# accelerate's abbreviation for a size -> the kind of group.
 _GROUP_KINDS = {
     "sp": GroupKind("sequence", "deepspeed", "DeepSpeed-Ulysses runs under DeepSpeed ZeRO", "zero3_sequence"),
     "cp": GroupKind("context", "fsdp", "context parallelism runs under FSDP2", "fsdp_context"),
     "tp": GroupKind("tensor", "fsdp", "tensor parallelism runs under FSDP2", "fsdp_tensor"),
     "ep": GroupKind("experts", "fsdp", "expert parallelism runs under FSDP2", "fsdp_experts"),
 }
-"""accelerate's abbreviation for a size -> the kind of group."""
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SEQUENCE_KEY_OF_JSON = "sequence_parallel_size"

@@ -1,7 +1,7 @@
 """Resolve environment, hardware and config to a `LaunchPlan`, without starting anything.
 
-A launched run, ``--dry-run`` and ``zerobook doctor`` all call `resolve`, so what doctor prints is what a run does. Every
-disagreement between the Accelerate YAML, the DeepSpeed JSON and the flags is gathered here.
+A launched run, ``--dry-run`` and ``zerobook doctor`` all call `resolve`, so what doctor prints is what a run does. `resolve`
+collects all contradictions between the Accelerate YAML, the DeepSpeed JSON and the flags.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ADAPTER_SETTINGS = (
     "modules_to_save",
     "new_tokens",
 )
-"""Settings of a new adapter. An adapter that is trained further brings its own."""
+"""Settings of a new adapter. An adapter that is trained further has its own values of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class Hardware:
     Attributes:
         gpus: number of GPUs that torch sees.
         flash_attention: True if flash attention 2 runs on all of them; if not, ``no_flash_attention`` says why.
-        unused: why torch does not see the GPUs that this process may use, or has no kernels for one of them; None if it has, if
-            there are none, or if the environment hides them.
+        unused: why torch cannot use GPUs of this process: it does not see them, or has no kernels for one of them. None if
+            torch can use all GPUs, if there are none, or if the environment hides them.
         first_unused: index of the first GPU that ``unused`` is about.
-        missing_ops: DeepSpeed's ops that cannot be compiled here, each with the reason.
+        missing_ops: DeepSpeed's ops that cannot be compiled here, op -> reason.
         missing_compiler: what is missing here to compile models, see `missing_compiler`.
         lockable_bytes: memory that a process may lock; None: any amount.
     """
@@ -76,23 +76,22 @@ class Hardware:
 
     @classmethod
     def detect(cls) -> Hardware:
-        """Detect the hardware of this machine. Imports torch; initialises no CUDA context beyond a device query."""
+        """Detect the hardware of this machine, without a CUDA context except for queries of the devices."""
         if not torch.cuda.is_available():
-            unused = gpus.unused(torch.__version__, torch.version.cuda)
             return cls(
-                unused=unused,
+                unused=gpus.unused(torch.__version__, torch.version.cuda),
                 missing_ops=ops.find_missing_ops(on_gpus=False),
                 missing_compiler=missing_compiler(),
                 lockable_bytes=lockable_bytes(),
             )
-        missing = _no_flash_attention()
+        no_flash_attention = _explain_no_flash_attention()
         first_unused, unused = gpus.find_without_kernels()
         return cls(
             gpus=torch.cuda.device_count(),
             gpu_name=torch.cuda.get_device_name(0),
             bf16=torch.cuda.is_bf16_supported(including_emulation=False),
-            flash_attention=not missing,
-            no_flash_attention=missing,
+            flash_attention=not no_flash_attention,
+            no_flash_attention=no_flash_attention,
             unused=unused,
             first_unused=first_unused,
             missing_ops=ops.find_missing_ops(on_gpus=True),
@@ -101,21 +100,23 @@ class Hardware:
         )
 
 
-def _no_flash_attention() -> str:
-    """Return why flash attention 2 does not run on this machine's GPUs; empty if it does."""
+def _explain_no_flash_attention() -> str:
+    """Return why flash attention 2 does not run on this machine's GPUs; an empty text if it does."""
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        # Ampere is the first generation that it runs on.
+        # Flash attention 2 needs Ampere or a later generation.
         if capability < (8, 0):
-            has = ".".join(map(str, capability))
-            return f"{torch.cuda.get_device_name(index)} has compute capability {has}, and it needs 8.0"
+            version = ".".join(map(str, capability))
+            return f"{torch.cuda.get_device_name(index)} has compute capability {version}, and it needs 8.0"
     try:
-        from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401  what transformers calls
+        # transformers calls these two functions.
+        from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name == "flash_attn":
             return "the flash-attn package is not installed"
         return f"the flash-attn package does not import ({error})"
-    except Exception as error:  # a build for another torch or CUDA: ImportError or OSError, and others from its own code
+    # A build for another torch or CUDA raises ImportError, OSError, or errors of its own code.
+    except Exception as error:
         return f"the flash-attn package does not import ({error})"
     from transformers.utils import is_flash_attn_2_available
 
@@ -126,13 +127,13 @@ def _no_flash_attention() -> str:
 
 @dataclass(kw_only=True)
 class LaunchDraft:
-    """A launch while it is resolved. A stage writes what it decides into the plan and the config.
+    """A launch while `resolve` works on it. Each stage of `resolve` writes its decisions into the plan and the draft.
 
     Attributes:
         environ: the environment of a worker process.
-        hardware: what the machine has.
-        explicit_precision: ``--mixed_precision`` as typed to the launcher; None without that flag.
-        starts: a run follows. Otherwise code that only the YAML names is not run.
+        hardware: the hardware of the machine.
+        explicit_precision: ``--mixed_precision`` as typed to the launcher; None without this flag.
+        starts: a run follows. Otherwise, code that only the YAML names is not run.
         plan: the strategy, with the problems and notes so far.
         draft: the config, with the source of each value.
     """
@@ -146,7 +147,7 @@ class LaunchDraft:
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher started this process, as one of several or alone."""
+        """Whether a launcher started this process, be it the only process or one of several."""
         return int(self.environ.get("LOCAL_RANK", -1)) >= 0
 
     @property
@@ -163,22 +164,22 @@ def resolve(
     *,
     starts: bool = True,
 ) -> tuple[LaunchPlan, ConfigT, ConfigSources]:
-    """Work out the strategy from what the launcher put into the environment.
+    """Compute the launch plan and the config from the environment that the launcher made, the hardware and the recipe's config.
 
     Args:
         environ: the environment of a worker process.
-        hardware: what the machine has.
+        hardware: the hardware of the machine.
         config: the recipe's config. It is not changed.
-        sources: where each config value came from. They are not changed.
-        explicit_precision: ``--mixed_precision`` as typed to the launcher. The environment alone
-            cannot tell ``--mixed_precision no`` from no flag.
-        starts: whether a run is started afterwards. If not, code that only the YAML names is not executed.
+        sources: where each value of the config comes from. They are not changed.
+        explicit_precision: ``--mixed_precision`` as typed to the launcher, or None. The environment does not tell
+            ``--mixed_precision no`` from no flag.
+        starts: a run follows. Otherwise, code that only the YAML names is not run.
 
     Returns:
-        - The plan. Its ``problems`` hold every disagreement; nothing is raised here.
-        - The config, in which keys that the user left unset have the values that the YAML or JSON prescribes (accumulation,
-          clipping, rate, decay). It also has the dtype of a frozen base.
-        - The sources of the values of that config.
+        - The plan. Its ``problems`` hold all contradictions; no error is raised.
+        - The config. Keys that the user left unset have the values that the YAML or JSON sets, such as accumulation, clipping,
+          rate and decay. A frozen base has the dtype in which it is loaded.
+        - The sources of the values of this config.
     """
     launch = LaunchDraft(
         environ=environ,
@@ -198,30 +199,30 @@ def resolve(
     )
     plan = launch.plan
     draft = launch.draft
-    # Later stages read what earlier ones decided, and problems are told in this order.
-    # The model first: its name may be the folder of a run, which is replaced by the run's result.
-    _name_model(launch)
-    _take_tokenizer(launch)
-    # The strategy, and the devices of its processes.
+    # The order matters: later stages read the decisions of earlier ones, and problems are reported in this order.
+    # The model is first, since its name may be the folder of a run.
+    _replace_run_by_model(launch)
+    _take_tokenizer_of_adapter(launch)
+    # Then the strategy, and the devices of its processes.
     _read_strategy_file(launch)
     _choose_device(launch)
     _check_variables(launch)
     _check_gpus(launch)
-    # The batch, and the optimizer that steps once for it.
+    # Then the batch and the optimizer.
     _set_accumulation(launch)
     _set_global_batch(launch)
     deepspeed_json.check_micro_batch(plan, draft)
     _check_optimizer(launch)
     _preserve_global_batch_on_resume(launch)
-    # Precision, and then DeepSpeed's config, which has the batch and the precision in it.
+    # Then the precision. DeepSpeed's config is filled in after it, since the config has both the batch and the precision.
     _choose_precision(launch)
     _choose_frozen_dtype(launch)
     _fill_deepspeed_config(launch)
-    # What this model and this hardware can do under all of that.
+    # Last, whether the strategy and the hardware support the model and its settings.
     _check_model(launch)
     fast.choose(plan, draft, hardware.missing_compiler)
-    _check_model_choices(launch)
-    # A strategy file may have set values that the config does not take.
+    _check_model_settings(launch)
+    # A strategy file may have set values that the config refuses.
     plan.problems += draft.problems()
     return plan, draft.config, draft.sources
 
@@ -229,17 +230,18 @@ def resolve(
 def together(*stages: Sequence[str]) -> list[str]:
     """Return the problems of all stages of a launch, in their order.
 
-    A key that an earlier stage complains of gets no second problem from a later one, which may follow from the first.
+    If an earlier stage has a problem with the same key, a problem of a later stage is left out, since it may be a consequence.
     """
     joined: list[str] = []
     for problems in stages:
+        # A problem begins with its key and a colon.
         keys = {problem.partition(":")[0] for problem in joined}
         joined += [problem for problem in problems if problem.partition(":")[0] not in keys]
     return joined
 
 
-def _name_model(launch: LaunchDraft) -> None:
-    """Replace the name of a run by that of its model, or of its adapter and the model beside it."""
+def _replace_run_by_model(launch: LaunchDraft) -> None:
+    """If ``model_name_or_path`` is the folder of a run or an adapter, replace it by the model, and set ``adapter_path``."""
     plan = launch.plan
     draft = launch.draft
     name = draft.config.model_name_or_path
@@ -250,37 +252,37 @@ def _name_model(launch: LaunchDraft) -> None:
     except ConfigError as error:
         plan.problems.append(f"model_name_or_path: {error}")
         return
-    merge = f"To merge it into its model first: zerobook export {name} --output merged"
+    merge_advice = f"To merge it into its model first: zerobook export {name} --output merged"
     adapter_settings = [key for key in ADAPTER_SETTINGS if draft.sources.is_set(key)]
-    # A run's folder holds a model, or an adapter that names one.
+    # The result of a run is a model, or an adapter that names its model.
     if result.adapter is None:
         if result.model != name:
             draft.set(draft.sources["model_name_or_path"], model_name_or_path=result.model)
             plan.notes.append(f"model_name_or_path: {name} is a run; its model {result.model} is trained further")
     elif not draft.config.trains_adapters:
         plan.problems.append(
-            f"model_name_or_path: {result.adapter} is an adapter for {result.model}, and this run trains all weights. {merge}; "
-            "then name that folder. To train the adapter further, take recipes/lora_finetune.py."
+            f"model_name_or_path: {result.adapter} is an adapter for {result.model}, and this run trains all weights. "
+            f"{merge_advice}; then name that folder. To train the adapter further, take recipes/lora_finetune.py."
         )
     elif adapter_settings:
         plan.problems.append(
             f"model_name_or_path: {result.adapter} is an adapter, which is trained further with its own settings, and "
-            f"{', '.join(adapter_settings)} is given too. Drop one of the two. {merge}."
+            f"{', '.join(adapter_settings)} is given too. Drop one of the two. {merge_advice}."
         )
     else:
         draft.set(draft.sources["model_name_or_path"], model_name_or_path=result.model, adapter_path=str(result.adapter))
         if result.revision and not draft.sources.is_set("model_revision"):
             draft.set(f"the adapter in {result.adapter}", model_revision=result.revision)
         plan.notes.append(
-            f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge}"
+            f"model_name_or_path: {result.adapter} is an adapter for {result.model}; it is trained further. {merge_advice}"
         )
 
 
-def _take_tokenizer(launch: LaunchDraft) -> None:
-    """Take the tokenizer beside an adapter that is trained further.
+def _take_tokenizer_of_adapter(launch: LaunchDraft) -> None:
+    """If an adapter is trained further, use the tokenizer in its folder.
 
-    Its chat template is that of the adapter's training. It may have tokens that the model's own lacks: they came with new rows
-    of the embeddings, which the adapter holds.
+    This tokenizer has the chat template of the adapter's training. It may also have tokens that the model's tokenizer lacks,
+    for which the adapter holds new rows of the embeddings.
     """
     draft = launch.draft
     path = getattr(draft.config, "adapter_path", None)
@@ -292,7 +294,7 @@ def _take_tokenizer(launch: LaunchDraft) -> None:
 
 
 def _read_strategy_file(launch: LaunchDraft) -> None:
-    """Read what the launcher made of the strategy file: the kind, its settings, and the groups of processes."""
+    """Read the kind of strategy, its settings and its groups of processes from the variables that the launcher set."""
     plan = launch.plan
     environ = launch.environ
     if is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
@@ -321,7 +323,7 @@ def _choose_device(launch: LaunchDraft) -> None:
 
 
 def _check_variables(launch: LaunchDraft) -> None:
-    """Add problems for variables that ask for what the recipes do themselves, or that are incomplete."""
+    """Add problems for variables that are incomplete, or that turn on what the recipes do themselves."""
     plan = launch.plan
     if plan.world_size > 1 and not launch.is_launched:
         plan.problems.append(
@@ -344,7 +346,7 @@ def _check_variables(launch: LaunchDraft) -> None:
 
 
 def _check_gpus(launch: LaunchDraft) -> None:
-    """Check that each process of this machine has a GPU of its own, which it finds by LOCAL_RANK."""
+    """Check that each process of this machine has its own GPU, whose index is LOCAL_RANK."""
     if not launch.is_launched:
         return
     plan = launch.plan
@@ -356,10 +358,10 @@ def _check_gpus(launch: LaunchDraft) -> None:
     gpus_seen = counted(gpu_count, "GPU")
     local_rank = int(environ["LOCAL_RANK"])
     local_processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    # Under srun without torchrun, Slurm's variables say how many processes this node has. All of them have to find the same
-    # problem: a process that found none would wait for the others.
+    # Under srun without torchrun, Slurm's variables say how many processes this node has. The check uses them, so that all
+    # processes find the same problem. A process that found none would wait for the others.
     if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:
-        # The value is 8, or 8(x2) for two nodes of 8 processes each. Nodes with different numbers have another form.
+        # The value is 8, or 8(x2) for two nodes of 8 processes each. If nodes have different numbers, it has another form.
         tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
         tasks_of_node = int(tasks[1]) if tasks else 1
         local_processes = max(local_processes, local_rank + 1, tasks_of_node)
@@ -382,7 +384,7 @@ def _check_gpus(launch: LaunchDraft) -> None:
 
 
 def _set_accumulation(launch: LaunchDraft) -> None:
-    """Set the accumulation from flags, YAML or JSON. Those that set it must agree."""
+    """Set the accumulation that the flags, the YAML or the JSON give. If several of them set it, they must agree."""
     plan = launch.plan
     draft = launch.draft
     steps_by_source: dict[str, int] = {}
@@ -390,7 +392,7 @@ def _set_accumulation(launch: LaunchDraft) -> None:
     if from_yaml.isdigit() and int(from_yaml) != 1:
         steps_by_source["the Accelerate YAML or launcher"] = int(from_yaml)
     from_json = (plan.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
-    # A fixed 1 in a JSON means that nothing was chosen: Accelerate writes it where it is missing.
+    # 1 in a JSON means that nothing was chosen, since accelerate writes it into files that have no value.
     if isinstance(from_json, int) and from_json != 1:
         steps_by_source[str(plan.config_file)] = from_json
     if draft.sources.is_set("gradient_accumulation_steps"):
@@ -412,34 +414,37 @@ def _set_global_batch(launch: LaunchDraft) -> None:
     global_batch = config.global_batch_size
     if global_batch is None:
         return
+    # Processes of a group read the same rows, and count once.
     readers = plan.data_parallel_size
-    micro_batches = config.per_device_train_batch_size * readers
-    product = config.gradient_accumulation_steps * micro_batches
+    # Samples of one micro-batch of all processes.
+    micro_batch = config.per_device_train_batch_size * readers
+    product = config.gradient_accumulation_steps * micro_batch
     if draft.sources.is_set("gradient_accumulation_steps") and product != global_batch:
         plan.problems.append(
             f"global_batch_size: {global_batch}, but {draft.sources['gradient_accumulation_steps']} says "
             f"{config.gradient_accumulation_steps} accumulation steps, and {config.per_device_train_batch_size} x "
             f"{config.gradient_accumulation_steps} x {readers} is {product}. Drop one of the two."
         )
-    elif global_batch % micro_batches:
-        below = global_batch // micro_batches * micro_batches
-        multiples = str(micro_batches)
-        if below:
-            multiples = f"{below} or {below + micro_batches}"
+    elif global_batch % micro_batch:
+        # Advise the next multiples below and above.
+        lower_multiple = global_batch // micro_batch * micro_batch
+        multiples = str(micro_batch)
+        if lower_multiple > 0:
+            multiples = f"{lower_multiple} or {lower_multiple + micro_batch}"
         plan.problems.append(
             f"global_batch_size: {global_batch} is no multiple of {config.per_device_train_batch_size} samples x {readers} "
-            f"processes = {micro_batches}. Give {multiples}, or another --per_device_train_batch_size."
+            f"processes = {micro_batch}. Give {multiples}, or another --per_device_train_batch_size."
         )
     else:
         draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_on(readers))
 
 
 def _check_optimizer(launch: LaunchDraft) -> None:
-    """Add problems if this strategy, or the checkpoint that is resumed, does not support the optimizer."""
+    """Add problems if the strategy does not support the optimizer, or if the checkpoint to resume has another optimizer."""
     plan = launch.plan
     config = launch.draft.config
     sources = launch.draft.sources
-    # An optimizer may be a person's own code, which a check alone does not run unasked.
+    # The optimizer may be code that only a YAML names. A check without a run must not run such code.
     try:
         if launch.starts or not names_code_in_yaml(config, sources):
             refusal = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
@@ -456,15 +461,15 @@ def _check_optimizer(launch: LaunchDraft) -> None:
     except ConfigError as error:
         plan.problems.append(str(error))
     except CheckpointError:
-        # There is no checkpoint to resume, which `_keep_global_batch` reports.
+        # There is no checkpoint to resume. `_preserve_global_batch_on_resume` reports this.
         pass
     plan.problems += unused_settings(config.optimizer, [key for key in sources if sources.is_set(key)])
 
 
 def _preserve_global_batch_on_resume(launch: LaunchDraft) -> None:
-    """Cut the batch of a resumed run anew if the number of processes changed."""
+    """If the number of processes has changed since the checkpoint to resume, divide its global batch anew among them."""
     plan = launch.plan
-    # What a person asked for, and no cut of it: the next resume compares with this.
+    # Keep the config as the user set it, before the batch is divided anew. The next resume compares with it.
     plan.asked = launch.draft.config.model_dump()
     try:
         note = keep_global_batch(launch.draft, plan.data_parallel_size)
@@ -476,26 +481,31 @@ def _preserve_global_batch_on_resume(launch: LaunchDraft) -> None:
 
 
 def _choose_precision(launch: LaunchDraft) -> None:
-    """Set the precision: the first of recipe's flag, launcher's flag, recipe's YAML, Accelerate YAML, fixed JSON, fp32."""
+    """Set the precision of the run.
+
+    The order is: the recipe's flag, the launcher's flag, the recipe's YAML, the Accelerate YAML, the DeepSpeed JSON. The first
+    of them that sets a precision decides. Otherwise it is fp32.
+    """
     plan = launch.plan
     config = launch.draft.config
     sources = launch.draft.sources
     ds = plan.deepspeed_config
+    # (precision, source), the strongest source first.
     choices: list[tuple[str, str]] = []
     if config.mixed_precision is not None:
         choices.append((config.mixed_precision, sources["mixed_precision"]))
     environment_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if launch.explicit_precision is not None:
-        # The launcher's flag is stronger than a recipe's YAML, and weaker than a recipe's flag.
+        # The launcher's flag overrides the recipe's YAML, but not the recipe's flag.
         position = len(choices) if sources.is_flag("mixed_precision") else 0
         choices.insert(position, (launch.explicit_precision.lower(), "launcher's --mixed_precision"))
     elif environment_precision != "no":
         choices.append((environment_precision, "Accelerate YAML"))
-    # "auto" in the JSON fixes nothing.
-    fixed_dtypes = [dtype for dtype in ("bf16", "fp16") if is_true(((ds or {}).get(dtype) or {}).get("enabled"))]
-    if len(fixed_dtypes) > 1:
+    # The JSON chooses a precision only with true, and not with "auto".
+    json_dtypes = [dtype for dtype in ("bf16", "fp16") if is_true(((ds or {}).get(dtype) or {}).get("enabled"))]
+    if len(json_dtypes) > 1:
         plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
-    choices += [(dtype, f"{plan.config_file}: {dtype}.enabled") for dtype in fixed_dtypes]
+    choices += [(dtype, f"{plan.config_file}: {dtype}.enabled") for dtype in json_dtypes]
     if choices:
         plan.precision, plan.precision_source = choices[0]
     elif not launch.on_cpu:
@@ -515,7 +525,7 @@ def _choose_precision(launch: LaunchDraft) -> None:
             f"mixed_precision: fp16 (from {plan.precision_source}), and fp16 does not train on a CPU. Pass "
             "--mixed_precision no (or bf16)."
         )
-    # DeepSpeed reads the precision from its config alone.
+    # DeepSpeed reads the precision only from its config.
     if ds is not None:
         for dtype in ("fp16", "bf16"):
             ds.setdefault(dtype, {})["enabled"] = plan.precision == dtype
@@ -535,13 +545,13 @@ def _choose_frozen_dtype(launch: LaunchDraft) -> None:
 
 
 def _fill_deepspeed_config(launch: LaunchDraft) -> None:
-    """Fill in DeepSpeed's config, and check the ops that it needs and its keys."""
+    """Fill in DeepSpeed's config, if there is one, and check its keys, the ops that it needs, and the memory that it locks."""
     plan = launch.plan
     hardware = launch.hardware
     if plan.deepspeed_config is None:
         return
     deepspeed_json.fill(plan, launch.draft)
-    # A GPU machine that is told to use its CPU builds the ops of a CPU.
+    # A run on the CPU of a machine with GPUs needs the ops for a CPU.
     missing_ops = hardware.missing_ops if plan.device == hardware.device else ops.find_missing_ops(on_gpus=False)
     deepspeed_json.check_ops(plan, missing_ops)
     deepspeed_keys.check_keys(plan)
@@ -549,7 +559,7 @@ def _fill_deepspeed_config(launch: LaunchDraft) -> None:
 
 
 def _check_model(launch: LaunchDraft) -> None:
-    """Check the model against the strategy by its config.json, if that is on this machine."""
+    """Add problems if the recipes or the strategy do not support the model, according to its config.json on this machine."""
     plan = launch.plan
     facts = model_facts(launch.draft.config)
     groups.check(plan, launch.draft, facts)
@@ -560,22 +570,14 @@ def _check_model(launch: LaunchDraft) -> None:
             plan.problems += find_missing_layers(launch.environ, facts)
 
 
-def _check_model_choices(launch: LaunchDraft) -> None:
-    """Add problems for model settings that this strategy or device does not support."""
+def _check_model_settings(launch: LaunchDraft) -> None:
+    """Add problems for settings of the model that the strategy or the hardware does not support."""
     plan = launch.plan
     config = launch.draft.config
     hardware = launch.hardware
     if config.attn_implementation == "flash_attention_2":
-        if launch.on_cpu or not hardware.flash_attention:
-            reason = "there is no GPU here" if launch.on_cpu else hardware.no_flash_attention
-            plan.problems.append(
-                f"attn_implementation: flash_attention_2 was asked for, but {reason}. Use auto, sdpa or eager, or "
-                "install requirements-gpu.txt on a machine with a GPU of compute capability 8.0 or later."
-            )
-        # The dtype of a frozen base may be known only when the model is loaded.
-        has_unknown_dtype = config.trains_adapters and config.dtype == "auto"
-        if not (computes_in_half(config, plan.precision, config.dtype) or has_unknown_dtype):
-            plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+        _check_flash_attention(launch)
+    # These settings of adapters train modules as a whole, in fp32.
     whole_module_keys = [key for key in ("modules_to_save", "new_tokens") if getattr(config, key, None)]
     has_half_base = config.trains_adapters and config.dtype in ("bfloat16", "float16")
     if has_half_base and whole_module_keys and plan.precision == "no":
@@ -590,9 +592,13 @@ def _check_model_choices(launch: LaunchDraft) -> None:
     obstacle = fast.find_compile_obstacle(plan, config)
     if config.torch_compile and obstacle:
         plan.problems.append(f"torch_compile: it is not supported with {obstacle}. Drop one of the two.")
-    compiled = {"torch_compile": config.torch_compile, "attn_implementation": config.attn_implementation == "flex_attention"}
-    for key, is_asked_for in compiled.items():
-        if is_asked_for and hardware.missing_compiler:
+    # Setting -> whether its value needs a compiler.
+    needs_compiler = {
+        "torch_compile": config.torch_compile,
+        "attn_implementation": config.attn_implementation == "flex_attention",
+    }
+    for key, is_needed in needs_compiler.items():
+        if is_needed and hardware.missing_compiler:
             plan.problems.append(f"{key}: it is compiled, and this machine lacks {hardware.missing_compiler}. Or drop {key}.")
     if config.base_format is not None:
         flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
@@ -603,14 +609,30 @@ def _check_model_choices(launch: LaunchDraft) -> None:
         plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
 
 
+def _check_flash_attention(launch: LaunchDraft) -> None:
+    plan = launch.plan
+    config = launch.draft.config
+    if launch.on_cpu or not launch.hardware.flash_attention:
+        reason = "there is no GPU here" if launch.on_cpu else launch.hardware.no_flash_attention
+        plan.problems.append(
+            f"attn_implementation: flash_attention_2 was asked for, but {reason}. Use auto, sdpa or eager, or "
+            "install requirements-gpu.txt on a machine with a GPU of compute capability 8.0 or later."
+        )
+    # With dtype auto, the dtype of a frozen base is not known before the model is loaded.
+    has_unknown_dtype = config.trains_adapters and config.dtype == "auto"
+    if not has_unknown_dtype and not computes_in_half(config, plan.precision, config.dtype):
+        plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+
+
 def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
     """Return whether the model's attention computes in fp16 or bf16.
 
-    Without mixed precision, trained weights are fp32 whatever they were loaded in, and only frozen ones stay as they are.
+    Without mixed precision, it computes in the dtype of the weights. Trained weights are always converted to fp32, so only
+    frozen weights may be in half precision.
 
     Args:
-        precision: of the run: ``no``, ``bf16`` or ``fp16``.
-        dtype: of the loaded weights, as torch calls it.
+        precision: the precision of the run: ``no``, ``bf16`` or ``fp16``.
+        dtype: torch's name for the dtype in which the weights are loaded.
     """
     return precision != "no" or (config.trains_adapters and dtype in ("bfloat16", "float16"))
 
