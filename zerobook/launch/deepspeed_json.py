@@ -15,6 +15,7 @@ from zerobook.utils.nearest import nearest
 from zerobook.utils.units import size
 
 if TYPE_CHECKING:
+    from zerobook.config import RecipeConfig
     from zerobook.strategy.launch_plan import LaunchPlan
 
 HPZ_KEY = "zero_hpz_partition_size"
@@ -113,6 +114,7 @@ def _read_stage(plan: LaunchPlan, config: dict[str, Any]) -> dict[str, Any]:
     return config["zero_optimization"]
 
 
+# ``key``: offload_optimizer or offload_param. The device is none, cpu or nvme.
 def _get_offload_device(zero: dict[str, Any], key: str) -> str:
     return str((zero.get(key) or {}).get("device", "none"))
 
@@ -168,7 +170,7 @@ def _find_section(config: dict[str, Any], *path: str) -> dict[str, Any]:
 def _compare_with_launcher(plan: LaunchPlan, config: dict[str, Any], environ: Mapping[str, str]) -> None:
     """Add a problem for each setting of the YAML's ``deepspeed_config``, or of the launcher's flags, that the JSON contradicts.
 
-    accelerate reads only the JSON. It refuses such settings of the YAML, and drops such flags.
+    accelerate reads only the JSON. It refuses such settings of the YAML, and ignores such flags.
     """
     zero = config.get("zero_optimization") or {}
     json_values = {
@@ -239,6 +241,7 @@ def _read_hpz(plan: LaunchPlan, zero: dict[str, Any], processes_of_node: int) ->
     zero[HPZ_KEY] = 1
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         plan.problems.append(f'{where}, expected the number of processes of a node, or "auto", which finds it.')
+    # hpZ is off.
     elif setting in (0, 1):
         return
     elif plan.zero_stage != 3:
@@ -382,12 +385,13 @@ def check_micro_batch(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     micro_batch = ds.get("train_micro_batch_size_per_gpu", "auto")
     _copy_or_compare(plan, "train_micro_batch_size_per_gpu", micro_batch, "per_device_train_batch_size", draft)
     global_batch = ds.get("train_batch_size", "auto")
-    micro_batches = draft.config.per_device_train_batch_size * plan.data_parallel_size
+    # Samples in the micro-batches of all processes together.
+    samples = draft.config.per_device_train_batch_size * plan.data_parallel_size
     # The JSON's global batch determines the accumulation only if nothing else sets it.
     is_set_by_user = draft.sources.get("gradient_accumulation_steps", "default") != "default"
     is_set_by_json = ds.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
-    if global_batch != "auto" and not is_set_by_user and not is_set_by_json and global_batch % micro_batches == 0:
-        draft.set(f"{plan.config_file}: train_batch_size", gradient_accumulation_steps=global_batch // micro_batches)
+    if global_batch != "auto" and not is_set_by_user and not is_set_by_json and global_batch % samples == 0:
+        draft.set(f"{plan.config_file}: train_batch_size", gradient_accumulation_steps=global_batch // samples)
 
 
 def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
@@ -404,6 +408,22 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
     # Without clipping, DeepSpeed does not compute the gradient norm, which the run reports. So a run that does not clip gets a
     # norm that is never reached.
     ds["gradient_clipping"] = config.max_grad_norm or UNREACHABLE_NORM
+    _fill_batch_sizes(plan, ds, config)
+    _choose_swap_folders(plan, ds["zero_optimization"], Path(config.output_dir))
+    _check_accumulation_dtype(plan, ds)
+    if "activation_checkpointing" in ds:
+        _read_activation_checkpointing(plan, ds["activation_checkpointing"], draft)
+    # Without this setting, DeepSpeed accepts only its own optimizers.
+    ds["zero_allow_untested_optimizer"] = True
+    if config.optimizer != "adamw":
+        # Without this setting, accelerate would replace the optimizer by DeepSpeed's CPU Adam.
+        ds["zero_force_ds_cpu_optimizer"] = False
+    if ds.get("scheduler"):
+        _fill_schedule(plan, ds, draft)
+
+
+# Write the run's batch sizes into ``ds``. Another global batch in the JSON is a problem.
+def _fill_batch_sizes(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig) -> None:
     global_batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
     if global_batch not in ("auto", product):
@@ -417,34 +437,24 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         train_micro_batch_size_per_gpu=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
     )
-    _choose_swap_folders(plan, ds["zero_optimization"], Path(config.output_dir))
-    accumulation_dtype = ds.get("data_types", {}).get("grad_accum_dtype")
-    # Only in this case, DeepSpeed 0.19.8 makes an optimizer from which Zerobook cannot read weights and norms.
+
+
+# Add a problem for ZeRO-1 in bf16 with accumulation in fp32. Only in this case, DeepSpeed 0.19.8 makes an optimizer from which
+# Zerobook cannot read weights and norms.
+def _check_accumulation_dtype(plan: LaunchPlan, ds: dict[str, Any]) -> None:
+    dtype = ds.get("data_types", {}).get("grad_accum_dtype")
     is_zero_1_in_bf16 = (plan.zero_stage, plan.precision, plan.offload_optimizer) == (1, "bf16", "none")
-    if is_zero_1_in_bf16 and accumulation_dtype in ("fp32", "float32", "float", "torch.float32"):
+    if is_zero_1_in_bf16 and dtype in ("fp32", "float32", "float", "torch.float32"):
         plan.problems.append(
-            f"{plan.config_file}: data_types.grad_accum_dtype is {accumulation_dtype}, which is not supported under ZeRO-1 in "
+            f"{plan.config_file}: data_types.grad_accum_dtype is {dtype}, which is not supported under ZeRO-1 in "
             "bf16. Set zero_optimization.stage to 2, which accumulates in fp32 too, or remove it."
         )
-    if "activation_checkpointing" in ds:
-        _read_activation_checkpointing(plan, ds["activation_checkpointing"], draft)
-    # Without this setting, DeepSpeed accepts only its own optimizers.
-    ds["zero_allow_untested_optimizer"] = True
-    if config.optimizer != "adamw":
-        # Without this setting, accelerate would replace the optimizer by DeepSpeed's CPU Adam.
-        ds["zero_force_ds_cpu_optimizer"] = False
-    if ds.get("scheduler"):
-        _fill_schedule(plan, ds, draft)
 
 
 def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
-    """Check the schedule of the JSON, which DeepSpeed will build, and compare its peak rate with the run's.
-
-    If all parameters of the schedule are ``auto``, and the run has no warm-up, ``lr_scheduler_type`` replaces it.
-    """
-    section = ds["scheduler"]
-    kind = section.get("type")
-    params = section.get("params") or {}
+    """Check the schedule of the JSON, which DeepSpeed will build, and compare its peak rate with the run's."""
+    kind = ds["scheduler"].get("type")
+    params = ds["scheduler"].get("params") or {}
     where = f"{plan.config_file}: scheduler"
     if not isinstance(kind, str) or kind not in SCHEDULES:
         plan.problems.append(
@@ -459,15 +469,9 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         return
     is_all_auto = len(params) > 0 and all(value == "auto" for value in params.values())
     # The number of steps may not be known yet. But a run with a warm-up has a step of it even if it has one step in total.
-    if is_all_auto and draft.config.warmup_steps(total=1) == 0:
-        # DeepSpeed's schedules always have two or more steps of warm-up, in which the rate is 0.
-        del ds["scheduler"]
-        if not draft.sources.is_set("lr_scheduler_type"):
-            draft.set(str(plan.config_file), lr_scheduler_type=SCHEDULES[kind])
-        plan.notes.append(
-            f"learning rate: lr_scheduler_type {draft.config.lr_scheduler_type} in place of {kind} from {plan.config_file}, "
-            "which always warms up"
-        )
+    has_warmup = draft.config.warmup_steps(total=1) > 0
+    if is_all_auto and not has_warmup:
+        _replace_schedule(plan, ds, draft)
         return
     peak = params.get("warmup_max_lr")
     # Without this key, the peak of WarmupDecayLR is 0.001. The other schedules then take the rate of the optimizer.
@@ -475,6 +479,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
         peak = 0.001 if kind == "WarmupDecayLR" else "auto"
     _copy_or_compare(plan, "scheduler.params.warmup_max_lr", peak, "learning_rate", draft)
     steps = draft.config.max_train_steps
+    # The rate or the ratio at which the warm-up begins. accelerate fills in 0 for auto.
     lowest = params.get("warmup_min_lr", params.get("warmup_min_ratio", 0))
     if steps is not None and steps <= 2 and lowest in ("auto", 0):
         plan.problems.append(
@@ -482,6 +487,18 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
             "Train more steps, or remove the section; lr_scheduler_type then sets the rate."
         )
     plan.notes.append(f"learning rate: {kind} from {plan.config_file}, not lr_scheduler_type")
+
+
+# Replace the schedule of the JSON by ``lr_scheduler_type``, for a run without a warm-up. DeepSpeed's schedules always have two
+# or more steps of warm-up, in which the rate is 0.
+def _replace_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
+    kind = ds.pop("scheduler")["type"]
+    if not draft.sources.is_set("lr_scheduler_type"):
+        draft.set(str(plan.config_file), lr_scheduler_type=SCHEDULES[kind])
+    plan.notes.append(
+        f"learning rate: lr_scheduler_type {draft.config.lr_scheduler_type} in place of {kind} from {plan.config_file}, "
+        "which always warms up"
+    )
 
 
 def _find_refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
@@ -511,8 +528,7 @@ def _find_refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
 
 # Write the run's rate, decay, eps and betas into the optimizer section, and check the other keys of the section.
 def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
-    section = ds["optimizer"] if isinstance(ds["optimizer"], dict) else {}
-    kind = section.get("type")
+    kind = ds["optimizer"].get("type")
     if draft.config.optimizer != "adamw":
         plan.problems.append(
             f"{plan.config_file}: optimizer.type is {json.dumps(kind)}, but optimizer is {draft.config.optimizer} (from "
@@ -525,23 +541,11 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
             "remove the section and choose with --optimizer: adamw, sgd, or your own as FILE.py:Class."
         )
         return
-    params = section.setdefault("params", {})
+    params = ds["optimizer"].setdefault("params", {})
     for parameter, key in (("lr", "learning_rate"), ("weight_decay", "weight_decay"), ("eps", "adam_epsilon")):
         _copy_or_compare(plan, f"optimizer.params.{parameter}", params.get(parameter, "auto"), key, draft)
         params[parameter] = getattr(draft.config, key)
-    if params.get("amsgrad") is False:
-        # False is the default. True is reported below.
-        del params["amsgrad"]
-    if plan.offload_optimizer == "none":
-        supported = {*ADAM_PARAMETERS, *FUSED_ADAM_PARAMETERS, "fused", "foreach"}
-    else:
-        # DeepSpeed's CPU Adam, which updates offloaded weights, has other parameters.
-        supported = {*ADAM_PARAMETERS, "bias_correction"}
-    for key in params:
-        if key not in supported:
-            plan.problems.append(
-                f"{plan.config_file}: optimizer.params.{key} is not supported.{nearest(key, supported)} Correct or remove it."
-            )
+    _check_adam_parameters(plan, params)
     betas = params.get("betas", "auto")
     if betas == "auto":
         betas = ["auto", "auto"]
@@ -559,6 +563,23 @@ def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any
             "optimizer: torch's Adam steps in place of DeepSpeed's FusedAdam, which has to be compiled, on GPUs with nvcc; "
             f'"torch_adam": false in the optimizer.params of {plan.config_file} keeps FusedAdam'
         )
+
+
+# Add a problem for each parameter of the optimizer section that is not supported.
+def _check_adam_parameters(plan: LaunchPlan, params: dict[str, Any]) -> None:
+    if params.get("amsgrad") is False:
+        # False is the default. True is reported below.
+        del params["amsgrad"]
+    if plan.offload_optimizer == "none":
+        supported = {*ADAM_PARAMETERS, *FUSED_ADAM_PARAMETERS, "fused", "foreach"}
+    else:
+        # DeepSpeed's CPU Adam, which updates offloaded weights, has other parameters.
+        supported = {*ADAM_PARAMETERS, "bias_correction"}
+    for key in params:
+        if key not in supported:
+            plan.problems.append(
+                f"{plan.config_file}: optimizer.params.{key} is not supported.{nearest(key, supported)} Correct or remove it."
+            )
 
 
 def _read_activation_checkpointing(plan: LaunchPlan, section: object, draft: ConfigDraft[Any]) -> None:

@@ -12,17 +12,17 @@ from zerobook.launch.accelerate_cli import parse_flags
 from zerobook.launch.flag_checks import find_machine_problems
 from zerobook.launch.worker_environment import distributed_environment
 
+# torchrun's rendezvous for a number of machines that changes.
 BACKEND = "c10d"
-"""torchrun's rendezvous for a number of machines that changes."""
+# Restarts by default. Each lost machine costs every agent one restart.
 RESTARTS = 100
-"""Restarts by default. Each lost machine costs every agent one restart."""
+# Variable that keeps the processes from using the store of the agents. If they share it, torch 2.13 waits without end when a
+# machine comes back: the agent of that machine waits for an address that the first agent wrote in an earlier round.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Variable that keeps the processes from using the store of the agents. If they share it, torch 2.13 waits without end when a
-machine comes back: the agent of that machine waits for an address that the first agent wrote in an earlier round."""
+# Seconds to wait for more machines after the fewest have come.
 LAST_CALL_S = 5
-"""Seconds to wait for more machines after the fewest have come."""
+# Seconds to wait until the fewest machines have come.
 JOIN_S = 600
-"""Seconds to wait until the fewest machines have come."""
 
 
 def launch(fewest: int, arguments: list[str]) -> None:

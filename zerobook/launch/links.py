@@ -13,21 +13,21 @@ import torch.distributed as dist
 
 from zerobook.utils.units import size
 
+# Size of the first messages.
 PROBE_BYTES = 1 << 18
-"""Size of the first messages."""
+# Type of a device -> the largest size of a message. Over NVLink, 64 MiB take no longer than some kernel launches.
 MOST_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""Type of a device -> the largest size of a message. Over NVLink, 64 MiB take no longer than some kernel launches."""
+# Seconds that a message may take over the slowest link.
 MESSAGE_S = 0.2
-"""Seconds that a message may take over the slowest link."""
+# Measurements of a link. The best of them counts.
 REPEATS = 3
-"""Measurements of a link. The best of them counts."""
+# A link is slow if another link of its kind is this many times as fast.
 SLOW_FACTOR = 4.0
-"""A link is slow if another link of its kind is this many times as fast."""
 
 
+# What a rank has measured as the receiver: the bytes of a message, the fewest seconds that it took, and the most seconds that
+# the rank waited for a core meanwhile.
 Measurement = tuple[int, float, float]
-"""What a rank has measured as the receiver: the bytes of a message, the fewest seconds that it took, and the most seconds that
-the rank waited for a core meanwhile."""
 
 
 def measure_ring(device: torch.device, group: dist.ProcessGroup | None = None) -> Measurement:

@@ -31,6 +31,8 @@ from zerobook.utils.terminal import say
 if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
+# Op that a shipped strategy file uses -> DeepSpeed's class that builds it. In this order, the ops are for offload, pinned
+# buffers of NVMe offload, NVMe, collectives on a CPU, and Adam on a GPU.
 OPS = {
     "cpu_adam": "CPUAdamBuilder",
     "pin_memory": "PinMemoryBuilder",
@@ -38,18 +40,16 @@ OPS = {
     "shm_comm": "ShareMemCommBuilder",
     "fused_adam": "FusedAdamBuilder",
 }
-"""Op that a shipped strategy file uses -> DeepSpeed's class that builds it. In this order, the ops are for offload, pinned
-buffers of NVMe offload, NVMe, collectives on a CPU, and Adam on a GPU."""
 
+# Ops whose builders need a CUDA toolkit on a machine with GPUs. async_io needs its headers and libraries.
 NEED_NVCC = ("async_io", "fused_adam")
-"""Ops whose builders need a CUDA toolkit on a machine with GPUs. async_io needs its headers and libraries."""
 
 _CPU_INFO = Path("/proc/cpuinfo")
 # Keys of this file by which kinds of CPUs differ: the first two on x86, the others on ARM.
 _CPU_KEYS = ("model name", "flags", "CPU implementer", "CPU part", "Features")
 
+# Seconds that are longer than any compile. The slowest op took 78 s on two CPU cores.
 STALE_AFTER_S = 5 * 60
-"""Seconds that are longer than any compile. The slowest op took 78 s on two CPU cores."""
 
 
 def use_own_tools() -> None:

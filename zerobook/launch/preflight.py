@@ -27,20 +27,20 @@ from zerobook.utils.versions import versions
 if TYPE_CHECKING:
     from zerobook.strategy import Strategy
 
+# Beginnings of environment variables that usually have the same value on all hosts.
 COMPARED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "CUBLAS_", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS", "PYTORCH_", "TOKENIZERS_")
-"""Beginnings of environment variables that usually have the same value on all hosts."""
+# Variables that name a host's own devices.
 HOST_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
-"""Variables that name a host's own devices."""
+# Key of `facts` whose value has to be the same on all hosts -> (beginning of the message, what to do).
 MUST_AGREE = {
     "versions": ("version of", "Install the same environment on all hosts."),
     "code": ("code of", "Update the clone on all hosts, or launch from a disk that they share."),
     "config": ("config:", "Start all hosts with the same config and flags."),
 }
-"""Key of `facts` whose value has to be the same on all hosts -> (beginning of the message, what to do)."""
+# Difference of clocks that gets a warning. With a larger one, the order of events in logs of several hosts is unclear.
 CLOCKS_S = 30.0
-"""Difference of clocks that gets a warning. With a larger one, the order of events in logs of several hosts is unclear."""
+# Ratio of free memory, or free disk, between hosts that gets a warning.
 FREE_RATIO = 2.0
-"""Ratio of free memory, or free disk, between hosts that gets a warning."""
 HASH_LENGTH = 12
 
 
