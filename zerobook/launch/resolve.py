@@ -314,7 +314,7 @@ def _choose_device(launch: LaunchDraft) -> None:
     plan = launch.plan
     if is_true(launch.environ.get("ACCELERATE_USE_CPU")):
         plan.device = "cpu"
-    # A process takes the GPU of its LOCAL_RANK, so a later GPU may be one that torch cannot use.
+    # The processes use the first LOCAL_WORLD_SIZE GPUs. It is no problem if torch cannot use a later GPU.
     elif launch.hardware.unused and int(launch.environ.get("LOCAL_WORLD_SIZE", 1)) > launch.hardware.first_unused:
         plan.problems.append(launch.hardware.unused)
     if launch.is_launched:
@@ -388,13 +388,13 @@ def _set_accumulation(launch: LaunchDraft) -> None:
     plan = launch.plan
     draft = launch.draft
     steps_by_source: dict[str, int] = {}
-    from_yaml = launch.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    if from_yaml.isdigit() and int(from_yaml) != 1:
-        steps_by_source["the Accelerate YAML or launcher"] = int(from_yaml)
-    from_json = (plan.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
-    # 1 in a JSON means that nothing was chosen, since accelerate writes it into files that have no value.
-    if isinstance(from_json, int) and from_json != 1:
-        steps_by_source[str(plan.config_file)] = from_json
+    launcher_text = launch.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    # 1 means that nothing was chosen, since accelerate writes it by default.
+    if launcher_text.isdigit() and int(launcher_text) != 1:
+        steps_by_source["the Accelerate YAML or launcher"] = int(launcher_text)
+    json_steps = (plan.deepspeed_config or {}).get("gradient_accumulation_steps", "auto")
+    if isinstance(json_steps, int) and json_steps != 1:
+        steps_by_source[str(plan.config_file)] = json_steps
     if draft.sources.is_set("gradient_accumulation_steps"):
         steps_by_source[draft.sources["gradient_accumulation_steps"]] = draft.config.gradient_accumulation_steps
     if len(set(steps_by_source.values())) > 1:
@@ -481,31 +481,9 @@ def _preserve_global_batch_on_resume(launch: LaunchDraft) -> None:
 
 
 def _choose_precision(launch: LaunchDraft) -> None:
-    """Set the precision of the run.
-
-    The order is: the recipe's flag, the launcher's flag, the recipe's YAML, the Accelerate YAML, the DeepSpeed JSON. The first
-    of them that sets a precision decides. Otherwise it is fp32.
-    """
+    """Set the precision of the run to the first of `_list_precisions`. Without any, it stays ``no``, which is fp32."""
     plan = launch.plan
-    config = launch.draft.config
-    sources = launch.draft.sources
-    ds = plan.deepspeed_config
-    # (precision, source), the strongest source first.
-    choices: list[tuple[str, str]] = []
-    if config.mixed_precision is not None:
-        choices.append((config.mixed_precision, sources["mixed_precision"]))
-    environment_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if launch.explicit_precision is not None:
-        # The launcher's flag overrides the recipe's YAML, but not the recipe's flag.
-        position = len(choices) if sources.is_flag("mixed_precision") else 0
-        choices.insert(position, (launch.explicit_precision.lower(), "launcher's --mixed_precision"))
-    elif environment_precision != "no":
-        choices.append((environment_precision, "Accelerate YAML"))
-    # The JSON chooses a precision only with true, and not with "auto".
-    json_dtypes = [dtype for dtype in ("bf16", "fp16") if is_true(((ds or {}).get(dtype) or {}).get("enabled"))]
-    if len(json_dtypes) > 1:
-        plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
-    choices += [(dtype, f"{plan.config_file}: {dtype}.enabled") for dtype in json_dtypes]
+    choices = _list_precisions(launch)
     if choices:
         plan.precision, plan.precision_source = choices[0]
     elif not launch.on_cpu:
@@ -526,9 +504,36 @@ def _choose_precision(launch: LaunchDraft) -> None:
             "--mixed_precision no (or bf16)."
         )
     # DeepSpeed reads the precision only from its config.
-    if ds is not None:
+    if plan.deepspeed_config is not None:
         for dtype in ("fp16", "bf16"):
-            ds.setdefault(dtype, {})["enabled"] = plan.precision == dtype
+            plan.deepspeed_config.setdefault(dtype, {})["enabled"] = plan.precision == dtype
+
+
+def _list_precisions(launch: LaunchDraft) -> list[tuple[str, str]]:
+    """Return (precision, source) for each source that sets a precision, the strongest source first.
+
+    The order is: the recipe's flag, the launcher's flag, the recipe's YAML, the Accelerate YAML, the DeepSpeed JSON.
+    """
+    plan = launch.plan
+    config = launch.draft.config
+    sources = launch.draft.sources
+    choices: list[tuple[str, str]] = []
+    if config.mixed_precision is not None:
+        choices.append((config.mixed_precision, sources["mixed_precision"]))
+    yaml_precision = launch.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if launch.explicit_precision is not None:
+        # The launcher's flag overrides the recipe's YAML, but not the recipe's flag.
+        position = len(choices) if sources.is_flag("mixed_precision") else 0
+        choices.insert(position, (launch.explicit_precision.lower(), "launcher's --mixed_precision"))
+    elif yaml_precision != "no":
+        choices.append((yaml_precision, "Accelerate YAML"))
+    # The JSON chooses a precision with true, and leaves it open with "auto".
+    ds = plan.deepspeed_config or {}
+    json_dtypes = [dtype for dtype in ("bf16", "fp16") if is_true((ds.get(dtype) or {}).get("enabled"))]
+    if len(json_dtypes) > 1:
+        plan.problems.append(f"{plan.config_file}: both fp16.enabled and bf16.enabled are true. Keep one.")
+    choices += [(dtype, f"{plan.config_file}: {dtype}.enabled") for dtype in json_dtypes]
+    return choices
 
 
 def _choose_frozen_dtype(launch: LaunchDraft) -> None:
@@ -577,7 +582,7 @@ def _check_model_settings(launch: LaunchDraft) -> None:
     hardware = launch.hardware
     if config.attn_implementation == "flash_attention_2":
         _check_flash_attention(launch)
-    # These settings of adapters train modules as a whole, in fp32.
+    # With these settings of adapters, modules are trained as a whole, in fp32.
     whole_module_keys = [key for key in ("modules_to_save", "new_tokens") if getattr(config, key, None)]
     has_half_base = config.trains_adapters and config.dtype in ("bfloat16", "float16")
     if has_half_base and whole_module_keys and plan.precision == "no":
@@ -609,6 +614,7 @@ def _check_model_settings(launch: LaunchDraft) -> None:
         plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
 
 
+# Add problems if flash attention 2 does not run on this hardware, or with the precision of the run.
 def _check_flash_attention(launch: LaunchDraft) -> None:
     plan = launch.plan
     config = launch.draft.config
