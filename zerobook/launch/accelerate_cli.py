@@ -88,6 +88,7 @@ def parent_flags() -> list[str] | None:
 
 def is_of_zerobook(command: list[str]) -> bool:
     """Return whether a command line is one of ``zerobook``."""
+    # The command may begin with an interpreter and -m.
     return any(Path(token).name.startswith("zerobook") for token in command[:3])
 
 

@@ -217,6 +217,7 @@ def _find_effect_in_json(
     # If the recipe's schedule replaces that of the JSON, the section is removed from the plan.
     if root == "scheduler" and root not in (plan.deepspeed_config or {}):
         return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
+    # Look up the value that DeepSpeed's engine gets.
     engine_value: Any = plan.deepspeed_config
     for part in path:
         engine_value = engine_value.get(part) if isinstance(engine_value, dict) else None
@@ -256,7 +257,7 @@ def _explain_no_effect(path: tuple[str, ...], value: Any, plan: LaunchPlan) -> s
         return "parallelism_config_sp_size is 1"
     if root == "aio" and "nvme" not in (plan.offload_optimizer, plan.offload_param):
         return "nothing is offloaded to NVMe"
-    # false would add the decay to the gradient.
+    # adam_w_mode false would add the decay to the gradient, but has no effect with the type AdamW.
     if root == "optimizer" and key == "adam_w_mode" and value is False:
         optimizer = (plan.deepspeed_config or {}).get("optimizer") or {}
         if str(optimizer.get("type")).lower() == "adamw":

@@ -33,16 +33,16 @@ from zerobook.utils.terminal import plain, say
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+# Seconds that ranks wait for each other if torchrun may restart them, as many as in torch's own rendezvous.
 PATIENCE_S = 600.0
-"""Seconds that ranks wait for each other if torchrun may restart them, as many as in torch's own rendezvous."""
+# Seconds that ranks of several hosts wait for each other if they are not restarted. One host may compile ops first.
 HOSTS_PATIENCE_S = 1800.0
-"""Seconds that ranks of several hosts wait for each other if they are not restarted. One host may compile ops first."""
+# Seconds to connect to the launcher's store, which exists before the ranks are started.
 CONNECT_S = 30.0
-"""Seconds to connect to the launcher's store, which exists before the ranks are started."""
+# Seconds that a rank on the host of the store stays after it refused to start, so that waiting ranks can read the reason.
 STAY_S = 3.0
-"""Seconds that a rank on the host of the store stays after it refused to start, so that waiting ranks can read the reason."""
+# Seconds between two looks into the store for a rank that fails.
 LISTEN_S = 2.0
-"""Seconds between two looks into the store for a rank that fails."""
 # Set when all ranks have taken part in a collective.
 _has_started = threading.Event()
 # The beginning of the keys of the meeting in the store, and the key of the refusal.
@@ -116,6 +116,7 @@ def _end_at_refusal() -> None:
         error = refusal
     except dist.DistNetworkError:
         error = _make_launcher_error()
+    # The other ranks may have started, and ended, since the last look.
     if _has_started.is_set():
         return
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -182,8 +183,7 @@ def form_process_group(on_cpu: bool, timeout: timedelta) -> None:
         attempt = meet(dist.PrefixStore(_PREFIX, agent_store), rank, world_size)
         store: Store = dist.PrefixStore(f"zerobook/{attempt}", agent_store)
     else:
-        # Rank 0 opens a new store for each attempt. With a time limit of its own, since torch would wait for missing ranks as
-        # long as for a collective.
+        # Rank 0 opens a new store for each attempt. The time limit is that of the meeting and not that of collectives.
         try:
             store = dist.TCPStore(address, port, world_size, rank == 0, timedelta(seconds=PATIENCE_S))
         except dist.DistError as error:
@@ -204,21 +204,31 @@ def meet(store: Store, rank: int, world_size: int, patience: float = PATIENCE_S)
         LaunchError: some rank did not come, or refuses to start.
     """
     process_name = uuid.uuid4().hex
-    deadline = time.monotonic() + patience
     if rank == 0:
-        # The attempt is named after the process of rank 0.
-        store.set("attempt", process_name)
-        # Rank -> key of the answer in which the rank names its process.
-        answer_keys = {other: f"here/{process_name}/{other}" for other in range(1, world_size)}
-        while not _wait_for_keys(store, list(answer_keys.values()), 1.0):
-            _raise_refusal(store)
-            if time.monotonic() > deadline:
-                missing = [str(other) for other, key in answer_keys.items() if not store.check([key])]
-                raise LaunchError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s.")
-        for other, key in answer_keys.items():
-            store.set(f"confirmed/{process_name}/{other}", _decode_name(store.get(key)))
-        return process_name
-    # The store may still have the name of an earlier attempt. So read the name again until rank 0 confirms the answer.
+        return _open_attempt(store, process_name, world_size, patience)
+    return _join_attempt(store, process_name, rank, patience)
+
+
+def _open_attempt(store: Store, attempt: str, world_size: int, patience: float) -> str:
+    """On rank 0, name the attempt, wait for the answers of the other ranks, and confirm them. Return the name."""
+    deadline = time.monotonic() + patience
+    store.set("attempt", attempt)
+    # Rank -> key of its answer, which is the name of its process.
+    answer_keys = {rank: f"here/{attempt}/{rank}" for rank in range(1, world_size)}
+    while not _wait_for_keys(store, list(answer_keys.values()), 1.0):
+        _raise_refusal(store)
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in answer_keys.items() if not store.check([key])]
+            raise LaunchError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s.")
+    for rank, key in answer_keys.items():
+        store.set(f"confirmed/{attempt}/{rank}", _decode_name(store.get(key)))
+    return attempt
+
+
+def _join_attempt(store: Store, process_name: str, rank: int, patience: float) -> str:
+    """On another rank than 0, answer to the name of the attempt, and return the name when rank 0 has confirmed the answer."""
+    deadline = time.monotonic() + patience
+    # The store may still have the name of an earlier attempt. So read the name again until the answer is confirmed.
     while time.monotonic() < deadline:
         _raise_refusal(store)
         if not _wait_for_keys(store, ["attempt"], 1.0):
