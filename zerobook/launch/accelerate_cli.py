@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
+# Variable for the expert-parallel size of the Accelerate YAML. accelerate does not know this size, and ignores it.
 EXPERTS_VARIABLE = "PARALLELISM_CONFIG_EP_SIZE"
-"""Variable for the expert-parallel size of the Accelerate YAML. accelerate does not know this size, and ignores it."""
+# Stands for the recipe, which accelerate's parser requires.
 SCRIPT = "script.py"
-"""Stands for the recipe, which accelerate's parser requires."""
+# Variable for the path of the Accelerate YAML. The path of the DeepSpeed JSON in it may be relative to the YAML's folder.
 STRATEGY_FILE_VARIABLE = "ZEROBOOK_STRATEGY_FILE"
-"""Variable for the path of the Accelerate YAML. The path of the DeepSpeed JSON in it may be relative to the YAML's folder."""
 
 
 def launcher_flags(command: list[str]) -> list[str] | None:

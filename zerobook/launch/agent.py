@@ -11,12 +11,12 @@ from torch.distributed.launcher import api
 from zerobook.constants import STOPPED
 from zerobook.errors import ZerobookError
 
+# Variable with the seconds after which torchrun kills processes that do not end at SIGTERM. torch 2.12 and newer read it.
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""Variable with the seconds after which torchrun kills processes that do not end at SIGTERM. torch 2.12 and newer read it."""
+# Seconds if the variable is not set.
 SHUTDOWN_TIMEOUT_S = 30
-"""Seconds if the variable is not set."""
+# Exit code of ranks that refuse to start.
 REFUSED_TO_START = ZerobookError.exit_code
-"""Exit code of ranks that refuse to start."""
 
 
 class Agent(LocalElasticAgent):

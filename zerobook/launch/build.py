@@ -33,8 +33,8 @@ from zerobook.utils.library_messages import hush, hush_deepspeed_builds
 from zerobook.utils.terminal import keep_logs_plain, say
 from zerobook.utils.units import counted
 
+# Time that ranks wait for each other before they report a hang.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Time that ranks wait for each other before they report a hang."""
 
 
 def resolve_this_process(

@@ -14,10 +14,10 @@ from zerobook.launch.accelerate_cli import parent_flags, split_at_recipe, typed_
 from zerobook.utils.shipped import find
 from zerobook.utils.yaml_text import load_yaml_as_text, read_mapping
 
+# Flags with which accelerate starts a module or another program instead of a recipe file.
 OTHER_PROGRAMS = {"-m", "--module", "--no_python", "--no-python"}
-"""Flags with which accelerate starts a module or another program instead of a recipe file."""
+# Flags of accelerate that choose a strategy.
 _STRATEGY_FLAGS = {"config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "cpu"}
-"""Flags of accelerate that choose a strategy."""
 
 
 def written_out(arguments: list[str], strategy: str | None) -> list[str]:

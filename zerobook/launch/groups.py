@@ -126,32 +126,14 @@ def _check_combination(plan: LaunchPlan) -> None:
 
 
 def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | None) -> None:
-    """Add problems if the recipe or the model cannot be trained in the groups of ``plan``. Choose sdpa for auto attention.
+    """Add problems if the recipe or the model cannot be trained in the groups of ``plan``.
 
     Args:
         facts: the model's config.json; None if it is not on this machine.
     """
     config = draft.config
-    # The number of processes that share a row. At most one of the two sizes is above 1.
-    size = plan.sequence * plan.context
-    if size > 1:
-        # Packed rows need masks that isolate their samples from each other.
-        flag = config.rows_shared_by
-        if flag:
-            plan.problems.append(
-                f"{flag}: {plan.name} splits rows among {size} processes without masks, so samples that share a row would see "
-                f"each other. Pass --{flag} false (and --group_by_length to pad less)."
-            )
-        if config.attn_implementation not in ("auto", "sdpa"):
-            plan.problems.append(
-                f"attn_implementation: {config.attn_implementation} (from {draft.sources['attn_implementation']}), and "
-                f"{plan.name} splits rows under sdpa only, which runs the flash kernels on GPUs. Use auto or sdpa."
-            )
-        elif config.attn_implementation == "auto":
-            draft.set(f"{plan.name}: auto", attn_implementation="sdpa")
-        # Context parallelism gives each process two parts of a row.
-        multiple = 2 * size if plan.context > 1 else size
-        plan.notes.append(f"{size} processes share the tokens of each row, which is padded to a multiple of {multiple}")
+    if plan.sequence > 1 or plan.context > 1:
+        _check_split_rows(plan, draft)
     if plan.loaded_in_parts and config.trains_adapters:
         plan.problems.append(
             f"{plan.name}: adapters are not supported: peft 0.21.2 adds whole matrices to layers that hold a part. Launch with "
@@ -164,6 +146,30 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
         )
     if facts:
         plan.problems += find_group_problems(plan, facts)
+
+
+# Add problems if the recipe cannot be trained on rows that several processes share. Choose sdpa if its attention is auto.
+def _check_split_rows(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+    config = draft.config
+    # The number of processes that share a row. At most one of the two sizes is above 1.
+    size = plan.sequence * plan.context
+    # Packed rows need masks that isolate their samples from each other.
+    flag = config.rows_shared_by
+    if flag:
+        plan.problems.append(
+            f"{flag}: {plan.name} splits rows among {size} processes without masks, so samples that share a row would see "
+            f"each other. Pass --{flag} false (and --group_by_length to pad less)."
+        )
+    if config.attn_implementation not in ("auto", "sdpa"):
+        plan.problems.append(
+            f"attn_implementation: {config.attn_implementation} (from {draft.sources['attn_implementation']}), and "
+            f"{plan.name} splits rows under sdpa only, which runs the flash kernels on GPUs. Use auto or sdpa."
+        )
+    elif config.attn_implementation == "auto":
+        draft.set(f"{plan.name}: auto", attn_implementation="sdpa")
+    # Context parallelism gives each process two parts of a row.
+    multiple = 2 * size if plan.context > 1 else size
+    plan.notes.append(f"{size} processes share the tokens of each row, which is padded to a multiple of {multiple}")
 
 
 def find_group_problems(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
@@ -182,6 +188,7 @@ def find_group_problems(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]
     problems = []
     heads = {key: facts[key] for key in _HEAD_COUNTS if facts.get(key)}
     experts = {key: facts[key] for key in _EXPERT_COUNTS if facts.get(key)}
+    # Sequence and tensor parallelism divide the heads among the processes, and expert parallelism divides the experts.
     for key, size, counts in (("sp", plan.sequence, heads), ("tp", plan.tensor, heads), ("ep", plan.experts, experts)):
         indivisible = ", ".join(f"{name} {count}" for name, count in counts.items() if count % size)
         if indivisible:
@@ -231,24 +238,29 @@ def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
             f"model: DeepSpeed 0.19.8 splits heads by {' and '.join(_HEAD_COUNTS)}, which the config of a {config.model_type} "
             "model does not have. Use accelerate_configs/fsdp_context.yaml, which does not split heads."
         )
-    # The rest is about weights that transformers divides, which it does under tensor and expert parallelism only.
-    if problems or not plan.loaded_in_parts:
-        return problems
+    # transformers divides the weights under tensor and expert parallelism only.
+    if plan.loaded_in_parts and not problems:
+        problems += _find_division_problems(plan, config.model_type, text_config)
+    return problems
+
+
+def _find_division_problems(plan: LaunchPlan, model_type: str, text_config: PreTrainedConfig) -> list[str]:
+    """Return the reasons why transformers cannot divide the weights of a model for tensor or expert parallelism."""
     from transformers import __version__
 
     key = "tp" if plan.tensor > 1 else "ep"
     # Pattern of names of weights -> how transformers divides them.
     styles: dict[str, str] = getattr(text_config, f"base_model_{key}_plan") or {}
-    packed_weights = sorted(name for name, style in styles.items() if key == "tp" and style.startswith("packed"))
     if not styles:
-        problems.append(
-            f"model: transformers {__version__} has no base_model_{key}_plan for {config.model_type} models, by which "
+        return [
+            f"model: transformers {__version__} has no base_model_{key}_plan for {model_type} models, by which "
             f"{plan.name} divides the weights. Launch with accelerate_configs/fsdp.yaml or zero3.yaml."
-        )
-    elif packed_weights:
-        problems.append(
+        ]
+    packed_weights = sorted(name for name, style in styles.items() if key == "tp" and style.startswith("packed"))
+    if packed_weights:
+        return [
             f"model: {plan.name} would cut {', '.join(packed_weights)} into parts of several ranges, which checkpoints cannot "
             "hold. Launch with accelerate_configs/fsdp_experts.yaml if it is a mixture of experts, else fsdp.yaml or "
             "zero3.yaml."
-        )
-    return problems
+        ]
+    return []

@@ -27,8 +27,8 @@ from zerobook.launch.accelerate_cli import SCRIPT, describe_loopback, parse_flag
 from zerobook.launch.preflight import differences
 from zerobook.utils import files, messages
 
+# Seconds to wait for the other hosts. A person or a script may start them one after another.
 PATIENCE_S = 30.0
-"""Seconds to wait for the other hosts. A person or a script may start them one after another."""
 # Seconds of one attempt to connect.
 CONNECT_S = 3.0
 
@@ -103,9 +103,9 @@ def check_hosts(here: Position, facts: dict[str, Any], output_dir: Path | None, 
     hosts = _exchange(store, here, "facts", facts, FactsOfHost, patience)
     # The exchange of facts ends on all hosts at the same moment. So the clocks that they read now can be compared.
     clocks = _exchange(store, here, "clock", time.time(), float, patience)
-    name_problem = describe_loopback(os.environ)
-    if name_problem:
-        report.problems.append(f"{name_problem}.")
+    loopback_problem = describe_loopback(os.environ)
+    if loopback_problem:
+        report.problems.append(f"{loopback_problem}.")
     folder_problem = _check_shared_folder(store, here, output_dir, hosts[0]["host"], facts["host"])
     if folder_problem:
         report.problems.append(folder_problem)
@@ -117,7 +117,7 @@ def check_hosts(here: Position, facts: dict[str, Any], output_dir: Path | None, 
         problems, report.warnings = differences(hosts)
         report.problems += problems
     _measure_links(store, here, report)
-    # The store ends with the process of the first host. So this process waits until the others have read everything.
+    # The store ends with the process of the first host. So the first host waits until the others have read everything.
     store.set(f"left/{here.number}", "")
     if here.number == 0:
         # The report is complete, so it is no error if a host ends without setting its key.
@@ -149,12 +149,11 @@ def _connect_store(here: Position, patience: float) -> Store:
 
 
 def _check_address(here: Position, patience: float) -> None:
-    """On the first host, check that it can listen at the launch's address; on another host, that it can connect to the address.
+    """Check that the first host can listen at the launch's address, or that another host can connect to it.
 
     Raises:
-        ConfigError: the first host cannot listen, or this host cannot connect within ``patience`` seconds.
+        ConfigError: this host cannot listen, or cannot connect within ``patience`` seconds.
     """
-    name = socket.gethostname()
     try:
         entries = socket.getaddrinfo(here.address, here.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -162,16 +161,20 @@ def _check_address(here: Position, patience: float) -> None:
     # An entry is (family, type, protocol, name, (address, port)).
     family = entries[0][0]
     address = str(entries[0][4][0])
-    if here.number == 0:
-        try:
-            socket.create_server((address, here.port), family=family).close()
-        except OSError as error:
-            raise ConfigError(
-                f"{here.where}: {name} cannot listen there: {error.strerror}. Give the address of the host with --machine_rank "
-                "0, and with --main_process_port a port that is free on it."
-            ) from error
+    if here.number > 0:
+        _wait_for_first_host(here, address, patience)
         return
-    # Try repeatedly, since the first host may be started after this one.
+    try:
+        socket.create_server((address, here.port), family=family).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{here.where}: {socket.gethostname()} cannot listen there: {error.strerror}. Give the address of the host with "
+            "--machine_rank 0, and with --main_process_port a port that is free on it."
+        ) from error
+
+
+# Connect to the first host. Try repeatedly, since the first host may be started after this one.
+def _wait_for_first_host(here: Position, address: str, patience: float) -> None:
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -180,8 +183,8 @@ def _check_address(here: Position, patience: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{name} cannot reach {here.where} ({address}), tried for {patience:.0f} s: {error.strerror or error}. "
-                    "Run the same command on the first host, and let firewalls pass its port."
+                    f"{socket.gethostname()} cannot reach {here.where} ({address}), tried for {patience:.0f} s: "
+                    f"{error.strerror or error}. Run the same command on the first host, and let firewalls pass its port."
                 ) from error
         time.sleep(0.5)
 

@@ -26,8 +26,8 @@ from zerobook.launch.accelerate_cli import is_of_zerobook, launcher_flags, paren
 from zerobook.utils.library_messages import hush
 from zerobook.utils.terminal import plain, say, say_traceback
 
+# Exit code after Ctrl-C, as shells give it.
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it."""
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from zerobook.utils.environment import is_true
 from zerobook.utils.host_memory import lockable_bytes
 from zerobook.utils.units import counted
 
+# Settings of a new adapter. An adapter that is trained further has its own values of them.
 ADAPTER_SETTINGS = (
     "adapter_path",
     "adapter",
@@ -41,7 +42,6 @@ ADAPTER_SETTINGS = (
     "modules_to_save",
     "new_tokens",
 )
-"""Settings of a new adapter. An adapter that is trained further has its own values of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
