@@ -154,15 +154,14 @@ def quietly(launcher: Callable[[], None]) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             text = f"rank {rank}, process {failure.pid}, was ended by {failure.signal_name()}."
-            # torch's watchdog of NCCL aborts the process.
+            # A thread of torch that watches NCCL aborts the process.
             if -failure.exitcode == signal.SIGABRT:
                 text += " torch ends a healthy process so if NCCL has lost another one: see the lines above."
             say(text, file=sys.stderr)
-        # A negative code is the number of a signal, for which shells return 128 and the number.
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        return _to_shell_code(failure.exitcode)
     except subprocess.CalledProcessError as error:
         # accelerate's launcher of a single process raises this.
-        return error.returncode if error.returncode > 0 else 128 - error.returncode
+        return _to_shell_code(error.returncode)
     except SignalException as error:
         return 128 + int(error.sigval)
     except (DistError, RendezvousError) as error:
@@ -170,6 +169,11 @@ def quietly(launcher: Callable[[], None]) -> int:
         say(f"The launchers of the machines did not meet: {reason}. Is each of them started?", file=sys.stderr)
         return 1
     return 0
+
+
+# A negative code is the number of a signal, for which shells return 128 plus the number.
+def _to_shell_code(code: int) -> int:
+    return code if code > 0 else 128 - code
 
 
 def pass_signals_on() -> None:
