@@ -47,11 +47,11 @@ def check(file: str | None) -> FileCheck:
     """Check an Accelerate config. If ``file`` is None, check this machine's default config, if there is one."""
     file = path_or_default(file)
     if file is None:
-        return FileCheck([], True)
+        return FileCheck([], is_resolvable=True)
     try:
         loaded = load(file)
     except ConfigError as error:
-        return FileCheck(error.problems, False)
+        return FileCheck(error.problems, is_resolvable=False)
     problems = [*_find_unsupported_launchers(loaded), *_find_wrong_types(loaded)]
     # Keys can be checked only if the sections are mappings, and the recipes can run under such a file.
     is_resolvable = not problems

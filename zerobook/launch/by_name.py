@@ -21,7 +21,9 @@ _STRATEGY_FLAGS = {"config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "cpu
 
 
 def written_out(arguments: list[str], strategy: str | None) -> list[str]:
-    """Return the arguments of ``accelerate launch`` that those of ``zerobook launch`` stand for.
+    """Return the arguments of ``accelerate launch`` for those of ``zerobook launch``.
+
+    Names of recipes and strategies become paths, and the launch keys of the recipe's YAML become flags.
 
     Args:
         arguments: those of ``zerobook launch`` without ``--strategy``.
@@ -36,6 +38,7 @@ def written_out(arguments: list[str], strategy: str | None) -> list[str]:
         raise ConfigError(f"--strategy {strategy}: --config_file names a strategy file, too. Give one of them.")
     launch_keys: Mapping[str, str] = {}
     folder = Path()
+    # accelerate may also start another program than a recipe, which has no launch keys.
     if recipe is not None and OTHER_PROGRAMS.isdisjoint(flags):
         # A name becomes a path. A path stays as it was typed.
         if not recipe.endswith(".py"):

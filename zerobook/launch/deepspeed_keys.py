@@ -150,6 +150,7 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
     Add a problem to ``problems`` if the file cannot be read, and for each key that an object has twice.
     """
 
+    # json calls this for each object. By default, it keeps the last of several equal keys without a message.
     def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         for key in sorted(counts):
@@ -268,6 +269,7 @@ def _explain_errors(plan: LaunchPlan, error: ValidationError) -> Iterator[str]:
 
     # The title of the error is the name of DeepSpeed's class for the section.
     section = _SECTION_OF_CLASS.get(error.title, error.title)
+    # Find the keys of the section, so that the nearest one can be named.
     models = [model for model in DeepSpeedConfigModel.__subclasses__() if model.__name__ == error.title]
     names = {name for model in models for name in model.model_fields}
     for detail in error.errors():

@@ -69,7 +69,7 @@ def _prepare_rendezvous(args: Namespace) -> None:
     """Make ``main_process_ip`` the address of the rendezvous, instead of rank 0's."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-    # With same_network, accelerate passes the address on as that of rank 0. Without it, as the endpoint of the rendezvous.
+    # accelerate takes the address as the endpoint of the rendezvous only without same_network.
     args.same_network = False
     # DeepSpeed's own launchers would start the processes of other machines. With "standard", each machine starts its own.
     args.deepspeed_multinode_launcher = "standard"

@@ -23,7 +23,7 @@ def choose(plan: LaunchPlan, draft: ConfigDraft[Any], missing_compiler: str | No
     config = draft.config
     if not config.fast:
         return
-    # Setting -> why it is left out.
+    # Setting that does not help in this run, or that the user has set -> the reason for the note.
     reasons = {}
     obstacle = _find_obstacle_to_fast_compiling(plan, config, missing_compiler)
     if obstacle is not None:

@@ -109,11 +109,12 @@ def _prepare_environment(typed: argparse.Namespace) -> dict[str, str]:
 def distributed_environment(args: argparse.Namespace, defaults: Any, from_file: bool) -> dict[str, str]:
     """Return the variables that accelerate sets for a launch of several processes.
 
+    The arguments are the results of accelerate's ``_validate_launch_command``.
+
     Args:
         args: the launcher's flags, merged with the Accelerate config.
-        defaults: the Accelerate config as accelerate reads it, or None. As the other arguments, it comes from accelerate's
-            ``_validate_launch_command``.
-        from_file: ``mixed_precision`` is that of the Accelerate config.
+        defaults: the Accelerate config; None without one.
+        from_file: ``mixed_precision`` is from the Accelerate config.
     """
     from accelerate.utils import launch as prepare
 
