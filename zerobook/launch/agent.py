@@ -20,14 +20,14 @@ REFUSED_TO_START = ZerobookError.exit_code
 
 
 class Agent(LocalElasticAgent):
-    """An agent that always gives ranks the seconds of `SHUTDOWN_TIMEOUT` to end, and restarts none that would end as before.
+    """An agent that always gives ranks the seconds of `SHUTDOWN_TIMEOUT` to end, and restarts no ranks that would fail again.
 
     torch 2.12 gives them these seconds only if the launcher gets a signal. If a machine joins, and in earlier versions, ranks
     have 30 seconds.
     """
 
+    # How often this agent has started its ranks.
     _starts = 0
-    """how often this agent has started its ranks"""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._starts += 1

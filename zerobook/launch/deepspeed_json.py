@@ -422,8 +422,8 @@ def fill(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
         _fill_schedule(plan, ds, draft)
 
 
-# Write the run's batch sizes into ``ds``. Another global batch in the JSON is a problem.
 def _fill_batch_sizes(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig) -> None:
+    """Write the run's batch sizes into ``ds``. Another global batch in the JSON is a problem."""
     global_batch = ds.get("train_batch_size", "auto")
     product = config.per_device_train_batch_size * config.gradient_accumulation_steps * plan.data_parallel_size
     if global_batch not in ("auto", product):
@@ -439,9 +439,11 @@ def _fill_batch_sizes(plan: LaunchPlan, ds: dict[str, Any], config: RecipeConfig
     )
 
 
-# Add a problem for ZeRO-1 in bf16 with accumulation in fp32. Only in this case, DeepSpeed 0.19.8 makes an optimizer from which
-# Zerobook cannot read weights and norms.
 def _check_accumulation_dtype(plan: LaunchPlan, ds: dict[str, Any]) -> None:
+    """Add a problem for ZeRO-1 in bf16 with accumulation in fp32.
+
+    Only in this case, DeepSpeed 0.19.8 makes an optimizer from which Zerobook cannot read weights and norms.
+    """
     dtype = ds.get("data_types", {}).get("grad_accum_dtype")
     is_zero_1_in_bf16 = (plan.zero_stage, plan.precision, plan.offload_optimizer) == (1, "bf16", "none")
     if is_zero_1_in_bf16 and dtype in ("fp32", "float32", "float", "torch.float32"):
@@ -489,9 +491,11 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
     plan.notes.append(f"learning rate: {kind} from {plan.config_file}, not lr_scheduler_type")
 
 
-# Replace the schedule of the JSON by ``lr_scheduler_type``, for a run without a warm-up. DeepSpeed's schedules always have two
-# or more steps of warm-up, in which the rate is 0.
 def _replace_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
+    """Replace the schedule of the JSON by ``lr_scheduler_type``, for a run without a warm-up.
+
+    DeepSpeed's schedules always have two or more steps of warm-up, in which the rate is 0.
+    """
     kind = ds.pop("scheduler")["type"]
     if not draft.sources.is_set("lr_scheduler_type"):
         draft.set(str(plan.config_file), lr_scheduler_type=SCHEDULES[kind])
@@ -526,8 +530,8 @@ def _find_refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
     return None
 
 
-# Write the run's rate, decay, eps and betas into the optimizer section, and check the other keys of the section.
 def _fill_optimizer(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
+    """Write the run's rate, decay, eps and betas into the optimizer section, and check the other keys of the section."""
     kind = ds["optimizer"].get("type")
     if draft.config.optimizer != "adamw":
         plan.problems.append(

@@ -54,8 +54,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
         _read_hybrid_sharding(plan, environ)
 
 
-# Read how many replicas the processes hold, and over how many processes each replica is sharded.
 def _read_hybrid_sharding(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
+    """Read how many replicas the processes hold, and over how many processes each replica is sharded."""
     plan.replicate = int(environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     shard_in_file = int(environ.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
     if plan.replicate < 1 or plan.world_size % plan.replicate:

@@ -67,8 +67,8 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     _check_combination(plan)
 
 
-# Write the size of the groups into ``plan``, or add a problem. ``key`` is a key of `_GROUP_KINDS`.
 def _read_size(plan: LaunchPlan, key: str, group_kind: GroupKind, size: str) -> None:
+    """Write the size of the groups of one kind into ``plan``, or add a problem. ``key`` is a key of `_GROUP_KINDS`."""
     where = f"parallelism_config.parallelism_config_{key}_size: {size}"
     if size == "1":
         return
@@ -90,8 +90,8 @@ def _read_size(plan: LaunchPlan, key: str, group_kind: GroupKind, size: str) -> 
         setattr(plan, group_kind.field, int(size))
 
 
-# Add problems if the groups cannot be combined with each other or with other settings of the strategy.
 def _check_combination(plan: LaunchPlan) -> None:
+    """Add problems if the groups cannot be combined with each other or with other settings of the strategy."""
     zero = (plan.deepspeed_config or {}).get("zero_optimization", {})
     if plan.sequence > 1 and plan.zero_stage == 3 and zero.get("reduce_scatter") is False:
         plan.problems.append(
@@ -148,8 +148,11 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
         plan.problems += find_group_problems(plan, facts)
 
 
-# Add problems if the recipe cannot be trained on rows that several processes share. Choose sdpa if its attention is auto.
 def _check_split_rows(plan: LaunchPlan, draft: ConfigDraft[Any]) -> None:
+    """Add problems if the recipe cannot be trained on rows that several processes share.
+
+    Choose sdpa if its attention is auto.
+    """
     config = draft.config
     # The number of processes that share a row. At most one of the two sizes is above 1.
     size = plan.sequence * plan.context

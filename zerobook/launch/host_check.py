@@ -173,8 +173,8 @@ def _check_address(here: Position, patience: float) -> None:
         ) from error
 
 
-# Connect to the first host. Try repeatedly, since the first host may be started after this one.
 def _wait_for_first_host(here: Position, address: str, patience: float) -> None:
+    """Connect to the first host. Try repeatedly, since the first host may be started after this one."""
     deadline = time.monotonic() + patience
     while True:
         try:

@@ -303,8 +303,8 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
     return results
 
 
-# Load an op, which compiles it if necessary. Print lines about it, and return the outcome.
 def _load_op(op: str, builder: Any) -> str:
+    """Load an op, which compiles it if necessary. Print lines about it, and return the outcome."""
     if not _is_compiled(op):
         say(f"compiling {op} (up to 3 minutes) ...")
     start = time.monotonic()

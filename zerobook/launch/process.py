@@ -55,8 +55,8 @@ def exit_on_error(*, ends_launcher: bool = False) -> Iterator[None]:
         raise
 
 
-# Print an error without a traceback, tell it to other hosts and to the launcher, and end this process with its exit code.
 def _report_and_exit(error: ZerobookError, *, ends_launcher: bool) -> NoReturn:
+    """Print an error without a traceback, tell it to other hosts and to the launcher, and exit with its exit code."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if rank != 0:
         # If the launcher ends this rank during the wait below, the exit code 0 keeps the rank out of torchrun's report.

@@ -614,8 +614,8 @@ def _check_model_settings(launch: LaunchDraft) -> None:
         plan.problems.append(f"mixed_precision: bf16 is not supported by {hardware.gpu_name}. Use fp16.")
 
 
-# Add problems if flash attention 2 does not run on this hardware, or with the precision of the run.
 def _check_flash_attention(launch: LaunchDraft) -> None:
+    """Add problems if flash attention 2 does not run on this hardware, or with the precision of the run."""
     plan = launch.plan
     config = launch.draft.config
     if launch.on_cpu or not launch.hardware.flash_attention:
