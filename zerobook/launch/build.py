@@ -247,7 +247,7 @@ def usable_cores() -> int:
 
 def set_environment(plan: LaunchPlan) -> None:
     """Set the variables that accelerate, DeepSpeed and torch read, as the plan says."""
-    # The number of collectives that torch's flight recorder keeps, which `health` reads.
+    # torch's flight recorder keeps this number of collectives. `zerobook.health` reads them after a hang.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -263,7 +263,7 @@ def set_environment(plan: LaunchPlan) -> None:
         # The recipe recomputes activations, see `fsdp_settings.read_checkpointing`.
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
         os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"
-        # accelerate reads this with a parallelism config only.
+        # accelerate reads this variable only with a parallelism config.
         os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(plan.shard // plan.context)
     elif plan.kind == "deepspeed":
         # accelerate computes the batch size from these variables.

@@ -129,6 +129,7 @@ def check_hosts(here: Position, facts: dict[str, Any], output_dir: Path | None, 
 def _connect_store(here: Position, patience: float) -> Store:
     """Return the store through which the hosts exchange values. The first host opens it, and the others connect to it."""
     _check_address(here, patience)
+    # The list stays empty if the connection fails, or is not made in time.
     stores: list[Store] = []
 
     def connect() -> None:

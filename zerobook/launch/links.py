@@ -174,4 +174,5 @@ def format_rate(rate: float) -> str:
     >>> format_rate(1.25e9), format_rate(1.25e6), format_rate(3e4)
     ('10.0 Gbit/s', '10.0 Mbit/s', '240 kbit/s')
     """
+    # `size` writes a number of bytes, such as 10.0 GB.
     return size(8 * rate).replace("B", "bit/s")

@@ -226,7 +226,7 @@ def _open_attempt(store: Store, attempt: str, world_size: int, patience: float) 
 
 
 def _join_attempt(store: Store, process_name: str, rank: int, patience: float) -> str:
-    """On another rank than 0, answer to the name of the attempt, and return the name when rank 0 has confirmed the answer."""
+    """On another rank, answer rank 0 with the name of this process. Return the attempt's name when rank 0 has confirmed it."""
     deadline = time.monotonic() + patience
     # The store may still have the name of an earlier attempt. So read the name again until the answer is confirmed.
     while time.monotonic() < deadline:

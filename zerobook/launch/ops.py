@@ -215,7 +215,7 @@ def _has_libaio() -> bool:
 
 
 def _is_installed(op: str) -> bool:
-    """Return whether DeepSpeed was installed with the op, so that it is never compiled."""
+    """Return whether DeepSpeed was installed with the compiled op, so that a run does not compile it."""
     package = importlib.util.find_spec("deepspeed")
     folder = Path(package.origin).parent / "ops" if package and package.origin else Path()
     return any(folder.glob(f"*/{op}_op*.so"))
@@ -256,6 +256,7 @@ def compile_needed_ops(plan: LaunchPlan) -> None:
         ConfigError: an op cannot be compiled.
     """
     absent = [op for op in list_needed_ops(plan) if not _is_compiled(op) and not _is_installed(op)]
+    # An empty list would mean all ops to `compile_ops`.
     if not absent:
         return
     for op, outcome in compile_ops(absent):

@@ -77,7 +77,7 @@ def check_data(strategy: Strategy, fingerprints: Mapping[str, str]) -> None:
     """Compare the prepared data of the hosts. Do nothing in a run on one host. Collective.
 
     Args:
-        fingerprints: name of a dataset -> fingerprint of its prepared data on this host.
+        fingerprints: name of prepared data, such as ``training data`` -> its fingerprint on this host.
 
     Raises:
         ConfigError: on every rank, if the hosts have different data.
