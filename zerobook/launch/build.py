@@ -247,7 +247,7 @@ def usable_cores() -> int:
 
 def set_environment(plan: LaunchPlan) -> None:
     """Set the variables that accelerate, DeepSpeed and torch read, as the plan says."""
-    # torch's flight recorder keeps this number of collectives. `zerobook.health` reads them after a hang.
+    # torch's flight recorder keeps this number of collectives. `zerobook.training.watching` writes them into files.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")
     if plan.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
