@@ -117,7 +117,7 @@ def has_automatic_threads() -> bool:
         parent = psutil.Process().parent()
         command = parent.cmdline()
         is_set_by_user = "OMP_NUM_THREADS" in parent.environ()
-    # A process without a parent has None instead.
+    # A process without a parent has None instead, which has no cmdline.
     except (psutil.Error, AttributeError):
         return False
     if is_set_by_user:

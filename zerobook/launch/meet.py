@@ -220,6 +220,7 @@ def _open_attempt(store: Store, attempt: str, world_size: int, patience: float) 
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in answer_keys.items() if not store.check([key])]
             raise LaunchError(f"rank(s) {', '.join(missing)} did not come within {patience:.0f} s.")
+    # A confirmation repeats the answer, so that each rank sees whether its own answer is confirmed.
     for rank, key in answer_keys.items():
         store.set(f"confirmed/{attempt}/{rank}", _decode_name(store.get(key)))
     return attempt

@@ -89,7 +89,7 @@ def _report_and_exit(error: ZerobookError, *, ends_launcher: bool) -> NoReturn:
 def _find_accelerate_launcher() -> psutil.Process | None:
     """Return the process of ``accelerate launch`` that started this one; None if another launcher did.
 
-    Unlike zerobook launch, it prints a traceback if this process fails.
+    Unlike ``zerobook launch``, it prints a traceback of its own if this process fails.
     """
     command = parent_command()
     if launcher_flags(command) is None or is_of_zerobook(command):

@@ -455,9 +455,9 @@ def _check_optimizer(launch: LaunchDraft) -> None:
                 f"optimizer: {sources['optimizer']} names {config.optimizer}, which is not run here. A launch runs it. With "
                 f"--optimizer {shlex.quote(config.optimizer)} it is run, and checked, here too"
             )
-        differing = other_optimizer(config)
-        if differing:
-            plan.problems.append(f"resume_from_checkpoint: {differing}")
+        difference = other_optimizer(config)
+        if difference:
+            plan.problems.append(f"resume_from_checkpoint: {difference}")
     except ConfigError as error:
         plan.problems.append(str(error))
     except CheckpointError:

@@ -55,6 +55,7 @@ def inspect(launch_flags: list[str]) -> Workers:
             # If the flags have a problem, accelerate's error may only repeat it.
             if not check.problems:
                 problems += error.problems
+    # The rest of the launch is checked as one without a strategy.
     environ = plain_environment(_rank_variables(typed.num_processes or 1, machines=1))
     return Workers(environ, typed.mixed_precision, problems, has_strategy=False)
 
