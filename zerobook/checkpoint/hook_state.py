@@ -11,7 +11,7 @@ from zerobook.strategy import Strategy
 from zerobook.strategy.swap import check_shards
 
 HOOKS = "hooks.json"
-"""Name of the hook -> ``values``, and the keys of its ``tensors``."""
+"""File with the state of each hook by the hook's name: its ``values``, and the keys of its ``tensors``."""
 
 
 @dataclass
@@ -19,18 +19,21 @@ class HookState:
     """The state of all hooks, as a checkpoint holds it."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """content of `HOOKS`"""
+    """hook's name -> ``values``, and the keys of its ``tensors``: the content of `HOOKS`"""
     tensors: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    """key in the checkpoint -> name of a trained weight -> tensor like this rank's shard"""
+    """`tensor_key` -> name of a trained weight -> tensor like this rank's shard"""
 
 
 def tensor_key(hook: str, key: str) -> str:
-    """Return the key of a hook's tensors in the index: a weight's tensor is ``hooks.HOOK.KEY/PARAMETER``."""
+    """Return the prefix of the names of a hook's tensors: the index calls one ``hooks.HOOK.KEY/PARAMETER``."""
     return f"hooks.{hook}.{key}"
 
 
-def arrange(states: dict[str, dict[str, Any]], strategy: Strategy) -> HookState:
-    """Return the states of hooks, by their names, for a checkpoint.
+def make_hook_state(states: dict[str, dict[str, Any]], strategy: Strategy) -> HookState:
+    """Separate the tensors in the states of hooks from all other values.
+
+    Args:
+        states: hook's name -> what its ``state_dict`` returned.
 
     Raises:
         TypeError: a value is neither JSON nor a dict of tensors.
@@ -41,14 +44,15 @@ def arrange(states: dict[str, dict[str, Any]], strategy: Strategy) -> HookState:
         values = {}
         tensor_keys = []
         for key, value in state.items():
-            if isinstance(value, Mapping) and value and all(isinstance(each, torch.Tensor) for each in value.values()):
+            # An empty dict has no tensors, and is a value.
+            if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):
                 check_shards(strategy, value, f"state_dict of the hook {hook}, {key}")
                 arranged.tensors[tensor_key(hook, key)] = value
                 tensor_keys.append(key)
             else:
                 values[key] = value
         try:
-            # A copy: a save in the background is written later.
+            # Copy the values: a save in the background writes them later, when the hook may have changed them.
             values = json.loads(json.dumps(values))
         except (TypeError, ValueError) as error:
             raise TypeError(

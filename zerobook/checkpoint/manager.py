@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint import resume, state, store
-from zerobook.checkpoint.hook_state import arrange
+from zerobook.checkpoint.hook_state import make_hook_state
 from zerobook.checkpoint.progress import Progress
 from zerobook.checkpoint.recovery_state import RecoveryState
 from zerobook.checkpoint.resolution import resolve_resume
@@ -316,7 +316,7 @@ class CheckpointManager:
                 "base_commit": getattr(self.strategy.unwrapped, "base_commit", None),
                 "base": getattr(self.strategy.unwrapped, "base_facts", None),
             },
-            arrange(hook_states or {}, self.strategy),
+            make_hook_state(hook_states or {}, self.strategy),
         )
         # In the background, `report` is called after later steps.
         if not self.config.async_save:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 _BLOCKS = 64
 _BLOCK_BYTES = 1 << 16
-"""Number of blocks of a weights file in its digest, and bytes of each: 4 MiB, which is fast for the largest model too."""
-_SAYS_NOTHING = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")
-_NOT_GENERATION = ("top_k", "pad_token_id", "decoder_start_token_id")
+"""Number of blocks of a weights file in its digest, and bytes of each: 4 MiB together, which are read fast for any model."""
+_IGNORED_KEYS = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")
+"""Keys of a model's config about its files and its loading, which do not change what the model computes."""
+_COMPARED_GENERATION_KEYS = ("top_k", "pad_token_id", "decoder_start_token_id")
 """Generation settings that have another meaning in a model's config, or that training depends on."""
 
 
@@ -25,21 +26,21 @@ def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]
     """Return the facts that a checkpoint records about the model that its run loads.
 
     Args:
-        model_config: transformers' config, as the model was found.
-        folder: folder of its weights, for adapters; None if the checkpoint holds all weights itself.
+        model_config: the config of the model as transformers loads it.
+        folder: the folder of the model's weights, if adapters are trained; None if the checkpoint holds all weights itself.
     """
-    # The text of an object could hold its address, so its class stands for it.
+    # The text of an object could contain its address in memory, so the name of its class is recorded instead.
     config = json.loads(json.dumps(model_config.to_dict(), default=lambda value: type(value).__name__, skipkeys=True))
     return {"config": config, "weights": None if folder is None else weights_digest(folder)}
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return a digest of a folder's weights that is cheap for large files; None if it finds none.
+    """Return a digest of a folder's weights that is computed fast also for large files; None if the folder has no weights.
 
-    It covers the files' names and sizes, the headers of safetensors files (names, shapes and dtypes of the tensors), and
-    `_BLOCKS` blocks spread over each file: reading all of a large base would take as long as loading it. Files of up to 4 MiB
-    are read whole. Further training of a model changes nearly all of its numbers, so blocks tell the two apart; a change of a
-    few rows of one tensor may not be noticed. The path of the folder is not covered.
+    The digest covers the files' names and sizes, the headers of safetensors files (names, shapes and dtypes of the tensors),
+    and `_BLOCKS` blocks spread over each file. Reading all of a large model would take as long as loading it. Files of up to
+    4 MiB are read completely. Further training changes nearly all numbers of a model, so the blocks show it; a change of a few
+    rows of one tensor may not be noticed. The path of the folder is not covered.
     """
     import xxhash
 
@@ -73,9 +74,9 @@ def check(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any] | None, *
     """Refuse a model with which the weights of ``checkpoint`` would compute another function than the trained one.
 
     Args:
-        saved: the content of the checkpoint's config.json. It has no ``base`` in older checkpoints.
-        now: `facts` of the model.
-        weights: compare the weights' digests too, if both are known. Two equal commits of the hub need no other proof.
+        saved: the content of the checkpoint's config.json. Older checkpoints have no ``base`` in it, and are not checked.
+        now: `facts` of the model; None if they are not known.
+        weights: compare the weights' digests too, if both are known. The same commit of the hub has the same weights.
     """
     if now is None or not saved.get("base"):
         return
@@ -90,17 +91,17 @@ def check(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any] | None, *
 
 
 def difference(recorded: dict[str, Any], current: dict[str, Any], *, weights: bool = True) -> str | None:
-    """Return how two models' `facts` differ, with both values, or None if the same weights compute the same in both.
+    """Return how two models' `facts` differ, with both values; None if the same weights compute the same in both.
 
     Args:
         weights: compare the digests of the weights too, if both are known.
     """
     from transformers import GenerationConfig
 
-    # Keys that do not affect what the model computes: of generation, of loading, of its location.
-    ignored = {*_SAYS_NOTHING, *GenerationConfig().to_dict()} - {*_NOT_GENERATION}
+    # A model's config may also have the settings of generation, which do not affect training.
+    ignored = {*_IGNORED_KEYS, *GenerationConfig().to_dict()} - {*_COMPARED_GENERATION_KEYS}
     is_same_version = recorded["config"].get("transformers_version") == current["config"].get("transformers_version")
-    differing = _differing(recorded["config"], current["config"], ignored, strict=is_same_version)
+    differing = _find_differing_keys(recorded["config"], current["config"], ignored, compares_all=is_same_version)
     if differing:
         return "; ".join(f"{key} was {before!r} and is {after!r} now" for key, (before, after) in differing.items())
     if weights and recorded["weights"] and current["weights"] and recorded["weights"] != current["weights"]:
@@ -108,18 +109,20 @@ def difference(recorded: dict[str, Any], current: dict[str, Any], *, weights: bo
     return None
 
 
-def _differing(
-    recorded: dict[str, Any], current: dict[str, Any], ignored: set[str], *, strict: bool
+def _find_differing_keys(
+    recorded: dict[str, Any], current: dict[str, Any], ignored: set[str], *, compares_all: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return key -> both values, with dots before the keys of inner dicts.
+    """Return key -> (recorded value, current value) of the settings that differ. The key of an inner dict is ``outer.inner``.
 
-    A key that only one config has is ignored: versions of transformers add keys, with values that change nothing. Inside a
-    setting, such as the parameters of rotary positions, it is a difference if the same version wrote both (``strict``).
+    Args:
+        compares_all: a key that only one dict has is a difference too, if the dict is the value of a setting, such as the
+            parameters of rotary positions. In the config of a model it never is: versions of transformers add keys there,
+            with values that change nothing.
     """
-    # ``model_type`` is in the config of a model, and not in a setting inside it.
-    is_whole_config = "model_type" in recorded and "model_type" in current
+    # The config of a model has a ``model_type``. A dict inside such a config has none.
+    is_model_config = "model_type" in recorded and "model_type" in current
     keys = recorded.keys() & current.keys()
-    if strict and not is_whole_config:
+    if compares_all and not is_model_config:
         keys = recorded.keys() | current.keys()
     differing: dict[str, tuple[Any, Any]] = {}
     for key in sorted(keys):
@@ -129,7 +132,7 @@ def _differing(
         before = recorded.get(key)
         after = current.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            for inner_key, values in _differing(before, after, ignored, strict=strict).items():
+            for inner_key, values in _find_differing_keys(before, after, ignored, compares_all=compares_all).items():
                 differing[f"{key}.{inner_key}"] = values
         elif before != after:
             differing[key] = (before, after)

@@ -1,4 +1,4 @@
-"""The progress of a run: one record, saved with the weights."""
+"""The progress of a run: a record that a checkpoint holds beside the weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from zerobook.errors import CheckpointError
 
-_NEW = {"evaluations_without_progress", "held_out_fingerprint"}
-"""Fields that checkpoints of earlier versions lack."""
+_NEW_FIELDS = {"evaluations_without_progress", "held_out_fingerprint"}
+"""Fields that checkpoints of earlier versions lack. They then have their defaults."""
 
 
 @dataclass(kw_only=True)
@@ -43,19 +43,19 @@ class Progress:
     data_fingerprint: str = ""
     """fingerprint of the tokenized training data; a run resumes only on the same data"""
     stream: list[list[int]] | None = None
-    """rows of each shard that a stream has reached, in the order of the run, per dataset"""
+    """for each dataset, the numbers of rows of the shards that a stream has reached, in the order of the run"""
     skip_ranges: list[list[int]] = field(default_factory=list)
     """[start, end) of sample ids left out of every epoch"""
     rate_cuts: list[list[float]] = field(default_factory=list)
     """[step, factor, steps until the full rate is reached again] of each reduction of the learning rate"""
     redone: int = 0
-    """steps that were done and abandoned, so that ``step + redone`` never becomes smaller"""
+    """steps that were done and abandoned. ``step + redone`` counts all steps done, so it never becomes smaller"""
     detector: dict[str, Any] = field(default_factory=dict)
     """state of the spike detector"""
     scaler: dict[str, Any] | None = None
     """the fp16 loss scaler's state"""
     held_out_fingerprint: str = ""
-    """fingerprint of the held-out data that the losses below were measured on; empty if nothing was held out"""
+    """fingerprint of the held-out data of ``best_eval_loss`` and ``eval_loss``; empty if there are no held-out data"""
     best_eval_loss: float | None = None
     """lowest held-out loss so far, nats per supervised token"""
     evaluations_without_progress: int = 0
@@ -68,7 +68,8 @@ class Progress:
     def evaluated(self, loss: float) -> None:
         """Record the held-out loss of this step. A loss that is not finite is not recorded, so it is never the best."""
         best = self.best_eval_loss
-        # Records of earlier versions may hold a NaN. Comparisons with it are false, so this asks for the opposite.
+        # Records of earlier versions may hold a NaN, and each comparison with NaN is false. With ``not best <= loss``, a loss
+        # counts as better than NaN.
         is_best = best is None or not best <= loss
         if math.isfinite(loss):
             self.eval_loss = loss
@@ -79,10 +80,10 @@ class Progress:
             self.evaluations_without_progress += 1
 
     def use_held_out_data(self, fingerprint: str) -> bool:
-        """Record the held-out data that the next losses are measured on. Losses of other data are forgotten.
+        """Record the held-out data that the next losses are measured on, and forget losses of other data.
 
         Returns:
-            Whether losses were forgotten.
+            True if losses were forgotten.
         """
         has_losses = self.best_eval_loss is not None or self.evaluations_without_progress > 0
         is_other = fingerprint != self.held_out_fingerprint
@@ -100,7 +101,7 @@ class Progress:
     def from_json(cls, record: dict[str, Any]) -> Progress:
         """Return the record. Raises `CheckpointError` if keys are missing or unknown."""
         names = {field.name for field in fields(cls)}
-        missing = names - set(record) - _NEW
+        missing = names - set(record) - _NEW_FIELDS
         unknown = set(record) - names
         if missing or unknown:
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The decisions about spikes, in a file of their own: they outlive the checkpoint that a run goes back to."""
+"""The decisions about spikes, in a file of their own. A rollback restores a checkpoint, and must not undo these decisions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from zerobook.utils.reading import read_json
 from zerobook.utils.writing import write_whole
 
 FILE = "recovery.json"
-"""File in the runlog's folder."""
+"""Name of the file in the runlog's folder."""
 
 
-# The file may have been changed by somebody else, so unknown keys and values of other types are refused.
+# Somebody may have changed the file, so unknown keys and values of other types are refused.
 @dataclass(config=ConfigDict(extra="forbid"))
 class RecoveryState:
-    """Decisions of the attempts of a run so far, in ``runlog/recovery.json``. Rank 0 reads and writes it.
+    """Decisions about spikes by all attempts of a run so far. Rank 0 reads and writes them as ``runlog/recovery.json``.
 
-    The runlog's events tell the same to people, and nothing is read back out of them.
+    The runlog has events about the same decisions for people. A run does not read these events.
     """
 
     skip_ranges: list[list[int]] = field(default_factory=list)
@@ -33,13 +33,13 @@ class RecoveryState:
     policy: dict[str, Any] = field(default_factory=dict)
     """state of `zerobook.monitor.policy.RecoveryPolicy`"""
     proven: list[int] = field(default_factory=list)
-    """steps whose checkpoints, as they are now, were proven good"""
+    """steps of the checkpoints that were proven good and were not saved again since"""
     rollback_to: int | None = None
-    """step of the checkpoint of a rollback that has begun and not ended"""
+    """step of the checkpoint that a rollback returns to, from its decision to its end; None without a rollback"""
     redone: int = 0
     """steps that were done and abandoned"""
     counted_from: list[int] = field(default_factory=lambda: [0, 0])
-    """attempt and branch of the runlog from which on steps that are abandoned are not in ``redone`` yet"""
+    """[attempt, branch] of the runlog: ``redone`` has the abandoned steps that were logged before it, and none logged since"""
 
     @classmethod
     def read(cls, output_dir: str | Path) -> RecoveryState:
@@ -60,7 +60,7 @@ class RecoveryState:
             ) from error
 
     def write(self, output_dir: str | Path) -> None:
-        """Write the file. It is on the disk when this returns."""
+        """Write the file, and flush it to disk."""
         folder = Path(output_dir) / "runlog"
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / FILE, json.dumps(asdict(self)), durable=True)

@@ -1,4 +1,4 @@
-"""Which checkpoint ``--resume_from_checkpoint`` refers to, and the messages if there is none to take."""
+"""Find the checkpoint that ``--resume_from_checkpoint`` refers to. If there is none, the error says why."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,10 @@ from zerobook.utils.units import counted
 
 @dataclass(frozen=True)
 class Resolution:
-    """The checkpoint to resume from, and the checkpoints that were skipped because they are damaged, each with the reason."""
+    """The checkpoint to resume from, and the damaged checkpoints that were skipped in the search for it, each with the reason.
+
+    ``checkpoint`` is None if a run has none yet, or if no resume was requested.
+    """
 
     checkpoint: Path | None
     skipped: dict[Path, str]
@@ -48,18 +51,15 @@ def resolve_resume(output_dir: str | Path, request: str | None, *, thorough: boo
     return resolution
 
 
-def none_usable(output_dir: str | Path) -> str | None:
-    """Return the error message for a folder with checkpoints of which ``auto`` takes none; None if it holds none.
-
-    Call it for a folder without a complete checkpoint.
-    """
+def describe_unusable(output_dir: str | Path) -> str | None:
+    """Return the error message for a folder without complete checkpoints, if it has damaged or abandoned ones; else None."""
     checkpoints = store.folder_of(output_dir)
     reasons = store.list_unreadable(checkpoints)
     if reasons:
-        return _none_readable(output_dir, reasons)
+        return _describe_unreadable(output_dir, reasons)
     abandoned = store.list_aside(checkpoints, "abandoned")
     if abandoned:
-        return _only_abandoned(output_dir, abandoned)
+        return _describe_abandoned(output_dir, abandoned)
     return None
 
 
@@ -69,7 +69,7 @@ def _resolve_in_run(output_dir: str | Path, request: str, thorough: bool) -> Res
     candidates = store.list_candidates(checkpoints)
     if request == "best":
         candidates = store.sort_by_loss(candidates)
-    resolution = _last_undamaged(candidates, thorough)
+    resolution = _find_last_undamaged(candidates, thorough)
     if resolution.checkpoint is not None:
         return resolution
     reasons = resolution.skipped
@@ -82,10 +82,10 @@ def _resolve_in_run(output_dir: str | Path, request: str, thorough: bool) -> Res
         )
     # Without a checkpoint to resume from, a run would start anew, and replace or prune the checkpoints that are there.
     if reasons:
-        raise CheckpointError(_none_readable(output_dir, reasons))
+        raise CheckpointError(_describe_unreadable(output_dir, reasons))
     abandoned = store.list_aside(checkpoints, "abandoned")
     if abandoned:
-        raise CheckpointError(_only_abandoned(output_dir, abandoned))
+        raise CheckpointError(_describe_abandoned(output_dir, abandoned))
     return Resolution(None, {})
 
 
@@ -93,7 +93,7 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
     """Return the checkpoint that the path of a checkpoint, or of a run, refers to."""
     path = Path(request).expanduser()
     checkpoints = store.folder_of(path)
-    # A folder without a manifest that has checkpoints in it is a run. Without both, it is a damaged checkpoint.
+    # The folder of a run has checkpoints in it, and no manifest. A folder with neither is taken for a damaged checkpoint.
     is_run = not (path / store.MANIFEST).exists() and len(store.list_candidates(checkpoints)) > 0
     if not is_run:
         problem = store.find_damage(path, thorough=thorough)
@@ -102,9 +102,9 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
         return Resolution(path, {})
     own_checkpoints = store.folder_of(output_dir)
     if checkpoints.resolve() == own_checkpoints.resolve():
-        # `store.set_aside` compares the skipped checkpoints with paths below ``output_dir``.
+        # Use the path below ``output_dir``, since `store.set_aside` compares the skipped checkpoints with such paths.
         checkpoints = own_checkpoints
-    resolution = _last_undamaged(store.list_candidates(checkpoints), thorough)
+    resolution = _find_last_undamaged(store.list_candidates(checkpoints), thorough)
     if resolution.checkpoint is None:
         listing = _list_reasons(request, resolution.skipped)
         raise CheckpointError(f"{listing}\nMake one of them readable, or name another run or checkpoint.")
@@ -112,7 +112,7 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
 
 
 def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
-    """Raise `CheckpointError` if ``output_dir`` holds checkpoints of another run than ``checkpoint``'s."""
+    """Raise `CheckpointError` if ``output_dir`` has checkpoints, and ``checkpoint`` is not one of them."""
     own_checkpoints = store.folder_of(output_dir)
     if checkpoint.resolve().parent == own_checkpoints.resolve():
         return
@@ -123,13 +123,13 @@ def _require_same_run(checkpoint: Path, output_dir: str | Path) -> None:
             f"{complete[-1].name}. With both in one folder, auto could not choose. Pass --resume_from_checkpoint auto to "
             "resume from those, or another --output_dir."
         )
-    # A folder with only damaged or abandoned checkpoints is that of another run, too.
-    problem = none_usable(output_dir)
+    # Damaged and abandoned checkpoints belong to another run, too.
+    problem = describe_unusable(output_dir)
     if problem is not None:
         raise CheckpointError(problem)
 
 
-def _last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
+def _find_last_undamaged(checkpoints: list[Path], thorough: bool) -> Resolution:
     """Return the last of ``checkpoints`` that is not damaged, and the damaged ones after it as skipped."""
     skipped: dict[Path, str] = {}
     for checkpoint in reversed(checkpoints):
@@ -144,16 +144,16 @@ def _suggest_older(damaged: Path, thorough: bool) -> str:
     """Return advice on what to resume from instead of a damaged checkpoint."""
     candidates = store.list_candidates(damaged.parent)
     damaged_step = store.step_before_suffix(damaged)
-    # The name of a copy may have no step. Then any checkpoint beside it is suggested.
+    # If a user has renamed the folder, its name may have no step. Then suggest the newest checkpoint beside it.
     if damaged_step is not None:
         candidates = [checkpoint for checkpoint in candidates if store.step_of(checkpoint) < damaged_step]
-    older = _last_undamaged(candidates, thorough).checkpoint
+    older = _find_last_undamaged(candidates, thorough).checkpoint
     if older is None:
         return "There is no complete checkpoint before it in its folder. Name another run or checkpoint."
     return f"Use --resume_from_checkpoint {older}, the newest complete checkpoint before it."
 
 
-def _none_readable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
+def _describe_unreadable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
     """Return the error message for a folder with checkpoints of which none can be read."""
     return (
         f"{_list_reasons(output_dir, reasons)}\n"
@@ -166,7 +166,7 @@ def _list_reasons(folder: str | Path, reasons: dict[Path, str]) -> str:
     return f"{folder}: it holds {counted(len(reasons), 'checkpoint')}, and none of them can be read:\n{lines}"
 
 
-def _only_abandoned(output_dir: str | Path, abandoned: list[Path]) -> str:
+def _describe_abandoned(output_dir: str | Path, abandoned: list[Path]) -> str:
     """Return the error message for a folder with checkpoints that were all abandoned."""
     names = ", ".join(checkpoint.name for checkpoint in abandoned)
     return (

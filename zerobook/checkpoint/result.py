@@ -1,4 +1,4 @@
-"""The files behind the name of a trained model: a run's folder, its model or adapter, a checkpoint, an exported folder."""
+"""Find the model that a name refers to: a run's folder, its model or adapter, an exported folder, or a name on the hub."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +10,13 @@ from zerobook.utils.reading import read_json
 
 @dataclass(frozen=True)
 class Result:
-    """A model by its name. ``model`` is what ``from_pretrained`` takes; ``adapter`` is a folder beside it, or None, and
-    ``revision`` that of the model on the hub, if the adapter's config names one."""
+    """A model, and the adapter that was trained for it, if there is one.
+
+    Attributes:
+        model: a folder or a name on the hub, as ``from_pretrained`` expects it.
+        adapter: folder of the adapter.
+        revision: revision of the model on the hub, if the adapter's config names one.
+    """
 
     model: str
     adapter: Path | None = None
@@ -19,14 +24,14 @@ class Result:
 
 
 def find_result(name: str) -> Result:
-    """Return the model, and the adapter beside it, that ``name`` stands for.
+    """Return the model, and its adapter if there is one, that ``name`` refers to.
 
     Args:
         name: a run's ``output_dir``, the model or adapter folder in it, a checkpoint, an exported folder, or a hub name,
             which is returned as it is.
 
     Raises:
-        ConfigError: a folder that holds no model. It says where it was looked for.
+        ConfigError: the folder holds no model, or both a model and an adapter. The message says where they were looked for.
     """
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -34,8 +39,8 @@ def find_result(name: str) -> Result:
     if is_adapter(folder):
         return _read_adapter(folder)
     if (folder / store.MANIFEST).exists():
-        raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {how_to_export(folder)}")
-    # A model. Checkpoints have a config.json too, and were refused above.
+        raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {_suggest_export(folder)}")
+    # A folder with a config.json is a model. Checkpoints have a config.json too, and were refused above.
     if (folder / "config.json").exists():
         return Result(name)
     # The folder is that of a run, with its result inside.
@@ -46,15 +51,15 @@ def find_result(name: str) -> Result:
         return find_result(str(results[0]))
     checkpoints = store.list_complete(store.folder_of(name))
     if checkpoints:
-        raise ConfigError(f"{name}: the run has not ended, so it has saved no model yet. {how_to_export(checkpoints[-1])}")
+        raise ConfigError(f"{name}: the run has not ended, so it has saved no model yet. {_suggest_export(checkpoints[-1])}")
     raise ConfigError(
         f"{name}: found neither config.json (a model) nor adapter_config.json (an adapter), here or in model/ or adapter/, and "
         "no checkpoint in checkpoints/. A run writes them when it ends."
     )
 
 
-def how_to_export(checkpoint: Path) -> str:
-    """Return the command that makes a model of a checkpoint, in a sentence."""
+def _suggest_export(checkpoint: Path) -> str:
+    """Return a sentence with the command that makes a model from a checkpoint."""
     return f"Make a model of it: zerobook export {checkpoint} --output {checkpoint.name}-model"
 
 
@@ -68,13 +73,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _read_adapter(adapter: Path) -> Result:
-    """Return an adapter with the model that it was trained beside."""
+    """Return an adapter with the model that it was trained on, which its config names."""
     file = adapter / "adapter_config.json"
     try:
-        facts = read_json(file)
-        base = facts.get("base_model_name_or_path")
+        adapter_config = read_json(file)
+        base = adapter_config.get("base_model_name_or_path")
+    # A config that is no JSON object has no `get`.
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
     if not base:
         raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
-    return Result(str(base), adapter, facts.get("revision"))
+    return Result(str(base), adapter, adapter_config.get("revision"))

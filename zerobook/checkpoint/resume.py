@@ -1,10 +1,10 @@
-"""Checks of the run's folder and checkpoint before a start, and a resume on another number of processes."""
+"""Check the run's folder and checkpoint before a start, and keep the global batch on another number of processes."""
 
 from pathlib import Path
 from typing import Any
 
 from zerobook.checkpoint import store
-from zerobook.checkpoint.resolution import none_usable, resolve_resume
+from zerobook.checkpoint.resolution import describe_unusable, resolve_resume
 from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigDraft
 from zerobook.errors import CheckpointError, ConfigError
@@ -21,7 +21,7 @@ def find_earlier_run(config: RecipeConfig) -> str | None:
         return None
     checkpoints = store.list_complete(store.folder_of(config.output_dir))
     if not checkpoints:
-        problem = none_usable(config.output_dir)
+        problem = describe_unusable(config.output_dir)
         return None if problem is None else f"output_dir: {problem}"
     return (
         f"output_dir: {config.output_dir} holds {counted(len(checkpoints), 'checkpoint')} of an earlier run, the newest "
@@ -30,9 +30,9 @@ def find_earlier_run(config: RecipeConfig) -> str | None:
 
 
 def find_earlier_result(config: RecipeConfig) -> str | None:
-    """Return the error message for a run that would overwrite an earlier result, or the model that it starts from; else None.
+    """Return the error message for a run that would overwrite the result of another run, or its own initial model; else None.
 
-    A run that goes on from a checkpoint of its own folder may replace the result of its own earlier attempt.
+    A run that resumes from a checkpoint in its folder may replace the result of an earlier attempt.
     """
     result = Path(config.output_dir) / config.result
     base = config.model_name_or_path
@@ -41,15 +41,15 @@ def find_earlier_result(config: RecipeConfig) -> str | None:
             f"output_dir: the run ends by writing {result}, and that is model_name_or_path {base}, which it is trained from. "
             "Give another --output_dir, or move that model away and name its new place."
         )
-    # Nothing is there that could be overwritten.
+    # There is nothing that could be overwritten.
     if not result.exists() or (result.is_dir() and not any(result.iterdir())):
         return None
     try:
         checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     except CheckpointError:
-        # A problem of its own, which `zerobook.launch.resolve` reports.
+        # That no checkpoint can be resumed is another problem, which `zerobook.launch.resolve` reports.
         return None
-    # The result is this run's own, of an earlier attempt.
+    # If the run resumes in its folder, an earlier attempt of this run has written the result.
     if checkpoint is not None and checkpoint.resolve().parent == store.folder_of(config.output_dir).resolve():
         return None
     return (
@@ -59,9 +59,9 @@ def find_earlier_result(config: RecipeConfig) -> str | None:
 
 
 def lock_run_folder(config: RecipeConfig) -> None:
-    """Lock the run's folder until this process ends, and check it again: see `store.lock_until_exit` and `find_earlier_run`.
+    """Lock the run's folder until this process ends, and raise `ConfigError` if `find_earlier_run` finds a run in it.
 
-    The launch looked before it had the lock. A run that was submitted twice may have saved checkpoints there since then.
+    The launch has checked this before, without the lock. A run that was submitted twice may have saved checkpoints since.
     """
     store.lock_until_exit(store.folder_of(config.output_dir))
     earlier = find_earlier_run(config)
@@ -70,20 +70,20 @@ def lock_run_folder(config: RecipeConfig) -> None:
 
 
 def other_optimizer(config: RecipeConfig) -> str | None:
-    """Return the error message for a checkpoint of an optimizer whose state differs; None if it can be resumed.
+    """Return the error message if the run's optimizer cannot use the state in the checkpoint to resume from; else None.
 
     Raises:
-        CheckpointError: there is no checkpoint to resume.
+        CheckpointError: the checkpoint to resume from is damaged, or there is none.
     """
     checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
     if checkpoint is None:
         return None
-    return differing_optimizer(checkpoint, optimizer_name(config.optimizer))
+    return compare_optimizer(checkpoint, optimizer_name(config.optimizer))
 
 
-def differing_optimizer(checkpoint: Path, name: str) -> str | None:
-    """Return the error message for ``checkpoint`` if it lacks state of the optimizer ``name``; else None."""
-    # Checkpoints of the first versions, which had AdamW only, do not name it.
+def compare_optimizer(checkpoint: Path, name: str) -> str | None:
+    """Return the error message if the optimizer ``name`` cannot use the state in ``checkpoint``; else None."""
+    # The first versions had AdamW only, and their checkpoints do not name the optimizer.
     saved_optimizer = store.read_json(checkpoint / "config.json").get("config", {}).get("optimizer", "adamw")
     if optimizer_name(saved_optimizer) == name or saved_optimizer in RESUMES.get(name, ()):
         return None
@@ -94,14 +94,16 @@ def differing_optimizer(checkpoint: Path, name: str) -> str | None:
 
 
 def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
-    """Keep the checkpoint's global batch if only the number of processes changed.
+    """Change the micro-batch and the accumulation in ``draft`` so that the global batch stays that of the checkpoint.
 
-    The global batch decides the training (steps, schedule, noise); the number of processes must not. A batch size or
-    accumulation that a person changed, in any file, is kept. So the draft must hold the values of flags, YAML and JSON
-    together, as ``asked`` in the checkpoint does.
+    The global batch decides the training (steps, schedule, noise); the number of processes must not. Nothing is changed if the
+    user has changed the micro-batch or the accumulation since the checkpoint.
+
+    Args:
+        draft: has the values of flags, YAML and JSON together, as ``asked`` in the checkpoint's config.json.
 
     Returns:
-        A note on what was changed or could not be, or None.
+        A sentence for the user on what was changed, or why it could not be; None if the global batch is the same.
     """
     config = draft.config
     checkpoint = resolve_resume(config.output_dir, config.resume_from_checkpoint).checkpoint
@@ -109,27 +111,27 @@ def keep_global_batch(draft: ConfigDraft[Any], world_size: int) -> str | None:
         return None
     earlier = store.read_json(checkpoint / "config.json")["asked"]
     earlier_batch = int(store.read_json(checkpoint / store.PROGRESS)["global_batch"])
-    micro = config.per_device_train_batch_size
+    micro_batch = config.per_device_train_batch_size
     accumulation = config.gradient_accumulation_steps
-    batch = micro * accumulation * world_size
-    # The batch of another trainer's checkpoint is not known.
+    batch = micro_batch * accumulation * world_size
+    # The global batch of a checkpoint that was imported from another trainer is not known, and recorded as 0.
     if earlier_batch in (0, batch):
         return None
-    # A person changed the sizes on purpose, and with them the global batch.
+    # The user has changed the sizes on purpose, and with them the global batch.
     earlier_sizes = (earlier["per_device_train_batch_size"], earlier["gradient_accumulation_steps"])
-    if earlier_sizes != (micro, accumulation):
+    if earlier_sizes != (micro_batch, accumulation):
         return (
             f"global batch: {batch} samples a step from here on, {earlier_batch} before {checkpoint.name} (sizes were changed)"
         )
 
-    # The largest micro-batch, up to the one that fits into memory, by which the global batch can be divided.
-    for smaller in range(micro, 0, -1):
-        if earlier_batch % (smaller * world_size) == 0:
-            steps = earlier_batch // (smaller * world_size)
+    # Take the largest micro-batch by which the global batch can be divided. A larger one than before may not fit into memory.
+    for size in range(micro_batch, 0, -1):
+        if earlier_batch % (size * world_size) == 0:
+            steps = earlier_batch // (size * world_size)
             source = f"{checkpoint.name}, to keep its global batch"
-            draft.set(source, per_device_train_batch_size=smaller, gradient_accumulation_steps=steps)
+            draft.set(source, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
             return (
-                f"global batch kept at {earlier_batch} on {counted(world_size, 'process')}: {smaller} x {steps} accumulation x "
+                f"global batch kept at {earlier_batch} on {counted(world_size, 'process')}: {size} x {steps} accumulation x "
                 f"{world_size}"
             )
     return (

@@ -19,7 +19,7 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.hook_state import HOOKS, tensor_key
 from zerobook.checkpoint.merge import is_slice
 from zerobook.checkpoint.progress import Progress
-from zerobook.checkpoint.resume import differing_optimizer
+from zerobook.checkpoint.resume import compare_optimizer
 from zerobook.checkpoint.save import ADAM_STEPS, BUFFERS, INDEX, STATE_SHAPES, STEPS, entry_name
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.health.position import touch
@@ -96,7 +96,7 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
         CheckpointError: on every rank. The checkpoint is of another optimizer or of another model; the message names the
             first tensor that differs, with both shapes.
     """
-    problem = differing_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
+    problem = compare_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
     if problem is not None:
         raise CheckpointError(problem)
     # The checkpoint is checked completely before the first value is changed.
