@@ -24,21 +24,23 @@ from zerobook.utils.terminal import plain
 from zerobook.utils.units import counted, size
 
 TORCHRUN_S = 30
-"""Seconds after which torchrun kills processes that do not end at SIGTERM, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says others
-(torch 2.13, distributed/launcher/api.py)."""
+"""Seconds after which torchrun kills processes that do not end at SIGTERM, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets another
+number (torch 2.13, distributed/launcher/api.py)."""
 
 
 class CheckpointManager:
     """Manages the checkpoints in ``config.output_dir``.
 
-    `check_space`, `load`, `is_whole`, `save` and `finish` are collective. The other methods act on rank 0 alone.
+    `__init__`, `check_space`, `load`, `load_hook_states`, `is_whole`, `save` and `finish` are collective. The other methods are
+    for rank 0, except `remember` and `path_of`, which any rank may call.
 
     Attributes:
         checkpoint: the checkpoint that the run resumes from, or None.
         skipped: damaged checkpoints that are not used, each with the reason; on rank 0 only.
         proven: steps of the checkpoints that were proven good; on rank 0 only.
-        save_steps: when the run saves: as the config says, or 0 if the disk has room for the last checkpoint only.
-        decisions: what was decided about spikes; on other ranks than 0, by earlier attempts. `remember` changes it.
+        save_steps: when the run saves, as in the config; 0 (at its end only) if the disk has room for one checkpoint only.
+        decisions: what was decided about spikes. Other ranks than 0 know only decisions of earlier attempts. `remember` adds to
+            them.
 
     Raises:
         LockedError: another run writes to the folder.
@@ -56,24 +58,26 @@ class CheckpointManager:
         self.save_steps = config.save_steps
         self._keeps_proven = True
         self._has_warned_of_slow_save = False
-        # The order matters: the folder has to be seen by all, and locked, before it is changed or read.
+        # The order matters: all ranks must see the folder, and rank 0 must lock it, before it is changed or read.
         state.check_shared(strategy, config.output_dir)
         strategy.on_main(lambda: resume.lock_run_folder(config))
-        self.decisions = RecoveryState(**strategy.on_main(lambda: asdict(RecoveryState.read(config.output_dir))))
+        # Rank 0 sends its decisions as a dict: messages between ranks hold plain values, and no objects of our classes.
+        decisions = strategy.on_main(lambda: asdict(RecoveryState.read(config.output_dir)))
+        self.decisions = RecoveryState(**decisions)
         if config.resume_from_checkpoint == "auto":
             strategy.on_main(self._finish_rollback, takes_long=True)
         self.checkpoint = strategy.on_main(self._resolve_resume, takes_long=True)
-        self._saved_at_set_steps = strategy.on_main(self._find_saved_at_set_steps)
+        self._explicit_steps = strategy.on_main(self._find_explicit_steps)
 
     def remember(self, **values: Any) -> None:
-        """Change values of the `RecoveryState`, and write it. On other ranks than 0 it does nothing."""
+        """Change values of `decisions`, by their names, and write them to disk. On other ranks than 0 it does nothing."""
         if not self.strategy.is_main:
             return
         vars(self.decisions).update(values)
         try:
             self.decisions.write(self.config.output_dir)
         except OSError as error:
-            # A full disk does not end the training, as when the runlog is written. The next decision is written again.
+            # A full disk does not end the training here, nor when the runlog is written. The next call writes all values again.
             tqdm.write(
                 f"WARNING: what was decided about spikes cannot be written ({error.strerror}): another attempt would not know"
             )
@@ -84,8 +88,12 @@ class CheckpointManager:
         self.skipped = resolution.skipped
         return resolution.checkpoint
 
-    def _find_saved_at_set_steps(self) -> list[int]:
-        """Return the steps of earlier checkpoints that automatic saves must not prune, since the user had set when to save."""
+    def _find_explicit_steps(self) -> list[int]:
+        """Return the steps of the checkpoints in the folder that were saved with an explicit ``save_steps``. Rank 0.
+
+        The user wanted these checkpoints, so a run that saves automatically does not prune them. For any other run the list is
+        empty.
+        """
         if not self.config.limits_checkpoints_itself:
             return []
         steps = []
@@ -97,11 +105,12 @@ class CheckpointManager:
         return steps
 
     def _finish_rollback(self) -> None:
-        """Finish a rollback that the last attempt decided on and did not carry out: set the later checkpoints aside. Rank 0.
+        """Finish a rollback that the last attempt began and did not end: set the later checkpoints aside. Rank 0.
 
-        Without it, ``auto`` would take the newest checkpoint, which can hold the damage that the rollback was decided for.
+        Otherwise ``auto`` would take the newest checkpoint, which may have the damage that the rollback was to undo.
         """
         step = self.decisions.rollback_to
+        # A damaged checkpoint cannot be returned to. Then the later ones are the best that there is.
         if step is None or store.find_damage(self.path_of(step), thorough=True) is not None:
             return
         new_paths = store.set_aside(self.folder, step)
@@ -111,45 +120,45 @@ class CheckpointManager:
 
     @property
     def resumes_in_place(self) -> bool:
-        """True if the run resumes from a checkpoint in its own folder, so that its step is saved already.
+        """True if the run resumes from a checkpoint in its own folder, so that the step of the start is saved already.
 
-        One that was set aside counts too: see `take_back`.
+        A checkpoint that was set aside counts too, since `take_back` restores its name.
         """
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == self.folder.resolve()
 
     def check_space(self, steps: int, *, share_left: float, result_bytes: int, has_held_out: bool) -> None:
-        """Raise `ConfigError` (or warn) if the checkpoints of the next ``steps`` will not fit onto the disk.
+        """Raise `ConfigError`, or warn, if the disk has too little space for the checkpoints of the next ``steps``.
 
-        Automatic saves without a limit keep fewer checkpoints first, and say what cannot work then.
+        If the user has not set how many checkpoints to keep, keep as many as fit and warn of the drawbacks.
 
         Args:
             share_left: ``steps`` as a share of the run.
-            result_bytes: of the model or adapter that the run writes at its end, beside its checkpoints.
-            has_held_out: there are held-out data, so that one checkpoint is the best.
+            result_bytes: size of the model or adapter that the run writes at its end, beside its checkpoints.
+            has_held_out: whether there are held-out data, so that one checkpoint is the best.
         """
         config = self.config
         strategy = self.strategy
         checkpoint_bytes = bytes_of_state(strategy)
-        # A finished run that is started again saves nothing.
-        is_saved = steps == 0 and self.resumes_in_place
-        count = 0 if is_saved else config.checkpoints_at_once(steps, share_left=share_left, has_held_out=has_held_out)
+        # A finished run that is started again saves no checkpoint.
+        is_finished = steps == 0 and self.resumes_in_place
+        count = 0 if is_finished else config.checkpoints_at_once(steps, share_left=share_left, has_held_out=has_held_out)
         assert count is not None, "the number of steps is known here"
-        # Pruning the checkpoints that are there makes room.
+        # The run prunes checkpoints of earlier attempts, which frees their space.
         prunable = 0
-        if config.kept_checkpoints and not is_saved:
-            prunable = strategy.on_main(self._prunable_bytes)
+        if config.kept_checkpoints and not is_finished:
+            prunable = strategy.on_main(self._count_prunable_bytes)
         free = strategy.on_main(lambda: shutil.disk_usage(config.output_dir).free)
-        # The model or adapter is written beside the checkpoints, which stay.
+        # The checkpoints stay when the model or adapter is written.
         needed = count * checkpoint_bytes + result_bytes
         if needed <= free + prunable:
             return
 
-        # They do not fit.
+        # The space is too small. Keep fewer checkpoints, or report the problem.
         disk = f"{Path(config.output_dir).absolute()} has {size(free)} free"
         result = f"the {config.result} of {size(result_bytes)}"
         if config.limits_checkpoints_itself and count > 0:
-            room = (free + prunable - result_bytes) // checkpoint_bytes
-            drawbacks = self._keep_fewer(room, is_new=prunable == 0, has_held_out=has_held_out)
+            fitting = (free + prunable - result_bytes) // checkpoint_bytes
+            drawbacks = self._keep_fewer(fitting, is_new=prunable == 0, has_held_out=has_held_out)
             if drawbacks is not None:
                 self._warn(f"{disk}, and a checkpoint takes {size(checkpoint_bytes)} beside {result}. {drawbacks}")
                 return
@@ -168,28 +177,31 @@ class CheckpointManager:
             raise ConfigError(f"output_dir: {problem}")
         self._warn(problem)
 
-    def _keep_fewer(self, room: int, *, is_new: bool, has_held_out: bool) -> str | None:
-        """Keep as many checkpoints as the disk has room for. Return in words what cannot work then; None if none fits.
+    def _keep_fewer(self, fitting: int, *, is_new: bool, has_held_out: bool) -> str | None:
+        """Limit the kept checkpoints to those that fit onto the disk. Return the drawbacks in words; None if too few fit.
 
         Args:
-            room: checkpoints that fit onto the disk, those that can be pruned for them counted.
-            is_new: there are none yet.
+            fitting: number of checkpoints that fit onto the disk after all that may be pruned are pruned.
+            is_new: whether there are no prunable checkpoints yet.
         """
-        # A checkpoint is pruned once the next one is complete, so that two are needed to save again.
-        if room < 2:
-            if not (is_new and room == 1):
+        # A checkpoint is pruned only when the next one is complete, so a run that saves twice needs room for two.
+        if fitting < 2:
+            if not (is_new and fitting == 1):
                 return None
             self.save_steps = 0
             return (
                 "The run saves at its end only: one that is killed starts again at step 0, and a spike cannot be rolled back."
             )
-        # Room for the one that is kept and the one that is written. What is left holds the proven one, then the best one; the
-        # best one first if the run ends by writing its model.
+        # The newest checkpoint and the one that is being written need two places. The proven and the best one get the others.
         self.saver.keep = 1
-        spare = room - 2
-        is_best_first = self.config.final_model == "best"
-        self._keeps_proven = spare >= 1 + is_best_first
-        self.saver.keep_best = spare >= 2 - is_best_first
+        spare = fitting - 2
+        if self.config.final_model == "best":
+            # The best one comes first, since the run needs it at its end.
+            self.saver.keep_best = spare >= 1
+            self._keeps_proven = spare >= 2
+        else:
+            self._keeps_proven = spare >= 1
+            self.saver.keep_best = spare >= 2
         drawbacks = [f"One checkpoint is kept in place of {KEPT_AUTOMATICALLY}."]
         if not self._keeps_proven:
             drawbacks.append("A spike that is noticed after the next save cannot be rolled back.")
@@ -197,23 +209,23 @@ class CheckpointManager:
             drawbacks.append("The one with the lowest held-out loss is not kept.")
         return " ".join(drawbacks)
 
-    def _prunable_bytes(self) -> int:
+    def _count_prunable_bytes(self) -> int:
         """Return the bytes of the checkpoints that saves of this run may prune. Rank 0."""
         total = 0
         for checkpoint in store.list_complete(self.folder):
-            if not store.is_pinned(checkpoint) and store.step_of(checkpoint) not in self._saved_at_set_steps:
+            if not store.is_pinned(checkpoint) and store.step_of(checkpoint) not in self._explicit_steps:
                 total += store.bytes_of(checkpoint)
         return total
 
-    def _warn(self, words: str) -> None:
+    def _warn(self, message: str) -> None:
         if self.strategy.is_main:
-            tqdm.write(f"  warning: output_dir: {words}")
+            tqdm.write(f"  warning: output_dir: {message}")
 
     def load(self, step: int | None = None) -> tuple[Progress, list[int]]:
-        """Load `checkpoint`, or the one of ``step``, into the live model and optimizer.
+        """Load `checkpoint`, or the one of ``step``, into the live model and optimizer. Collective.
 
         Returns:
-            (its progress, bytes of tensors that each rank read).
+            (progress that the checkpoint records, for each rank the bytes of tensors that it read).
         """
         checkpoint = self.checkpoint if step is None else self.path_of(step)
         assert checkpoint is not None
@@ -230,22 +242,26 @@ class CheckpointManager:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
         checkpoint = self.checkpoint
         assert checkpoint is not None
+        # The step in its name is then followed by a suffix, and is not read as a step.
         was_set_aside = store.step_of(checkpoint) < 0
         if was_set_aside and self.resumes_in_place:
             store.take_back(checkpoint, store.read_json(checkpoint / store.MANIFEST)["step"])
 
     # --- checkpoints for rollbacks; on rank 0, except `is_whole`
     def steps(self) -> tuple[list[int], list[int]]:
-        """Return (steps of the checkpoints proven good, steps of the other complete checkpoints)."""
+        """Return (steps of the checkpoints proven good, steps of the other complete checkpoints), each in order."""
         proven: list[int] = []
         unproven: list[int] = []
         for checkpoint in store.list_complete(self.folder):
             step = store.step_of(checkpoint)
-            (proven if step in self.proven else unproven).append(step)
+            if step in self.proven:
+                proven.append(step)
+            else:
+                unproven.append(step)
         return proven, unproven
 
     def prove(self, steps: Collection[int], log: RunLog) -> None:
-        """Mark the checkpoints of ``steps`` as proven good. The newest one is not pruned until another one is proven."""
+        """Mark the checkpoints of ``steps`` as proven good, and protect the newest proven one from pruning."""
         _, unproven = self.steps()
         for step in sorted(set(steps) & set(unproven)):
             self.proven.add(step)
@@ -254,10 +270,10 @@ class CheckpointManager:
         self.protect()
 
     def is_whole(self, step: int) -> bool:
-        """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Prints the damage. Collective."""
+        """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Damage is printed. Collective."""
 
         def check() -> bool:
-            # Every block is progress: a phase of a step has less time than a large checkpoint takes.
+            # Note progress after each block: reading a large checkpoint takes longer than a phase may take without progress.
             reason = store.find_damage(self.path_of(step), thorough=True, tell=lambda count: touch())
             if reason is not None:
                 self.skipped[self.path_of(step)] = reason
@@ -267,10 +283,12 @@ class CheckpointManager:
         return self.strategy.on_main(check, takes_long=True)
 
     def protect(self, *steps: int) -> None:
-        """Protect the newest proven checkpoint, and those of ``steps``, from pruning. Replaces earlier protection."""
+        """Protect the newest proven checkpoint, and those of ``steps``, from pruning. This replaces earlier protection."""
+        protected = {*steps, *self._explicit_steps}
         proven, _ = self.steps()
-        newest_proven = proven[-1:] if self._keeps_proven else []
-        self.saver.protected = frozenset([*newest_proven, *steps, *self._saved_at_set_steps])
+        if proven and self._keeps_proven:
+            protected.add(proven[-1])
+        self.saver.protected = frozenset(protected)
 
     def before(self, step: int) -> Path | None:
         """Return the newest complete checkpoint from before ``step``; None if there is none."""
@@ -278,9 +296,11 @@ class CheckpointManager:
         return earlier[-1] if earlier else None
 
     def reads_before(self, step: int) -> Callable[[str, int], float] | None:
-        """Return a function (weight's name, place in it) -> value in the checkpoint before ``step``; None without a checkpoint.
+        """Return a function that reads a single number of a weight from the newest checkpoint before ``step``.
 
-        The value of a frozen weight is NaN.
+        Returns:
+            A function of (weight's name, position in the flattened weight), which returns NaN for a frozen weight; None if
+            there is no such checkpoint.
         """
         checkpoint = self.before(step)
         if checkpoint is None:
@@ -289,6 +309,7 @@ class CheckpointManager:
 
         def read_weight(name: str, position: int) -> float:
             tensor_name = f"weight/{name}"
+            # A checkpoint has no frozen weights.
             if tensor_name not in reader.index["pieces"]:
                 return math.nan
             return float(reader.read(tensor_name, position, position + 1)[0])
@@ -302,7 +323,7 @@ class CheckpointManager:
     # --- saving
 
     def save(self, progress: Progress, log: RunLog, hook_states: dict[str, dict[str, Any]] | None = None) -> None:
-        """Save the state after a whole step. In the background, only start the save.
+        """Save the state after a complete step. With ``async_save``, only copy it and start the save. Collective.
 
         Args:
             hook_states: hook's name -> its state.
@@ -318,11 +339,12 @@ class CheckpointManager:
             },
             make_hook_state(hook_states or {}, self.strategy),
         )
-        # In the background, `report` is called after later steps.
+        # The result of a save in the background is not known yet. The trainer calls `report` after later steps.
         if not self.config.async_save:
             self.strategy.on_main(lambda: self.report(log))
 
-    def _warn_of_a_slow_save(self, seconds: float) -> None:
+    # Warns once if a save takes longer than the time that torchrun leaves a process between SIGTERM and SIGKILL.
+    def _warn_of_slow_save(self, seconds: float) -> None:
         limit = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_S))
         if self._has_warned_of_slow_save or seconds < limit or "TORCHELASTIC_RUN_ID" not in os.environ:
             return
@@ -335,23 +357,23 @@ class CheckpointManager:
         )
 
     def finish(self, log: RunLog) -> None:
-        """Wait for a save in progress, and report it."""
-        # It may take longer than a phase of a step may.
+        """Wait for a save in progress, and report it. Collective."""
+        # The wait may be longer than the time limit of a phase of a step, so it has a phase of its own.
         with during("save"):
             self.saver.wait()
             self.strategy.barrier()
         self.strategy.on_main(lambda: self.report(log))
 
     def report(self, log: RunLog) -> None:
-        """Log the results of the saves that ended since the last call. Rank 0; if it raises, the launcher stops all ranks.
+        """Log the results of the saves that ended since the last call. Rank 0.
 
         Raises:
-            SaveError: a save failed, and ``on_save_error`` is stop.
+            SaveError: a save failed, and ``on_save_error`` is stop. The launcher then stops all ranks.
         """
         for folder, seconds, problem in self.saver.results():
             step = store.step_of(folder)
             if problem is None:
-                # After a rollback, a step is saved again: what was known of the earlier checkpoint is not true of this one.
+                # After a rollback, a step may be saved again. What was known of its earlier checkpoint is not true of this one.
                 if step in self.proven:
                     self.proven.remove(step)
                     self.remember(proven=self.steps()[0])
@@ -365,7 +387,7 @@ class CheckpointManager:
                     background=self.config.async_save,
                 )
                 tqdm.write(f"step {step}: checkpoint {folder}")
-                self._warn_of_a_slow_save(seconds)
+                self._warn_of_slow_save(seconds)
                 continue
             complete = store.list_complete(folder.parent)
             last_complete = None

@@ -153,8 +153,8 @@ def _suggest_older(damaged: Path, thorough: bool) -> str:
     return f"Use --resume_from_checkpoint {older}, the newest complete checkpoint before it."
 
 
+# Returns the error message for a folder with checkpoints of which none can be read.
 def _describe_unreadable(output_dir: str | Path, reasons: dict[Path, str]) -> str:
-    """Return the error message for a folder with checkpoints of which none can be read."""
     return (
         f"{_list_reasons(output_dir, reasons)}\n"
         "Another run there would replace them. Make one of them readable, or give another --output_dir."
@@ -166,8 +166,8 @@ def _list_reasons(folder: str | Path, reasons: dict[Path, str]) -> str:
     return f"{folder}: it holds {counted(len(reasons), 'checkpoint')}, and none of them can be read:\n{lines}"
 
 
+# Returns the error message for a folder with checkpoints that were all abandoned.
 def _describe_abandoned(output_dir: str | Path, abandoned: list[Path]) -> str:
-    """Return the error message for a folder with checkpoints that were all abandoned."""
     names = ", ".join(checkpoint.name for checkpoint in abandoned)
     return (
         f"{output_dir}: all {counted(len(abandoned), 'checkpoint')} there are of branches that were abandoned: "

@@ -58,8 +58,8 @@ def find_result(name: str) -> Result:
     )
 
 
+# Returns a sentence with the command that makes a model from a checkpoint.
 def _suggest_export(checkpoint: Path) -> str:
-    """Return a sentence with the command that makes a model from a checkpoint."""
     return f"Make a model of it: zerobook export {checkpoint} --output {checkpoint.name}-model"
 
 

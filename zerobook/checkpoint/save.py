@@ -1,7 +1,8 @@
-"""Write checkpoints: each rank writes its part, and rank 0 merges the parts into one checkpoint, also in the background.
+"""Write checkpoints: each rank writes its pieces, and rank 0 makes one checkpoint of them, also in the background.
 
-Ranks communicate through files only, so that a thread can write while the training runs collectives. When the files of a rank
-are flushed to disk, it writes ``rank-N.json`` into the staging folder, or ``rank-N.failed`` with the reason of an error.
+Ranks tell each other about a save through files only, so that a thread can write while the training runs collectives. When a
+rank has flushed its files to disk, it writes ``rank-N.json`` into the staging folder; after an error, it writes the reason into
+``rank-N.failed``.
 """
 
 import json
@@ -30,28 +31,29 @@ from zerobook.utils.reading import file_digest, read_json, read_text
 
 FILE_BYTES = 512 << 20
 HEADER_BYTES = 1 << 16
-"""Bytes reserved for a file's header: about 400 tensors; with more, another file begins."""
+"""Bytes reserved for the header of a file. About 400 tensors fit into it; with more, another file begins."""
 INDEX = "tensors.json"
 BUFFERS = "buffers.safetensors"
 """Persistent buffers by name, in their own dtypes; rank 0 writes them."""
 ADAM_STEPS = "adam_steps"
-"""Key of the index for the steps that AdamW has counted. Earlier versions read it."""
+"""Key of the index for the steps that AdamW has counted. It is a key of its own, since earlier versions read it."""
 STEPS = "optimizer_steps"
 """Key of the index for the steps that any other optimizer has counted."""
 STATE_SHAPES = "state_shapes"
-"""Key of the index for the shapes of state that is not of its weight's shape."""
+"""Key of the index for the shapes of optimizer state whose shape is not that of its weight."""
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
-"""Seconds between two reads of the folder, at first and at most."""
+"""Seconds between two looks into the folder: the first pause, which is doubled each time, and the longest one."""
 _BEGIN_S = 600
 """Seconds within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute."""
 _FIRST_BLOCK = 1 << 22
 _LARGEST_BLOCK = 1 << 27
-"""Elements of the first block of host memory, and of the largest: powers of two, to which torch rounds pinned memory up."""
+"""Elements of the first block of host memory, and of the largest. They are powers of two, since torch rounds pinned memory up
+to one."""
 
 
 class Saved(NamedTuple):
-    """The result of one save: ``problem`` is None if ``checkpoint`` is complete."""
+    """The result of a save. ``problem`` is None if ``checkpoint`` is complete; otherwise it is the reason of the failure."""
 
     checkpoint: Path
     seconds: float
@@ -59,11 +61,13 @@ class Saved(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Save:
-    """A save that has begun: what this rank writes into ``staging``. Rank 0 writes everything but the other ranks' pieces.
+class _Contents:
+    """What a save writes into ``staging``: each rank its pieces, and rank 0 the other files too.
 
-    ``texts`` are the contents of the JSON files by name, ``shapes`` those of all tensors by their names in the checkpoint, and
-    ``start`` is a time of `time.monotonic`.
+    Attributes:
+        texts: name of a JSON file -> its content.
+        shapes: name -> shape of every tensor of the checkpoint.
+        start: when the save began, as a time of `time.monotonic`.
     """
 
     step: int
@@ -79,9 +83,13 @@ class Saver:
     """Saves a run's state, at most one checkpoint at a time.
 
     Args:
-        keep: complete checkpoints that stay, see `store.prune`.
-        background: copy this rank's share to host memory (kept from save to save) and write it while training goes on.
-            Otherwise the share is written directly.
+        keep: number of complete checkpoints that stay, see `store.prune`.
+        background: copy this rank's share to host memory, and write it while training goes on. The host memory stays allocated
+            for the next save. Otherwise the share is written directly.
+
+    Attributes:
+        protected: steps whose checkpoints are not pruned.
+        keep_best: whether the checkpoint with the lowest held-out loss is not pruned.
     """
 
     def __init__(self, strategy: Strategy, output_dir: str, *, keep: int | None, background: bool = False):
@@ -90,7 +98,6 @@ class Saver:
         self.keep = keep
         self.background = background
         self.protected: frozenset[int] = frozenset()
-        """steps whose checkpoints are not pruned"""
         self.keep_best = True
         self._host_blocks: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
@@ -105,12 +112,14 @@ class Saver:
         return self._saving_step
 
     def save(self, progress: Progress, config: dict[str, Any], hooks: HookState | None = None) -> None:
-        """Save the state after a whole step. Collective.
+        """Save the state after a complete step. Collective.
 
-        Returns when the checkpoint is complete or has failed; in the background, when the state is copied. `results` returns
-        the outcome.
+        It returns when the checkpoint is complete or has failed; in the background, when the state is copied. Then `results`
+        has the outcome.
+
+        Args:
+            config: content of the checkpoint's config.json.
         """
-        hooks = hooks or HookState()
         # The blocks of host memory still hold the last save until it is written.
         self.wait()
         strategy = self.strategy
@@ -121,27 +130,45 @@ class Saver:
             if strategy.is_main:
                 self._results.append(Saved(self.checkpoints / store.name_of(progress.step), 0.0, problem))
             return
-        # The state exists before its shapes are asked for: optimizers make it in their first step.
+        contents = self._collect(progress, config, hooks or HookState(), staging, start)
+        if self.background:
+            self._saving_step = progress.step
+            self._thread = threading.Thread(target=self._write, args=(contents,), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(contents)
+            # Ranks go on when rank 0 has made the checkpoint. Collective.
+            strategy.barrier()
+
+    def _collect(self, progress: Progress, config: dict[str, Any], hooks: HookState, staging: Path, start: float) -> _Contents:
+        """Collect what this rank writes. In the background, it is a copy of everything that the training changes."""
+        strategy = self.strategy
+        # Optimizers make their state in their first step. Make it now, so that its shapes are known.
         strategy.materialise_optimizer()
-        index = self._make_index()
+        weight_shapes = {name: list(strategy.shape(parameter)) for name, parameter in strategy.trainable()}
+        steps_key = ADAM_STEPS if strategy.plan.optimizer == "adamw" else STEPS
+        # The index of the tensors, to which rank 0 adds the pieces later.
+        index = {steps_key: strategy.optimizer_steps(), "written_by": strategy.describe(), "shapes": weight_shapes}
         shapes = _tensor_shapes(strategy)
+        # The tensors of hooks have the shapes of the weights.
         for key in hooks.tensors:
-            for name, shape in index["shapes"].items():
+            for name, shape in weight_shapes.items():
                 shapes[f"{key}/{name}"] = shape
-        state_shapes = {name: shape for name, shape in shapes.items() if shape != index["shapes"][name.partition("/")[2]]}
+        # Names are KEY/PARAMETER. A reader takes a tensor to have the shape of its weight, unless the index has another shape.
+        state_shapes = {name: shape for name, shape in shapes.items() if shape != weight_shapes[name.partition("/")[2]]}
         if state_shapes:
             index[STATE_SHAPES] = state_shapes
-        buffers = strategy.buffers() if strategy.is_main else {}
         texts = {INDEX: index, store.PROGRESS: progress.to_json(), "config.json": config}
         if hooks.values:
             texts[HOOKS] = hooks.values
+        buffers = strategy.buffers() if strategy.is_main else {}
+        pieces: Iterable[Piece] = strategy.pieces(hooks.tensors)
         if self.background:
-            # Training goes on, so everything that it changes is copied first.
-            pieces: Iterable[Piece] = self._copy_pieces(strategy.pieces(hooks.tensors))
+            pieces = self._copy_pieces(pieces)
             texts = json.loads(json.dumps(texts))
         else:
-            pieces = _noting_progress(strategy.pieces(hooks.tensors))
-        save = _Save(
+            pieces = _note_progress(pieces)
+        return _Contents(
             step=progress.step,
             staging=staging,
             pieces=pieces,
@@ -150,18 +177,10 @@ class Saver:
             shapes=shapes,
             start=start,
         )
-        if self.background:
-            self._saving_step = progress.step
-            self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            self._write(save)
-            # Ranks go on when rank 0 has made the checkpoint. Collective.
-            strategy.barrier()
 
     def _make_staging(self, staging: Path) -> str | None:
-        """Make the folder of a save. Return why it cannot be made, None if it is there."""
-        # An earlier attempt may have kept more checkpoints, and the space of the surplus is counted as free.
+        """Make the folder that a save writes into. Return the error message if it cannot be made, else None. Rank 0."""
+        # Prune before writing: an earlier attempt may have kept more checkpoints, and `check_space` counts their space as free.
         store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
         try:
             store.make_staging(staging)
@@ -169,17 +188,10 @@ class Saver:
             return f"the folder {staging} cannot be made: {error.strerror or error}"
         return None
 
-    def _make_index(self) -> dict[str, Any]:
-        """Return the index of the tensors, without their pieces and without shapes of state."""
-        strategy = self.strategy
-        shapes = {name: list(strategy.shape(parameter)) for name, parameter in strategy.trainable()}
-        steps_key = ADAM_STEPS if strategy.plan.optimizer == "adamw" else STEPS
-        return {steps_key: strategy.optimizer_steps(), "written_by": strategy.describe(), "shapes": shapes}
-
     def results(self) -> list[Saved]:
         """Return the results of the saves that ended since the last call; on rank 0 only."""
         ended = []
-        # One at a time: the writing thread may append meanwhile.
+        # Take the results out one at a time, since the writing thread may append another one meanwhile.
         while self._results:
             ended.append(self._results.pop(0))
         return ended
@@ -191,77 +203,79 @@ class Saver:
             self._thread = None
 
     def _copy_pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Return copies of ``pieces`` in host memory. A piece that does not fit into the rest of a block is cut there."""
+        """Return copies of ``pieces`` in blocks of host memory. A piece that does not fit into the rest of a block is cut."""
         copies = []
-        block = -1
+        next_block = 0
+        # The unused rest of the current block.
         room = torch.empty(0)
         for piece in pieces:
             uncopied = [piece]
             while uncopied:
-                # The rest of the block is used up.
                 if not len(room):
-                    block += 1
-                    room = self._block(block, pinned=piece.values.is_cuda)
-                head, rest = uncopied[0].cut(len(room))
+                    room = self._get_block(next_block, pinned=piece.values.is_cuda)
+                    next_block += 1
+                # Copy as much of the first piece as fits into the block. What is left of it comes next.
+                head, rest = uncopied.pop(0).cut(len(room))
+                uncopied = rest + uncopied
                 count = head.values.numel()
                 copy = room[:count].view(head.values.shape)
                 copy.copy_(head.values, non_blocking=True)
                 copies.append(head._replace(values=copy))
-                uncopied = [*rest, *uncopied[1:]]
                 room = room[count:]
-        # The copies are asynchronous, and the next step changes what is copied.
+        # Wait for the copies, which are asynchronous: the next step changes the tensors that are copied.
         if self.strategy.device.type == "cuda":
             torch.cuda.synchronize(self.strategy.device)
         return copies
 
-    def _block(self, number: int, *, pinned: bool) -> torch.Tensor:
-        """Return a block of host memory, fp32 [n], made at its first use: each is twice as large as the one before."""
+    def _get_block(self, number: int, *, pinned: bool) -> torch.Tensor:
+        """Return a block of host memory, fp32 [n], which is made at its first use. Each is twice as large as the one before."""
         if number == len(self._host_blocks):
             elements = min(_FIRST_BLOCK << number, _LARGEST_BLOCK)
             self._host_blocks.append(torch.empty(elements, dtype=torch.float32, pin_memory=pinned))
         return self._host_blocks[number]
 
-    def _write(self, save: _Save) -> None:
-        """Write this rank's share. Rank 0 then makes the checkpoint, and records the result."""
-        if not _is_visible_in_time(save.staging):
+    def _write(self, contents: _Contents) -> None:
+        """Write this rank's share. Rank 0 then makes the checkpoint, and appends the result to `_results`."""
+        staging = contents.staging
+        if not _wait_until_visible(staging):
             # Rank 0 reports that this rank did not begin.
             return
-        self._write_share(save)
+        self._write_share(staging, contents.pieces)
         if not self.strategy.is_main:
             return
-        # In the background, an error that is raised here would go unnoticed.
+        # Errors become the problem of the result: in a thread, nobody would see a raised error.
         problem: str | None = None
         try:
-            indices = self._wait_for_shares(save.staging)
-            complete(save.staging, save.step, indices, shapes=save.shapes, texts=save.texts, buffers=save.buffers)
+            indices = self._wait_for_shares(staging)
+            complete(staging, contents.step, indices, shapes=contents.shapes, texts=contents.texts, buffers=contents.buffers)
             store.prune(self.checkpoints, self.keep, self.protected, keep_best=self.keep_best)
         except OSError as error:
-            problem = f"rank 0: {error.strerror or error} ({error.filename or save.staging})"
+            problem = f"rank 0: {error.strerror or error} ({error.filename or staging})"
         except CheckpointError as error:
             problem = str(error)
-        # Ranks that still write find their folder gone, and give up.
+        # Ranks that still write find that their folder is gone, and stop writing.
         if problem is not None:
-            shutil.rmtree(save.staging, ignore_errors=True)
-        self._results.append(Saved(self.checkpoints / store.name_of(save.step), time.monotonic() - save.start, problem))
+            shutil.rmtree(staging, ignore_errors=True)
+        self._results.append(Saved(self.checkpoints / store.name_of(contents.step), time.monotonic() - contents.start, problem))
 
-    def _write_share(self, save: _Save) -> None:
-        """Write this rank's pieces, and leave their index, or the reason why they could not be written."""
+    def _write_share(self, staging: Path, pieces: Iterable[Piece]) -> None:
+        """Write this rank's pieces. Then write their index, or the reason why they could not be written, for rank 0."""
         rank = self.strategy.rank
-        failed = save.staging / f"rank-{rank}.failed"
+        failed = staging / f"rank-{rank}.failed"
         try:
-            index = write_pieces(save.staging, rank, save.pieces)
-            # Renamed when it is complete, since rank 0 reads it as soon as it is there.
-            partial = save.staging / f"rank-{rank}.part"
+            index = write_pieces(staging, rank, pieces)
+            # The file gets its name when it is complete, since rank 0 reads it as soon as it sees the name.
+            partial = staging / f"rank-{rank}.part"
             partial.write_text(json.dumps(index))
-            partial.rename(save.staging / f"rank-{rank}.json")
+            partial.rename(staging / f"rank-{rank}.json")
         except OSError as error:
-            _report_failure(failed, f"{error.strerror or error} ({error.filename or save.staging})")
+            _report_failure(failed, f"{error.strerror or error} ({error.filename or staging})")
         except Exception as error:
-            # Every error is told to rank 0: in a thread it would go unnoticed.
+            # Rank 0 must learn of every error: in a thread, nobody would see a raised one.
             _report_failure(failed, f"{type(error).__name__}: {error}")
 
     def _wait_for_shares(self, staging: Path) -> list[dict[str, Any]]:
-        """Wait until every rank has written its share, and return the index of each. Rank 0.
+        """Wait until every rank has written its share, and return what `write_pieces` returned on each, in order. Rank 0.
 
         Raises:
             CheckpointError: a rank could not write its share, or did not begin to.
@@ -271,8 +285,8 @@ class Saver:
         deadline = time.monotonic() + _BEGIN_S
         pause = _FIRST_PAUSE_S
         while True:
-            # NFS brings a listing up to date when the folder is opened. It may answer for a minute that a single file is
-            # missing.
+            # List the folder instead of looking for single files: NFS may answer for a minute that a new file is missing, but
+            # updates a listing when the folder is opened.
             names = os.listdir(staging)
             for rank in ranks:
                 if rank not in indices:
@@ -297,35 +311,35 @@ def complete(
     """Make the checkpoint of ``step`` of the pieces in ``staging``.
 
     Args:
-        indices: what `write_pieces` returned, of each rank.
-        shapes: of all tensors by their names in the checkpoint.
-        texts: contents of the JSON files by name. The index of the tensors gets the pieces.
+        indices: what `write_pieces` returned on each rank.
+        shapes: name -> shape of every tensor of the checkpoint.
+        texts: name of a JSON file -> its content. The pieces are added to the index of the tensors, `INDEX`.
 
     Raises:
-        CheckpointError: the pieces do not make whole tensors.
+        CheckpointError: the pieces do not make complete tensors.
     """
     pieces = merge([index["pieces"] for index in indices], shapes)
     texts[INDEX]["pieces"] = pieces
     for name, content in texts.items():
-        # The index has a line for each number where it is indented, and may list thousands of pieces.
+        # With an indent, each number is in a line of its own, and the index may list thousands of pieces.
         indent = None if name == INDEX else 1
         (staging / name).write_text(json.dumps(content, indent=indent))
     (staging / BUFFERS).write_bytes(safetensors.torch.save(buffers))
     digests: dict[str, str] = {}
     for index in indices:
         digests |= index["digests"]
-    # Earlier versions read format 4, which has segments only, and AdamW's state.
+    # Earlier versions can read format 4, which has segments only, and only the state of AdamW.
     has_slices = any(is_slice(entry) for entries in pieces.values() for entry in entries)
     is_format_4 = ADAM_STEPS in texts[INDEX] and not has_slices
     store.publish(staging, step, digests, 4 if is_format_4 else store.FORMAT_VERSION)
 
 
 def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) -> dict[str, Any] | None:
-    """Return the index of the pieces of a rank, and delete its file; None if the rank is still writing.
+    """Return the index that a rank has written, and delete its file; None if the rank is still writing.
 
     Args:
-        names: of the files in ``staging``.
-        is_late: every rank should have begun by now.
+        names: names of the files in ``staging``.
+        is_late: whether each rank should have begun by now.
 
     Raises:
         CheckpointError: the rank failed, or it is late and has not begun.
@@ -333,7 +347,7 @@ def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) ->
     done = staging / f"rank-{rank}.json"
     failed = staging / f"rank-{rank}.failed"
     if failed.name in names:
-        # The rank creates the file first, and writes the reason into it after that.
+        # The rank creates the file first, and writes the reason into it after that. Wait for the reason.
         time.sleep(_FIRST_PAUSE_S)
         raise CheckpointError(f"rank {rank}: {read_text(failed) or 'it could not write why; the disk may be full'}")
     if done.name in names:
@@ -345,8 +359,8 @@ def _read_share(staging: Path, rank: int, names: list[str], *, is_late: bool) ->
     return None
 
 
-def _is_visible_in_time(staging: Path) -> bool:
-    """Wait until this host sees the folder that rank 0 has made. Return whether it does."""
+def _wait_until_visible(staging: Path) -> bool:
+    """Wait until this host sees the folder that rank 0 has made. Return False if it does not within `_BEGIN_S` seconds."""
     deadline = time.monotonic() + _BEGIN_S
     while time.monotonic() < deadline:
         with suppress(OSError):
@@ -356,24 +370,26 @@ def _is_visible_in_time(staging: Path) -> bool:
     return False
 
 
-def _noting_progress(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yield the pieces. All of them together may take longer to write than the limit of a save."""
+def _note_progress(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the pieces, and note progress after each is written: all of them may take longer than the time limit of a save."""
     for piece in pieces:
         yield piece
         touch()
 
 
+# Returns the prefix of the names of a rank's safetensors files.
 def _file_prefix(rank: int) -> str:
-    """Return the prefix of the names of a rank's files."""
     return f"tensors-{rank:05d}-"
 
 
 def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Write ``pieces`` into safetensors files of at most `FILE_BYTES` (or one piece), fsynced. Nothing is buffered.
+    """Write ``pieces`` into safetensors files, and flush these to disk. A file has at most `FILE_BYTES`, or a single piece.
+
+    Pieces are written one by one, and none is kept in memory.
 
     Returns:
-        ``pieces``: name -> [[start, stop, file], ...], with names as ``exp_avg/PARAMETER``, and [offset, shape, file] for a
-        slice; ``digests`` of the files.
+        A dict with ``pieces``: tensor's name, as ``exp_avg/PARAMETER``, -> its entries as in `zerobook.checkpoint.merge`; and
+        ``digests``: name -> digest of each file.
     """
     entries: dict[str, list] = {}
     digests: dict[str, str] = {}
@@ -389,7 +405,7 @@ def write_pieces(folder: Path, rank: int, pieces: Iterable[Piece]) -> dict[str, 
             if file is None:
                 file = _File(folder / f"{_file_prefix(rank)}{len(digests):05d}.safetensors")
             file.add(piece_name, values)
-            # A piece of the flattened tensor is listed by its end, a slice by its shape.
+            # The entry of a segment of the flattened tensor has its start and stop, that of a slice its offset and shape.
             if len(offset) == 1:
                 entry = [offset[0], offset[0] + values.numel(), file.path.name]
             else:
@@ -410,23 +426,25 @@ def entry_name(name: str, offset: Sequence[int]) -> str:
 
 
 class _File:
-    """A safetensors file, written tensor by tensor. The header is written last, into space reserved at the front.
+    """A safetensors file that is written tensor by tensor. The header is written last, into space reserved at the front.
 
-    The format: 8 bytes with the header's length, the header (JSON, filled up with spaces), the tensors' bytes
-    (https://github.com/huggingface/safetensors#format). The library needs all tensors at once, and copies them twice.
+    The format is: 8 bytes with the header's length, the header (JSON, filled up with spaces), the bytes of the tensors
+    (https://github.com/huggingface/safetensors#format). The library cannot do this: it needs all tensors at once, and copies
+    them twice.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._header: dict[str, Any] = {}
-        # In characters, with the two braces. A header with all tensors is not made again for each of them.
+        # Characters of the header, which begins with two braces. They are counted so that the header is encoded only once.
         self._header_length = 2
-        # In bytes, counted from the end of the header, as the format counts.
+        # Bytes of the tensors so far. The format counts positions of tensors from the end of the header.
         self._data_end = 0
         self._file = path.open("wb")
         self._file.seek(8 + HEADER_BYTES)
 
-    def _entry(self, values: torch.Tensor) -> dict[str, Any]:
+    # Returns the entry in the header for a tensor that is appended next.
+    def _make_entry(self, values: torch.Tensor) -> dict[str, Any]:
         return {
             "dtype": "F32",
             "shape": list(values.shape),
@@ -435,25 +453,25 @@ class _File:
 
     def has_room(self, name: str, values: torch.Tensor) -> bool:
         """Return whether ``values`` can be added within the limits of a file and of its header."""
-        length = self._header_length + len(json.dumps({name: self._entry(values)}))
+        length = self._header_length + len(json.dumps({name: self._make_entry(values)}))
         return length <= HEADER_BYTES and self._data_end + 4 * values.numel() <= FILE_BYTES
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """Append ``values``; they are not kept."""
-        self._header[name] = self._entry(values)
+        """Append a tensor in fp32."""
+        self._header[name] = self._make_entry(values)
         self._header_length += len(json.dumps({name: self._header[name]}))
         self._file.write(values.detach().to("cpu", torch.float32).contiguous().numpy().data)
         self._data_end += 4 * values.numel()
 
     def abandon(self) -> None:
-        """Free the file's space: on a full disk, otherwise not even the error could be written."""
+        """Free the file's space. Otherwise, on a full disk, not even the reason of the error could be written."""
         os.truncate(self.path, 0)
-        # What is buffered does not fit either.
+        # Closing writes buffered bytes, for which a full disk has no space.
         with suppress(OSError):
             self._file.close()
 
     def close(self) -> str:
-        """Make the file durable; returns its digest."""
+        """Write the header, flush the file to disk, and return its digest."""
         header = json.dumps(self._header).encode()
         assert len(header) <= HEADER_BYTES, f"{self.path}: a header of {len(header)} bytes"
         self._file.seek(0)
@@ -465,7 +483,7 @@ class _File:
 
 
 def bytes_of_state(strategy: Strategy) -> int:
-    """Return the bytes of the tensors in a checkpoint."""
+    """Return the bytes of the tensors in a checkpoint, which are all in fp32."""
     return 4 * sum(math.prod(shape) for shape in _tensor_shapes(strategy).values())
 
 
@@ -480,10 +498,8 @@ def _tensor_shapes(strategy: Strategy) -> dict[str, list[int]]:
 
 
 def _report_failure(file: Path, reason: str) -> None:
-    """Report that this rank failed. An empty file needs no space; the reason is written if there is space.
-
-    If the folder is gone, rank 0 has given the save up already, and reports why.
-    """
+    """Tell rank 0 by a file that this rank failed. An empty file needs no space; the reason is written if there is space."""
+    # If the folder is gone, rank 0 has ended the save already, and reports why.
     with suppress(FileNotFoundError):
         file.touch()
         with suppress(OSError):

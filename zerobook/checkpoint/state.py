@@ -1,7 +1,7 @@
-"""The training state by parameter name: fp32 weights, the optimizer's state and step count, buffers, and `Progress`.
+"""Load the training state from a checkpoint: fp32 weights, the optimizer's state and step count, buffers, and `Progress`.
 
-Only trained weights are kept: frozen ones come from the model that the config names. A checkpoint holds each tensor in the
-shards of the strategy that wrote it. Any range of a tensor can be read, so every other strategy can resume from it.
+A checkpoint has trained weights only: frozen ones come from the model that the config names. It holds each tensor in the pieces
+that the strategy has written. Any range of a tensor can be read from them, so every other strategy can resume from it.
 """
 
 import math
@@ -32,45 +32,50 @@ from zerobook.utils import files
 def check_shared(strategy: Strategy, output_dir: str) -> None:
     """Check that ``output_dir`` is on a filesystem that all nodes share and that can hold checkpoints and runlogs. Collective.
 
+    Rank 0 writes a file there, and all ranks look for it.
+
     Raises:
         ConfigError: on every rank: rank 0 cannot write there, or nodes do not see what it writes.
     """
     folder = Path(output_dir)
-    token = ""
+    file_name = ""
     problem = None
     if strategy.is_main:
-        # A unique name, which an earlier run cannot have left on the disk of a node.
-        token = f".seen-by-all-{uuid4().hex}"
+        # The name is unique, so an earlier run cannot have left such a file on the disk of a node.
+        file_name = f".seen-by-all-{uuid4().hex}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _write_and_append(folder / token)
+            _write_and_append(folder / file_name)
         except OSError as error:
             with suppress(OSError):
-                (folder / token).unlink(missing_ok=True)
+                (folder / file_name).unlink(missing_ok=True)
             problem = (
                 f"output_dir: {folder.absolute()} cannot be written to: {error.strerror or error}. Checkpoints are written "
                 "at any position of a file, and a runlog is appended to, which some mounted buckets do not allow."
             )
-    token, problem, main_folder = strategy.from_main((token, problem, f"{folder.absolute()} on {socket.gethostname()}"))
+    # A relative path may be another folder on another node, so the message has the absolute path of rank 0.
+    main_folder = f"{folder.absolute()} on {socket.gethostname()}"
+    file_name, problem, main_folder = strategy.from_main((file_name, problem, main_folder))
     if problem is not None:
         raise ConfigError(problem)
-    # The host of this rank, if it does not see the file.
-    blind_host = None if files.is_seen(folder / token) else socket.gethostname()
+    # None if this rank sees the file.
+    blind_host = None if files.is_seen(folder / file_name) else socket.gethostname()
     # Collective.
     blind_hosts = strategy.gather(blind_host) if strategy.world_size > 1 else []
-    # The file is removed only after the gather, when every rank has looked for it.
+    # Remove the file only after the gather, when every rank has looked for it.
     if strategy.is_main:
-        (folder / token).unlink()
-    blind = sorted({host for host in blind_hosts if host is not None})
-    if blind:
+        (folder / file_name).unlink()
+    host_names = sorted({host for host in blind_hosts if host is not None})
+    if host_names:
         raise ConfigError(
-            f"output_dir: files that rank 0 writes into {main_folder} are not visible on {', '.join(blind)}. Checkpoints are "
-            "read by all nodes: give an --output_dir on a filesystem that they share, as an absolute path."
+            f"output_dir: files that rank 0 writes into {main_folder} are not visible on {', '.join(host_names)}. Checkpoints "
+            "are read by all nodes: give an --output_dir on a filesystem that they share, as an absolute path."
         )
 
 
+# Writes as runs do, which some mounted buckets refuse: bytes out of order, as a file of a checkpoint, whose header is written
+# last, and then one more byte at the end, as in a runlog.
 def _write_and_append(file: Path) -> None:
-    # Bytes out of order, as the pieces of a checkpoint are written, and then one more, as a runlog is.
     with file.open("wb") as opened:
         opened.seek(1)
         opened.write(b"1")
@@ -85,21 +90,21 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
-    """Load weights, optimizer state and step count, under any strategy. Collective.
+    """Load the training state of a checkpoint into the live model and optimizer, under any strategy. Collective.
 
     Each rank reads its own part of the state. Weights that every rank holds completely are read by rank 0 and broadcast.
 
     Returns:
-        (the loop's state, bytes of tensors that this rank read).
+        (progress that the checkpoint records, bytes of tensors that this rank read).
 
     Raises:
-        CheckpointError: on every rank. The checkpoint is of another optimizer or of another model; the message names the
-            first tensor that differs, with both shapes.
+        CheckpointError: on every rank. The checkpoint is of another optimizer, or of another model. For a model, the message
+            names the first tensor that differs, with both shapes.
     """
     problem = compare_optimizer(checkpoint, optimizer_name(strategy.plan.optimizer))
     if problem is not None:
         raise CheckpointError(problem)
-    # The checkpoint is checked completely before the first value is changed.
+    # Check everything before the first value is changed.
     index = store.read_json(checkpoint / INDEX)
     parameters = list(strategy.trainable())
     _check_weights(strategy, checkpoint, parameters, index["shapes"])
@@ -115,18 +120,18 @@ def load(strategy: Strategy, checkpoint: Path) -> tuple[Progress, int]:
         # Show progress, since loading a large model takes minutes, and would be taken for a hang.
         touch()
     strategy.restore_buffers(buffers)
-    # The steps of AdamW have a key of their own, which earlier versions read.
+    # The number of AdamW's steps has a key of its own, which earlier versions read.
     steps = index[ADAM_STEPS] if ADAM_STEPS in index else index[STEPS]
     strategy.set_optimizer_steps(steps)
     progress = read_progress(checkpoint)
     strategy.load_scaler_state(progress.scaler)
-    # In fp16, steps that overflow are skipped, so the optimizer and the schedule have fewer steps than the training loop.
+    # In fp16, the optimizer skips steps that overflow. So it, and with it the schedule, has fewer steps than the training loop.
     strategy.set_schedule_step(steps)
     return progress, reader.bytes_read
 
 
 def read_hook_states(checkpoint: Path, strategy: Strategy) -> dict[str, dict[str, Any]]:
-    """Return the state of each hook by its name, with this rank's shards of tensors; empty if there is none. Collective."""
+    """Return hook's name -> its state, with this rank's shards of its tensors; empty if no hook had a state. Collective."""
     file = checkpoint / HOOKS
     if not file.exists():
         return {}
@@ -169,9 +174,14 @@ def _describe_shape(buffers: dict[str, torch.Tensor], name: str) -> str:
 
 
 class Reader:
-    """Reads any segment of a checkpoint's tensors, however they were cut when they were written.
+    """Reads any range or slice of a checkpoint's tensors, however these were cut into pieces.
 
-    ``bytes_read`` counts the bytes requested from the files.
+    Args:
+        folder: the checkpoint.
+        index: content of its `INDEX`, if that was read already.
+
+    Attributes:
+        bytes_read: bytes of all values that were read.
     """
 
     def __init__(self, folder: Path, index: dict[str, Any] | None = None):
@@ -189,7 +199,7 @@ class Reader:
         return torch.cat([torch.empty(0), *segments])
 
     def read_into_buffer(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the same as `read`, in memory that the next call reuses: new pages cost as much as reading."""
+        """Return the same as `read`, in memory that the next call reuses. To allocate memory takes as long as to read."""
         segments = self._read_segments(name, start, stop)
         if len(segments) == 1:
             return segments[0]
@@ -207,15 +217,18 @@ class Reader:
         self.bytes_read += 4 * (stop - start)
         pieces = self.index["pieces"][name]
         if any(map(is_slice, pieces)):
-            # The elements of a slice are not adjacent in the flattened tensor, so read the rows that contain the elements.
+            # The elements of a slice are not adjacent in the flattened tensor. Read the rows that contain the elements, and cut
+            # the elements out of them.
             row_size = max(1, math.prod(self.shape(name)[1:]))
             first_row = start // row_size
+            # Rounded up.
             end_row = -(-stop // row_size)
             rows = self._read_rows(name, first_row, end_row).flatten()
             return [rows[start - first_row * row_size : stop - first_row * row_size]]
         segments = []
         # Pieces are listed in order, so the segments are too.
         for piece_start, piece_stop, file in pieces:
+            # The range that the piece and the request have in common.
             low = max(start, piece_start)
             high = min(stop, piece_stop)
             if low < high:
@@ -223,30 +236,32 @@ class Reader:
                 segments.append(piece[low - piece_start : high - piece_start])
         return segments
 
-    def _read_rows(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Return rows ``first`` to ``end`` of the first dimension, fp32 [end - first, ...], from slices and segments."""
+    def _read_rows(self, name: str, first_row: int, end_row: int) -> torch.Tensor:
+        """Return rows ``first_row`` to ``end_row`` of the first dimension, fp32 [end_row - first_row, ...], from all pieces."""
         shape = self.shape(name)
-        rows = torch.empty(end - first, *shape[1:])
+        rows = torch.empty(end_row - first_row, *shape[1:])
         flat_rows = rows.view(-1)
         row_size = math.prod(shape[1:])
         for entry in self.index["pieces"][name]:
             if is_slice(entry):
                 offset, size, file = entry
                 # The rows that the slice and the request have in common.
-                low = max(first, offset[0])
-                high = min(end, offset[0] + size[0])
+                low = max(first_row, offset[0])
+                high = min(end_row, offset[0] + size[0])
                 if low < high:
                     piece = self._open_file(file).get_slice(entry_name(name, offset))
+                    # Copy them to the place that the slice has in the other dimensions.
                     inner = [slice(begin, begin + count) for begin, count in zip(offset[1:], size[1:], strict=True)]
-                    rows[(slice(low - first, high - first), *inner)] = piece[low - offset[0] : high - offset[0]]
+                    rows[(slice(low - first_row, high - first_row), *inner)] = piece[low - offset[0] : high - offset[0]]
             else:
                 start, stop, file = entry
-                # A segment of the flattened tensor may begin and end inside a row, so elements are counted here.
-                low = max(first * row_size, start)
-                high = min(end * row_size, stop)
+                # A segment of the flattened tensor may begin and end inside a row, so count elements and not rows.
+                first = first_row * row_size
+                low = max(first, start)
+                high = min(end_row * row_size, stop)
                 if low < high:
                     piece = self._open_file(file).get_slice(entry_name(name, [start]))
-                    flat_rows[low - first * row_size : high - first * row_size] = piece[low - start : high - start]
+                    flat_rows[low - first : high - first] = piece[low - start : high - start]
         return rows
 
     def read_tensor(self, name: str) -> torch.Tensor:
@@ -255,14 +270,15 @@ class Reader:
         return self.read(name, 0, shape.numel()).view(shape)
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of the tensor ``name``. State has the shape of its weight, unless the index says otherwise."""
+        """Return the shape of the tensor ``name``. State has the shape of its weight, unless the index has another for it."""
+        # Names are as ``exp_avg/PARAMETER``, and the shapes of weights are listed by PARAMETER.
         state_shape = self.index.get(STATE_SHAPES, {}).get(name)
         return torch.Size(state_shape or self.index["shapes"][name.partition("/")[2]])
 
     def read_block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """Return the slice of ``shape`` that begins at ``offset`` in the tensor ``name``, in fp32."""
         self.bytes_read += 4 * math.prod(shape)
-        # Read complete rows, and cut them in the other dimensions afterwards.
+        # Read complete rows, and cut the other dimensions afterwards.
         block = self._read_rows(name, offset[0], offset[0] + shape[0])
         for dimension in range(1, len(shape)):
             block = block.narrow(dimension, offset[dimension], shape[dimension])
@@ -278,7 +294,7 @@ class Reader:
 
 
 class TensorReader:
-    """Implementation of `zerobook.strategy.pieces.Read` for the tensor ``name``."""
+    """Reads one tensor of a checkpoint, as a strategy expects it: see `zerobook.strategy.pieces.Read`."""
 
     def __init__(self, reader: Reader, name: str):
         self._reader = reader
@@ -294,7 +310,11 @@ class TensorReader:
 def _check_weights(
     strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], shapes: dict[str, list[int]]
 ) -> None:
-    """Refuse a checkpoint of a model with other trained weights."""
+    """Raise `CheckpointError` if the checkpoint has other trained weights than the model.
+
+    Args:
+        shapes: name -> shape of each trained weight in the checkpoint.
+    """
     problem = None
     for name, parameter in parameters:
         shape = list(strategy.shape(parameter))
@@ -315,7 +335,7 @@ def _check_weights(
 
 
 def _check_state(strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], reader: Reader) -> None:
-    """Refuse a checkpoint without the state that this run's optimizer keeps, such as after a change of a user's class."""
+    """Raise `CheckpointError` if the checkpoint lacks state of this run's optimizer, as if a user has changed its class."""
     for name, parameter in parameters:
         for key, shape in strategy.state_shapes(parameter).items():
             full_name = f"{key}/{name}"

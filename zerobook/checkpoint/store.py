@@ -1,7 +1,7 @@
-"""Checkpoint folders on disk.
+"""Checkpoint folders on disk: publish, list, check, rename, pin and prune them.
 
-A checkpoint is written into a staging folder, flushed to disk, and renamed when it is complete. Only after that are old
-checkpoints pruned. A checkpoint is *set aside* by a new name, under which no run resumes from it unless it is told to.
+A checkpoint is written into a staging folder, flushed to disk, and renamed when it is complete. Old checkpoints are pruned only
+after that. A checkpoint is *set aside* by a new name. A run resumes from it only if the user names its path.
 
 checkpoints/step-000012             complete: every file is in its manifest, with size and digest
 checkpoints/step-000012.pinned      an empty file: step 12 is never pruned
@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 _READABLE_VERSIONS = (4, FORMAT_VERSION)
 _REQUIRED_FILES = ("config.json", "tensors.json", PROGRESS, "buffers.safetensors")
-"""Files that a manifest must list. A file without a digest could have any content."""
+"""Files that a manifest must list with their digests. Without a digest, damage could not be seen."""
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d+)$")
 """Name of a checkpoint's folder."""
@@ -56,23 +56,23 @@ def folder_of(output_dir: str | Path) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step in the name of a checkpoint's folder; -1 if there is none."""
+    """Return the step in the name of a checkpoint's folder; -1 if it does not end with a step, as after it was set aside."""
     match = _NAME.search(checkpoint.name)
     return int(match.group(1)) if match else -1
 
 
 def step_before_suffix(checkpoint: Path) -> int | None:
-    """Return the step in a checkpoint's name, also before a suffix such as ``.abandoned``; None if there is none."""
+    """Return the step in a checkpoint's name, with or without a suffix such as ``.abandoned``; None if there is none."""
     match = _NAME.match(checkpoint.name.partition(".")[0])
     return int(match.group(1)) if match else None
 
 
 _LOCKS: dict[Path, ExitStack] = {}
-"""Folders that this process has locked, each with what unlocks it."""
+"""Folder that this process has locked -> the stack that unlocks it when it is closed."""
 
 
 def lock_until_exit(checkpoints: Path) -> None:
-    """Lock ``checkpoints`` until this process ends, see `locked`. Nothing changes if this process has locked it already."""
+    """Lock ``checkpoints`` until this process ends, see `locked`. Do nothing if this process has locked it already."""
     key = checkpoints.resolve()
     if key not in _LOCKS:
         stack = ExitStack()
@@ -91,7 +91,7 @@ def unlock(checkpoints: Path) -> None:
 
 @contextmanager
 def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
-    """Lock ``checkpoints`` for this process, and sweep it. Another process that tries to lock it is refused.
+    """Return a context in which this process has locked ``checkpoints``, after sweeping it (see `sweep`).
 
     On a file system without locks, no process is refused, and nothing is swept: another process may be writing there.
 
@@ -113,6 +113,7 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
                 "other's checkpoints. Wait for that process or stop it, or give a new run another --output_dir. If its host is "
                 f"gone for good, a network disk may keep its lock for ever: delete {checkpoints / LOCK}"
             )
+        # None: the file system has no locks.
         if is_locked is None:
             say(
                 f"WARNING: {checkpoints}: its file system has no locks, so a second run that writes there is not refused.",
@@ -121,7 +122,7 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
             yield
             return
         try:
-            # The name of the holder is only for a message, so an error does not matter: the disk may be full.
+            # The name of the holder is only for a message. If it cannot be written, as on a full disk, the run goes on.
             with suppress(OSError):
                 write_whole(holder, f"process {os.getpid()} on {socket.gethostname()}")
             sweep(checkpoints)
@@ -142,29 +143,28 @@ def staging_of(checkpoints: Path, step: int) -> Path:
 
 
 def make_staging(staging: Path) -> None:
-    """Make an empty folder. Files that a killed save left there must not become part of this save."""
-    # Hidden before it is deleted: half of it must not stay under this name.
+    """Make an empty folder. Files that a killed save has left in it must not become part of this save, so they are deleted."""
+    # Rename the old folder before it is deleted: if this process is killed meanwhile, none of its files stay under this name.
     if os.path.lexists(staging):
         _delete(_hide(staging))
     staging.mkdir(parents=True)
 
 
 def publish(staging: Path, step: int, digests: dict[str, str], version: int = FORMAT_VERSION) -> None:
-    """Make a complete checkpoint of the files in ``staging``.
+    """Make a complete checkpoint of the files in ``staging``: write their manifest, flush all to disk, and rename the folder.
 
-    Every file is listed with size and digest in the manifest, written last; all is fsynced, then the folder is renamed. A
-    process killed at any moment leaves either a complete checkpoint or a hidden folder that no reader takes. If there is a
-    checkpoint of that step, it is deleted after the new one is durable; if it is pinned or cannot be read, it is set aside
-    instead.
+    If the process is killed at any moment, there is either a complete checkpoint or a hidden folder that readers ignore. An
+    earlier checkpoint of this step is deleted after the new one is on the disk. If it is pinned or cannot be read, it is set
+    aside instead.
 
     Args:
-        digests: of files that are durable already; they are not read again.
+        digests: name -> digest of the files that are flushed to disk already. They are not read again.
         version: of the format.
     """
     checkpoints = staging.parent
     final = checkpoints / name_of(step)
 
-    # The manifest, last: a folder without it is not a checkpoint.
+    # Write the manifest last, since a folder without it is not a checkpoint.
     unflushed = [file for file in sorted(staging.iterdir()) if file.name not in digests]
     digests = digests | {file.name: reading.file_digest(file) for file in unflushed}
     files = {}
@@ -175,7 +175,7 @@ def publish(staging: Path, step: int, digests: dict[str, str], version: int = FO
     for file in (*unflushed, manifest, staging):
         fsync(file)
 
-    # Free the name, and take it. A rename is atomic.
+    # Free the name, and give it to the new checkpoint. A rename is atomic.
     replaced = None
     if os.path.lexists(final):
         if find_damage(final, thorough=True) is not None:
@@ -190,24 +190,23 @@ def publish(staging: Path, step: int, digests: dict[str, str], version: int = FO
     fsync(checkpoints)
     if replaced is not None:
         with _warning_on_error(replaced):
-            # Hidden under another name first: `sweep` treats a folder named replaced as complete.
+            # Rename it before it is deleted: `sweep` may restore a folder named replaced, and it must not restore half of one.
             _delete(_hide(replaced))
 
 
 def sweep(checkpoints: Path) -> None:
-    """Remove what a killed writer left behind.
+    """Remove what a killed process has left in ``checkpoints``.
 
-    A replaced checkpoint gets its name back if the new one was not completed. All other partial folders are deleted, and so are
-    pins without a checkpoint. A folder that cannot be deleted stays, with a warning, until the next sweep.
+    A replaced checkpoint gets its name back if the new one was not completed. All other hidden folders are deleted, and so are
+    pins without a checkpoint. What cannot be deleted stays until the next sweep, and a warning is printed.
     """
     for folder in sorted(checkpoints.iterdir()):
-        # Only folders with a name that a writer gives are touched. Other files may be the user's.
+        # Touch only folders whose name a save or a deletion gives. Other files may be the user's.
         leftover = _LEFTOVER.match(folder.name)
         if leftover is None:
             continue
         final = checkpoints / leftover.group(1)
         if leftover.group(2) == "replaced" and not os.path.lexists(final):
-            # The new checkpoint was not completed, so the old one gets its name back.
             with _warning_on_error(folder):
                 folder.rename(final)
         else:
@@ -237,7 +236,7 @@ def _delete(folder: Path) -> None:
 
 @contextmanager
 def _warning_on_error(path: Path) -> Iterator[None]:
-    """Turn an error while ``path`` is cleaned up into a warning: nothing that is kept depends on it."""
+    """Return a context that prints a disk error while ``path`` is cleaned up as a warning. The run can go on without that."""
     try:
         yield
     except OSError as error:
@@ -259,9 +258,9 @@ def _find_free_name(path: Path) -> Path:
 
 
 def _set_one_aside(checkpoint: Path, kind: str) -> Path:
-    """Rename a checkpoint to ``step-N.KIND``, and its pin with it. Returns the new path."""
+    """Rename a checkpoint to ``step-N.KIND``, and its pin with it. Return the new path."""
     new_path = _find_free_name(checkpoint.with_name(f"{checkpoint.name}.{kind}"))
-    # Write the pin before the rename: a process that is killed between the two must not leave the checkpoint without it.
+    # Write the new pin first: if the process is killed before the rename, the checkpoint still has a pin under either name.
     pin(new_path, is_pinned(checkpoint))
     checkpoint.rename(new_path)
     pin(checkpoint, False)
@@ -269,7 +268,7 @@ def _set_one_aside(checkpoint: Path, kind: str) -> Path:
 
 
 def list_complete(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints whose files are all there, oldest step first. No tensors are read, see `find_damage`."""
+    """Return the complete checkpoints, oldest step first. They are checked without reading tensors, see `find_damage`."""
     return [checkpoint for checkpoint in list_candidates(checkpoints) if find_damage(checkpoint) is None]
 
 
@@ -281,7 +280,7 @@ def list_candidates(checkpoints: Path) -> list[Path]:
 
 
 def list_all(checkpoints: Path) -> list[Path]:
-    """Return every checkpoint's folder: whole, damaged, abandoned or unreadable."""
+    """Return the folders of all checkpoints: complete, damaged, abandoned or unreadable."""
     return [*list_candidates(checkpoints), *list_aside(checkpoints, "abandoned"), *list_aside(checkpoints, "unreadable")]
 
 
@@ -300,12 +299,12 @@ def list_aside(checkpoints: Path, kind: str) -> list[Path]:
 def find_damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int], Any] = lambda count: None) -> str | None:
     """Return why a folder is not a complete checkpoint, or None if it is one.
 
-    The digests of JSON files are always compared: they are cheap, and values from them (the batch size, the losses) must not
-    be of a checkpoint that a thorough check rejects. Of all other files, the sizes are compared.
+    The sizes of all files are compared with the manifest, and the digests of JSON files: these are small, and the values in
+    them (the batch size, the losses) are used even if nobody has made a thorough check.
 
     Args:
-        thorough: read every byte of the other files too, and compare their digests.
-        tell: called with the bytes of every block read.
+        thorough: compare the digests of all files, which reads every byte.
+        tell: called with the number of bytes of every block read.
     """
     try:
         return _examine(checkpoint, thorough, tell)
@@ -314,7 +313,7 @@ def find_damage(checkpoint: Path, *, thorough: bool = False, tell: Callable[[int
 
 
 def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> str | None:
-    """Do the same. An error of the disk is raised."""
+    """Return what `find_damage` returns. Raise an `OSError` if the disk fails."""
     if checkpoint.is_symlink():
         return f"{checkpoint}: it is a symbolic link; its target may change or belong to another run"
 
@@ -328,7 +327,7 @@ def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> st
         for name, facts in manifest["files"].items():
             sizes[name] = facts["bytes"]
             digests[name] = facts["xxh3_128"]
-        # A version that is not a number raises here.
+        # If the version is not a number, this raises a TypeError.
         is_newer = version > FORMAT_VERSION
     except (FileNotFoundError, NotADirectoryError):
         return f"{checkpoint}: there is no {MANIFEST}; the save was not finished, or this is not a checkpoint"
@@ -369,15 +368,12 @@ def _examine(checkpoint: Path, thorough: bool, tell: Callable[[int], Any]) -> st
 
 
 def bytes_of(checkpoint: Path) -> int:
-    """Return the bytes of all files in the manifest."""
+    """Return the size of a checkpoint: the bytes of all files in its manifest."""
     return sum(facts["bytes"] for facts in read_json(checkpoint / MANIFEST)["files"].values())
 
 
 def list_unreadable(checkpoints: Path) -> dict[Path, str]:
-    """Return the checkpoints that cannot be read, with those that were set aside for it, and the reason of each.
-
-    No tensors are read.
-    """
+    """Return checkpoint -> reason for the checkpoints that cannot be read, also those set aside. No tensors are read."""
     reasons: dict[Path, str] = {}
     for checkpoint in list_candidates(checkpoints):
         problem = find_damage(checkpoint)
@@ -387,10 +383,10 @@ def list_unreadable(checkpoints: Path) -> dict[Path, str]:
 
 
 def list_set_aside_unreadable(checkpoints: Path) -> dict[Path, str]:
-    """Return the checkpoints that were set aside because they could not be read, each with the reason."""
+    """Return checkpoint -> reason for the checkpoints that were set aside because they could not be read."""
     reasons: dict[Path, str] = {}
     for checkpoint in list_aside(checkpoints, "unreadable"):
-        # The damage may lie in tensors, which are not read here, or be gone.
+        # No damage is found here if it is in the tensors, or if somebody has repaired it.
         default = "it was set aside because it could not be read; --resume_from_checkpoint with its path tries it again"
         reasons[checkpoint] = find_damage(checkpoint) or f"{checkpoint}: {default}"
     return reasons
@@ -398,17 +394,17 @@ def list_set_aside_unreadable(checkpoints: Path) -> dict[Path, str]:
 
 def eval_loss(checkpoint: Path) -> float | None:
     """Return the held-out loss at a checkpoint's step; None if it was not evaluated there, or is not finite."""
-    loss = _recorded(checkpoint, "eval_loss")
-    # Earlier versions recorded a NaN.
+    loss = _read_progress_value(checkpoint, "eval_loss")
+    # Earlier versions may have recorded a NaN.
     return loss if isinstance(loss, float | int) and math.isfinite(loss) else None
 
 
 def held_out_fingerprint(checkpoint: Path) -> str:
     """Return the fingerprint of the data that a checkpoint's held-out loss was measured on; empty if it is not recorded."""
-    return str(_recorded(checkpoint, "held_out_fingerprint") or "")
+    return str(_read_progress_value(checkpoint, "held_out_fingerprint") or "")
 
 
-def _recorded(checkpoint: Path, key: str) -> Any:
+def _read_progress_value(checkpoint: Path, key: str) -> Any:
     """Return a value of a checkpoint's progress.json; None if it cannot be read."""
     try:
         return reading.read_json(checkpoint / PROGRESS)[key]
@@ -417,16 +413,20 @@ def _recorded(checkpoint: Path, key: str) -> Any:
 
 
 def sort_by_loss(checkpoints: list[Path]) -> list[Path]:
-    """Return those of ``checkpoints`` (oldest first) that were evaluated, by held-out loss, the lowest last.
+    """Return the evaluated ones of ``checkpoints``, sorted by held-out loss with the lowest loss last.
 
-    Only losses on the same held-out data are comparable: those of other data than the newest complete one's are left out.
+    Losses on different held-out data cannot be compared. So only checkpoints with the held-out data of the newest evaluated
+    checkpoint are returned.
+
+    Args:
+        checkpoints: oldest first.
     """
     losses: dict[Path, float] = {}
     for checkpoint in checkpoints:
         loss = eval_loss(checkpoint)
         if loss is not None:
             losses[checkpoint] = loss
-    # The newest checkpoint that can be read decides which held-out data the losses have to be of.
+    # The newest of them that can be read.
     newest = next((checkpoint for checkpoint in reversed(losses) if find_damage(checkpoint) is None), None)
     comparable = list(losses)
     if newest is not None:
@@ -442,18 +442,18 @@ def find_best(checkpoints: Path) -> Path | None:
 
 
 def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -> list[Path]:
-    """Rename the checkpoints later than ``step``, from which the run resumes. Returns the new paths.
+    """Set aside the checkpoints that are later than ``step``, from which the run resumes. Return their new paths.
 
     They belong to a branch that was abandoned: ``auto`` must not take them, and `prune` must not keep them instead of new
-    ones. Complete ones become ``step-N.abandoned``; named in full, one of them can still be resumed. Those that cannot be
-    read become ``step-N.unreadable``.
+    ones. Complete ones become ``step-N.abandoned``, and a run can still resume from the path of one. Those that cannot be read
+    become ``step-N.unreadable``.
 
     Args:
-        unreadable: checkpoints that were found damaged when every byte was read. Here no tensors are read.
+        unreadable: checkpoints whose tensors are known to be damaged. Tensors are not read here.
     """
     later = [checkpoint for checkpoint in list_candidates(checkpoints) if step_of(checkpoint) > step]
     new_paths = []
-    # Newest first: after a kill between two, ``auto`` takes the one that is nearest to ``step``.
+    # Newest first: if the process is killed in between, ``auto`` takes the checkpoint that is nearest to ``step``.
     for checkpoint in reversed(later):
         is_readable = checkpoint not in unreadable and find_damage(checkpoint) is None
         new_paths.append(_set_one_aside(checkpoint, "abandoned" if is_readable else "unreadable"))
@@ -463,19 +463,20 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
 def take_back(checkpoint: Path, step: int) -> None:
     """Restore the name and the pin of a checkpoint that was set aside, for a run that resumes from it.
 
-    Another one of that step is set aside: otherwise a restart before the next save would resume from the other branch.
+    If another checkpoint has that name, it is set aside: it belongs to another branch, from which the next ``auto`` must not
+    resume.
     """
     final = checkpoint.with_name(name_of(step))
     if os.path.lexists(final):
         _set_one_aside(final, "abandoned" if find_damage(final) is None else "unreadable")
-    # The pin first, as in `_set_one_aside`.
+    # Write the new pin first, as in `_set_one_aside`.
     pin(final, is_pinned(checkpoint))
     checkpoint.rename(final)
     pin(checkpoint, False)
 
 
 def pin(checkpoint: Path, pinned: bool = True) -> None:
-    """Keep a checkpoint from being pruned, or with ``pinned`` False, allow it again."""
+    """Pin a checkpoint, so that it is never pruned. With ``pinned`` False, remove the pin."""
     marker = _pin_file(checkpoint)
     if pinned:
         open(marker, "ab", opener=refuse_link).close()
@@ -492,36 +493,37 @@ def _pin_file(checkpoint: Path) -> Path:
 
 
 def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), *, keep_best: bool = True) -> list[Path]:
-    """Delete complete checkpoints until ``keep`` are left, and return those deleted. Abandoned ones go first, then the oldest.
+    """Delete complete checkpoints until ``keep`` are left: abandoned ones first, then the oldest. Return the deleted ones.
 
-    Also kept: pinned ones, those of the steps ``protected``, the one with the lowest held-out loss, and all that cannot be
-    read. If one cannot be deleted, that is a warning.
+    Pinned checkpoints stay in addition, and so do all that cannot be read. If one cannot be deleted, a warning is printed.
 
     Args:
         keep: number of checkpoints that stay; None deletes nothing.
-        keep_best: keep the one with the lowest held-out loss.
+        protected: steps of checkpoints that stay, too.
+        keep_best: whether the checkpoint with the lowest held-out loss stays, too.
     """
     deleted: list[Path] = []
     if keep is None:
         return deleted
     with _warning_on_error(checkpoints):
-        # The first to be deleted come first: abandoned ones, then the oldest.
+        # In the order of deletion.
         abandoned = [checkpoint for checkpoint in list_aside(checkpoints, "abandoned") if find_damage(checkpoint) is None]
         unpinned = [checkpoint for checkpoint in (*abandoned, *list_complete(checkpoints)) if not is_pinned(checkpoint)]
         best_checkpoint = find_best(checkpoints) if keep_best else None
         for checkpoint in unpinned[:-keep]:
-            # Pins are read again: a person may pin while the run prunes.
+            # Read the pins again, since a user may pin a checkpoint while the run prunes.
             if checkpoint == best_checkpoint or step_before_suffix(checkpoint) in protected or is_pinned(checkpoint):
                 continue
             with _warning_on_error(checkpoint):
                 hidden = _hide(checkpoint)
-                # From here on no run can use it, even if its files cannot be deleted.
+                # It counts as deleted, since no run can use it now, even if its files cannot be deleted.
                 deleted.append(checkpoint)
                 _delete(hidden)
     return deleted
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's JSON file. Raises `CheckpointError` if it cannot be read."""
     try:
         return cast("dict[str, Any]", reading.read_json(file))
     except (OSError, ValueError) as error:
