@@ -7,11 +7,11 @@ import time
 class RunningClock:
     """Counts seconds as `time.monotonic` does, without those of a suspension (Ctrl-Z, Slurm's ``suspend``, a paused container).
 
-    A suspended process hears nothing from the others, although they are not silent. It is known by a long time in which no
-    thread called `now`, so some thread has to call it often.
+    Without this clock, the other processes would seem to have been silent during a suspension. The clock notices a suspension
+    by a long time in which no thread has called `now`, so some thread must call it often.
 
     Args:
-        longest_gap: seconds between two calls above which the process was suspended.
+        longest_gap: if more seconds than these lie between two calls, the process was suspended.
     """
 
     def __init__(self, longest_gap: float):
@@ -22,7 +22,7 @@ class RunningClock:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Return the seconds, from any thread."""
+        """Return the seconds of this clock. Any thread may call it."""
         with self._lock:
             moment = time.monotonic()
             gap = moment - self._last_call
@@ -33,6 +33,7 @@ class RunningClock:
             return moment - self._suspended
 
     def seconds_since(self, moment: float) -> float:
-        """Return the seconds since ``moment``, a time of `time.monotonic`, but not more than since the last suspension."""
+        """Return the seconds since ``moment`` (a time of `time.monotonic`), or since the last suspension if that was later."""
+        # Notice a suspension that has just ended.
         self.now()
         return time.monotonic() - max(moment, self._resumed)

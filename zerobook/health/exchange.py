@@ -1,6 +1,7 @@
-"""Heartbeats through a store: each rank writes its own and reads the verdict, and rank 0 reads and judges all of them.
+"""Exchange heartbeats through a store: each rank writes its own and reads the verdict; rank 0 reads and judges all of them.
 
-A rank's work does not depend on the number of ranks, and rank 0's grows linearly with it.
+Rank 0 also writes its heartbeat as the *pulse*, which shows the other ranks that it still judges. The work of rank 0 grows
+linearly with the number of ranks, and that of any other rank does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
     from zerobook.utils.messages import SignedStore
 
 BEATS_PER_TIMEOUT = 30
-"""Heartbeats in ``hang_timeout`` seconds, unless `MAX_INTERVAL_S` asks for more."""
+"""Number of heartbeats in ``hang_timeout`` seconds. There are more if the interval would exceed `MAX_INTERVAL_S`."""
 MAX_INTERVAL_S = 5.0
 """Seconds between two heartbeats, at most."""
 GRACE_S = 20.0
-"""Seconds that the other ranks have to end by themselves after one failed: their launcher may stop them. The end of a process
-that made the failed one fail is found before that."""
+"""Seconds that the other ranks have to end after one has failed, since its launcher may stop them. If it failed because another
+process has ended, this is noticed before these seconds are over."""
 GONE_INTERVALS = 2.5
 """Intervals without a heartbeat after which a rank counts as gone, if a connection to some rank is broken."""
 MISSED_INTERVALS = 1.5
@@ -36,13 +37,16 @@ CONNECTION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "Di
 
 
 class Exchange:
-    """The heartbeats of a rank. It has no threads and no clock of its own.
+    """Sends the heartbeats of a rank, and reads or makes the verdict. It has no threads and no clock: `Watch` calls it.
+
+    Args:
+        now: seconds of the clock that all later calls use, too.
 
     Attributes:
         interval: seconds between two heartbeats.
-        verdict: the ranks that block the run, once it is known.
-        pulse_time: when the last sign of rank 0 came.
-        main_beat: rank 0's newest heartbeat.
+        verdict: the verdict on the ranks that block the run; None until there is one.
+        pulse_time: when the newest pulse came; at first, the time of the start.
+        main_beat: the newest heartbeat of rank 0, from its pulse.
     """
 
     def __init__(self, store: Store | SignedStore, rank: int, world_size: int, hang_timeout: float, now: float):
@@ -60,24 +64,24 @@ class Exchange:
 
     def take_slow(self) -> list[Slow]:
         """Return the ranks that have become slow since the last call. On other ranks than 0 there are none."""
-        # Another thread may append meanwhile, so nothing but what is returned is removed.
+        # Another thread may append entries meanwhile. Remove only those that are returned.
         count = len(self._newly_slow)
         newly_slow = self._newly_slow[:count]
         del self._newly_slow[:count]
         return newly_slow
 
     def send(self, beat: Beat) -> None:
-        """Send a heartbeat alone, to whoever may have to judge this rank: rank 0, or all others."""
+        """Send a heartbeat to the ranks that may judge this one: to rank 0, or from rank 0 to all others."""
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if self.rank == 0:
             self.store.set("pulse", json.dumps(beat))
 
     def step(self, beat: Beat, now: float) -> None:
-        """Send a heartbeat, and read or make the verdict. It may block while the store is not reached."""
+        """Send a heartbeat, and read or make the verdict. It may block for long if the store cannot be reached."""
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
         if self._judge is not None:
             verdict = self._judge_all(self._judge, now)
-            # Send this after the judgement: a pulse tells the others that rank 0 still judges.
+            # Send the pulse after the judgement, since it tells the others that rank 0 still judges.
             self.store.set("pulse", json.dumps(beat))
             if verdict is not None and self.verdict is None:
                 self.store.set("verdict", json.dumps(verdict))
@@ -101,10 +105,11 @@ class Exchange:
                 return verdict
         return None
 
+    # A value of the store that is no heartbeat is ignored.
     def _read_pulse(self, now: float) -> None:
         with suppress(MessageError):
             beat: Beat = messages.read(self.store.get("pulse"), Beat)
-            # The store repeats rank 0's last heartbeat for ever, and only a new number is a sign of it.
+            # The store keeps the last pulse for ever. Only a new number shows that rank 0 is alive.
             if beat.number != self.main_beat.number:
                 self.pulse_time = now
             self.main_beat = beat
@@ -113,18 +118,19 @@ class Exchange:
         """Return whether the process of rank 0, which judges the others, has ended."""
         return self.rank != 0 and bool(self.presence.find_ended({self.main_beat.endpoint: now - self.pulse_time}))
 
+    # Reads the heartbeats of all ranks, notes which ranks are slow, and returns the verdict if some block the run. Rank 0.
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:
         ranks = []
         keys = []
         for rank in range(self.world_size):
             key = f"beat/{rank}"
-            # A rank that was heard once has its key for good, so the store is not asked again.
+            # The key of a rank stays in the store after its first heartbeat, so it need not be looked for again.
             if rank in judge.beats or self.store.check([key]):
                 ranks.append(rank)
                 keys.append(key)
         beats = {}
         for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
-            # What is not a heartbeat counts as none: the rank's own next one takes its place.
+            # A value that is no heartbeat is ignored. The rank's next heartbeat replaces it.
             with suppress(MessageError):
                 beats[rank] = messages.read(text, Beat)
         if len(beats) == self.world_size:
@@ -132,6 +138,6 @@ class Exchange:
         verdict = judge.update(now, beats)
         failed_beats = [beat for beat in beats.values() if beat.phase == "failed"]
         if verdict is None and any(beat.error.startswith(CONNECTION_ERRORS) for beat in failed_beats):
-            # Some rank is gone, so a short silence shows which.
+            # A connection is broken, so some rank is gone. A short silence is enough to tell which.
             verdict = judge.judge_silent(now, GONE_INTERVALS * self.interval)
         return verdict or judge.judge_ended(now, self.presence)

@@ -1,7 +1,7 @@
-"""The position of this process in its run: a phase, the step it belongs to, and since when.
+"""The position of this process in its run: its phase, the step that the phase belongs to, and since when.
 
-The main thread calls `enter` at places that every rank passes in the same order, so the number of phases entered so far says
-which of two ranks is behind. A heartbeat reads the position from another thread.
+The main thread calls `enter` at places that every rank passes in the same order. So of two ranks, the one that has entered
+fewer phases is behind. The thread that sends heartbeats reads the position.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ LIMIT_FACTORS = {
     "ended": 0.0,
     "failed": 0.0,
 }
-"""Phase -> how many times ``hang_timeout`` it may take; 0: without a limit. One process may tokenize or download for hours
-while the others wait for it."""
+"""Phase -> its time limit without progress, as a factor on ``hang_timeout``. 0 means no limit: one process may tokenize or
+download for hours while the others wait for it."""
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "reduce")
 FINISHED_PHASES = ("ended", "failed")
-"""Phases of ranks that send no more heartbeats, and that nobody waits for."""
+"""Phases of ranks that send no more heartbeats. No other rank waits for them."""
 FIRST_STEP_FACTOR = 4.0
 """Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
 LONGEST_FACTOR = 2.0
-"""A phase may take this many times as long as before, even if that is longer than its limit: a large model on a CPU,
-or an optimizer's state on NVMe, makes every step slow."""
+"""A phase may take this many times as long as it has taken before in this process, even if that is more than its limit. A large
+model on a CPU, or an optimizer's state on NVMe, makes every step slow."""
 
 
 class Position(NamedTuple):
-    """``entered`` counts the phases so far. ``began`` is when the phase was entered and ``since`` when it last made progress,
-    in seconds of `time.monotonic`. ``first``: in the first step. ``longest``: the most seconds that this process has spent in
-    the phase without progress, and got on."""
+    """The phase that a process is in.
+
+    Attributes:
+        entered: number of phases that the process has entered so far.
+        began: when it entered this phase, as a time of `time.monotonic`.
+        since: when the phase last made progress, as such a time.
+        first: whether the phase belongs to the first step of the process.
+        longest: the longest time in seconds that the process was in this phase without progress, and then continued.
+    """
 
     phase: str
     step: int
@@ -53,7 +59,7 @@ class Position(NamedTuple):
     longest: float = 0.0
 
     def limit(self, hang_timeout: float) -> float:
-        """Return the seconds that the phase may take; infinity for no limit."""
+        """Return the seconds that the phase may take without progress; infinity for no limit."""
         factor = LIMIT_FACTORS[self.phase]
         if factor == 0:
             return float("inf")
@@ -65,9 +71,9 @@ class Position(NamedTuple):
 class Window(NamedTuple):
     """Seconds that this process spent between two log points: in all, waiting for data, and in forward passes.
 
-    They are its own seconds, since it waits for other processes in ``backward`` alone. ``forward`` is None if forward passes
-    have collectives, in which it waits too. If it has a GPU they are the GPU's: the host only says when work was given to
-    it.
+    In these two phases a process does not wait for others, so a long time means that this process is slow. Forward passes with
+    collectives do wait for others; ``forward`` is then None. With a GPU, the seconds are measured on it, since the host only
+    hands over work to it.
     """
 
     step: int
@@ -76,8 +82,8 @@ class Window(NamedTuple):
     data: float
     forward: float | None
 
-    def after(self, earlier: Window | None) -> Window:
-        """Return the window of the steps of ``earlier`` and of this one."""
+    def joined_with(self, earlier: Window | None) -> Window:
+        """Return a window for the steps of ``earlier`` and of this one together."""
         if earlier is None:
             return self
         return Window(
@@ -95,11 +101,12 @@ class _State:
     def __init__(self) -> None:
         now = time.monotonic()
         self.position = Position("start", 0, 0, now, now)
+        # The first step of this process. It is larger than 1 after a resume.
         self.first_step: int | None = None
         self.longest_seconds: dict[str, float] = {}
         self.window: Window | None = None
         self.listeners: list[Callable[[str], None]] = []
-        # seconds since the last log point
+        # Seconds of each phase since the last log point.
         self.phase_seconds: dict[str, float] = {}
         self.log_step = 0
         self.log_time = now
@@ -122,7 +129,7 @@ def enter(phase: str, step: int | None = None) -> None:
     now = time.monotonic()
     previous = _state.position
 
-    # Account for the phase that ends.
+    # Add up the time of the phase that ends here.
     _state.phase_seconds[previous.phase] = _state.phase_seconds.get(previous.phase, 0.0) + (now - previous.began)
     longest = _state.longest_seconds
     longest[previous.phase] = max(longest.get(previous.phase, 0.0), now - previous.since)
@@ -131,31 +138,32 @@ def enter(phase: str, step: int | None = None) -> None:
         step = previous.step
     if _state.first_step is None and phase == "data":
         _state.first_step = step
-    # A process that resumes begins at a later step than 1, and compiles in it all the same.
+    # The first step of a process that resumes is a later one than 1, and it too compiles kernels.
     is_first = step == _state.first_step and phase in STEP_PHASES
     _state.position = Position(phase, step, previous.entered + 1, now, now, is_first, longest.get(phase, 0.0))
 
-    # Listeners use the device, and a device that has failed raises for every call.
+    # A listener may use the device. If the run ends because the device has failed, that would raise another error.
     if phase not in FINISHED_PHASES:
         for listener in _state.listeners:
             listener(phase)
 
 
 def on_enter(listener: Callable[[str], None]) -> None:
-    """Call ``listener`` with the name of each phase that is entered, until `reset`; not for the end of a run."""
+    """Call ``listener`` with the name of each phase that is entered from now on, except `FINISHED_PHASES`, until `reset`."""
     _state.listeners.append(listener)
 
 
 def log_point(step: int, device_phases: dict[str, float] | None = None, *, forward_waits: bool = False) -> dict[str, float]:
-    """Close the window of the steps since the last log point, and return its seconds by phase.
+    """Make the window of the steps since the last log point, and return phase -> its seconds in them.
 
     Args:
-        device_phases: seconds of each phase on the device, which then take the place of the host's.
-        forward_waits: forward passes have collectives.
+        step: the step of this log point.
+        device_phases: phase -> its seconds on the device, which replace those on the host.
+        forward_waits: whether forward passes have collectives.
     """
     now = time.monotonic()
     phases = _state.phase_seconds if device_phases is None else device_phases
-    # In the first step, kernels are compiled, which takes longer on a host whose cache has none. So its window is left out.
+    # The window with the first step is left out: compiling kernels takes longer on a host that has none in its cache.
     if _state.first_step is not None and _state.log_step >= _state.first_step:
         _state.window = Window(
             step=step,
@@ -171,18 +179,18 @@ def log_point(step: int, device_phases: dict[str, float] | None = None, *, forwa
 
 
 def window() -> Window | None:
-    """Return the newest closed window; None before the second one."""
+    """Return the window that ends at the newest log point; None if there is none yet."""
     return _state.window
 
 
 def touch() -> None:
-    """Note that the current phase makes progress, for long phases that consist of many parts. Call it from the main thread."""
+    """Note that the current phase has made progress. Long phases call it after each of their parts, from the main thread."""
     _state.position = _state.position._replace(since=time.monotonic())
 
 
 @contextmanager
 def during(phase: str, step: int | None = None) -> Iterator[None]:
-    """Return a context for a phase inside of another, which is entered again after it."""
+    """Return a context in which this process is in ``phase``. Afterwards, it enters the phase of before again."""
     outer = here()
     enter(phase, step)
     yield
@@ -190,6 +198,6 @@ def during(phase: str, step: int | None = None) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Return to the start, for another run in the same process."""
+    """Forget everything, for another run in the same process."""
     global _state
     _state = _State()

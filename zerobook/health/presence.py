@@ -1,6 +1,7 @@
-"""Whether the process of another rank is still there. The system answers for it: none of that process's threads has to run.
+"""Find out whether the process of another rank has ended or only hangs.
 
-Each rank listens at a port. The system refuses connections to it once the process has ended, and makes them while it hangs.
+Each rank listens at a port. The operating system refuses connections to this port when the process has ended. While the process
+hangs, the system still makes them, without any of its threads.
 """
 
 import errno
@@ -12,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 CONNECT_S = 0.5
-"""Seconds for connections, at most: a host may be gone, or its link."""
+"""Seconds to wait for connections, at most. None comes if a host or its link is gone."""
 MOST_CONNECTIONS = 256
-"""Connections that are made at once. Many systems allow a process 1024 open files."""
+"""Largest number of connections that are made at once. Many systems allow a process 1024 open files."""
 UNANSWERED = (errno.EINPROGRESS, errno.EALREADY)
 """Error numbers of a connection that is still being made."""
 Endpoint = tuple[str, int]
@@ -23,7 +24,10 @@ _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def listen() -> socket.socket:
-    """Listen at a free port of the address from which this host reaches the first one. If none does, the port is local."""
+    """Listen at a free port, and return the socket.
+
+    The address is the one from which this host reaches the first host. If it reaches none, the address is that of localhost.
+    """
     address = "127.0.0.1"
     family = socket.AF_INET
     first_host = os.environ.get("MASTER_ADDR", "localhost")
@@ -55,7 +59,7 @@ class Presence:
 
     def __init__(self, patience: float):
         self.patience = patience
-        # Address -> its first answer, an error number.
+        # Address -> the error number of the first connection to it; 0 if it was made.
         self._first_answers: dict[str, int] = {}
 
     def find_ended(self, silences: Mapping[Endpoint, float]) -> set[Endpoint]:
@@ -64,22 +68,23 @@ class Presence:
         Args:
             silences: endpoint -> seconds without a sign of its process.
         """
-        asked = []
+        endpoints = []
         for endpoint, silence in silences.items():
             address, port = endpoint
-            # Each address is tried while all is well: if a firewall refuses, too, a refusal says nothing.
+            # Try each address once while its processes run. If a firewall refuses that connection, later refusals say nothing.
             if port and (silence >= self.patience or address not in self._first_answers):
-                asked.append(endpoint)
+                endpoints.append(endpoint)
         ended = set()
-        # Addresses beyond these come with the next call.
-        for endpoint, answer in _connect(asked[:MOST_CONNECTIONS]).items():
-            if self._first_answers.setdefault(endpoint[0], answer) == 0 and answer == errno.ECONNREFUSED:
+        # The other endpoints are tried at the next call.
+        for endpoint, answer in _connect(endpoints[:MOST_CONNECTIONS]).items():
+            first_answer = self._first_answers.setdefault(endpoint[0], answer)
+            if first_answer == 0 and answer == errno.ECONNREFUSED:
                 ended.add(endpoint)
         return ended
 
 
 def _connect(endpoints: Sequence[Endpoint]) -> dict[Endpoint, int]:
-    """Connect to all endpoints at once. Return an error number for each: 0 for a connection, `UNANSWERED` for no answer."""
+    """Connect to all endpoints at once. Return endpoint -> error number: 0 for a connection, `UNANSWERED` for no answer."""
     answers = {}
     with ExitStack() as stack:
         pending = {}
@@ -90,11 +95,11 @@ def _connect(endpoints: Sequence[Endpoint]) -> dict[Endpoint, int]:
         deadline = time.monotonic() + CONNECT_S
         while True:
             for endpoint, connection in list(pending.items()):
-                # The first call begins to connect. The next ones tell what has become of it.
+                # The first call begins to connect. Each later call returns the state of this connection.
                 answers[endpoint] = connection.connect_ex(endpoint)
                 if answers[endpoint] not in UNANSWERED:
                     del pending[endpoint]
-            # Look at the clock only after the calls: this thread may have waited for a core.
+            # Look at the clock only after the calls: if this thread has waited for a core, answers may have come meanwhile.
             if not pending or time.monotonic() > deadline:
                 return answers
             time.sleep(0.01)

@@ -1,10 +1,9 @@
-"""The watch of a run: every rank sends heartbeats, rank 0 judges them, and all ranks stop if one of them blocks the run.
+"""Watch a run: every rank sends heartbeats, rank 0 judges them, and all ranks stop if one of them blocks the run.
 
-Two threads of each rank do so, without collectives. One exchanges heartbeats through a store of torch.distributed, over a
-connection of its own: the main thread's may wait in it. A call to a store behind a cut link can block for a quarter of an hour,
-so the other thread, which never touches the store, measures how long ago the last exchange was.
-
-A rank reads its verdict and rank 0's pulse; rank 0 reads one heartbeat of each rank. So the work grows linearly with the ranks.
+Each rank has two threads for this, and no collectives. One thread exchanges heartbeats through a store of torch.distributed. It
+has a connection of its own to the store, since the main thread may block the other one. If a link is cut, a call to the store
+can block for a quarter of an hour. So the second thread, which never uses the store, measures how long ago the last exchange
+was.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
     from zerobook.utils.messages import SignedStore
 
 EXIT_CODE = 77
-"""Exit code of a rank that stopped because another rank, or itself, held up the run."""
+"""Exit code of a rank that stopped because a rank, this one or another, blocks the run."""
 STACKS_TIMEOUT_S = 3.0
 """Seconds to wait for the stacks of ranks that block the run."""
 REPORT_TIMEOUT_S = 5.0
-"""Seconds that a process takes for its report before it ends without."""
+"""Seconds that a process may spend on its report. After them it ends without a report."""
 SUSPENDED_SHARE = 0.25
-"""Share of ``hang_timeout`` in which no thread of this process has run, after which it counts as suspended."""
+"""If no thread of this process has run for this share of ``hang_timeout``, the process was suspended."""
 MAX_STACKS = 4
 MAX_STACK_BYTES = 16_384
 MAX_STACK_FRAMES = 12
@@ -58,15 +57,15 @@ class Watch:
     """Watches the run from this rank until `stop`.
 
     Args:
-        store: for all ranks of this attempt alone; it is used by one thread.
+        store: a store for the ranks of this attempt alone. Only one thread of this process uses it.
         hang_timeout: seconds without a heartbeat, or without progress in a phase of a step, after which the run stops.
         local: ranks on this host.
 
     Attributes:
         report: called with (verdict, text) before this process ends, on one rank of each host.
-        record: called before this process ends, on every rank that can.
-        locate: asks the GPU for the position that it has reached, which the host's is ahead of; None without a GPU.
-        verdict: the ranks that block the run, once it is known.
+        record: called before this process ends, on every rank whose process can still run it.
+        locate: returns the position that the GPU has reached; the host may be ahead of it. None without a GPU.
+        verdict: the verdict on the ranks that block the run; None until there is one.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Watch:
         self._done = threading.Event()
         self._wake = threading.Event()
         self._has_verdict = threading.Event()
-        # Whoever holds the lock ends the process; it is never released.
+        # The thread that acquires this lock ends the process. It never releases the lock.
         self._ending = threading.Lock()
         self._exchange_thread = threading.Thread(target=self._exchange_beats, name="health exchange", daemon=True)
         self._guard_thread = threading.Thread(target=self._guard, name="health guard", daemon=True)
@@ -106,32 +105,32 @@ class Watch:
 
     # --- the main thread
     def _announce(self, phase: str) -> None:
-        """Send a heartbeat now for a phase outside of steps, so that others know of an evaluation before the next interval."""
+        """Send a heartbeat now if the phase is no part of a step, so that rank 0 knows its longer time limit at once."""
         if phase not in position.STEP_PHASES:
             self._wake.set()
 
     def failed(self, error: BaseException) -> Verdict | None:
-        """Tell the other ranks of an error that ends this one. Return the verdict if another rank is gone.
+        """Tell the other ranks of an error that ends this one. Return the verdict if another rank is its cause, else None.
 
-        It waits for the verdict if the error is that of a connection: the other end then stops sending heartbeats.
+        If the error is that of a connection, the rank at the other end may be gone. Then wait for a verdict on it.
         """
-        # One line, and no long one: rank 0 reads the heartbeats of all ranks.
+        # Send only the first line, cut to a limit, since rank 0 reads the heartbeats of all ranks.
         self._error = plain(f"{type(error).__name__}: {error}".splitlines()[0])[:MAX_ERROR_LENGTH]
         position.enter("failed")
         self._wake.set()
         if self.world_size > 1 and is_connection_error(error):
             self._has_verdict.wait(5 * self.interval + 1)
             silence = self._clock.now() - self._exchange.pulse_time
-            # Rank 0 judges. If it is gone itself, no verdict comes.
+            # If rank 0 itself is gone, it sends no verdict. Then this rank makes one.
             if self.verdict is None and self.rank != 0 and silence > GONE_INTERVALS * self.interval:
-                self._exchange.verdict = self._verdict_on_main("silent", silence)
-        # The error is this rank's own if no other one is gone.
+                self._exchange.verdict = self._judge_main("silent", silence)
+        # A verdict on this rank says no more than its error.
         if self.verdict is not None and self.rank in self.verdict.ranks:
             return None
         return self.verdict
 
     def take_slow(self) -> list[Slow]:
-        """Return the ranks that have become slow since the last call; on rank 0 alone."""
+        """Return the hosts with slow ranks that were noticed since the last call. Other ranks than 0 notice none."""
         return self._exchange.take_slow()
 
     @property
@@ -143,13 +142,14 @@ class Watch:
         position.enter("ended")
         self._done.set()
         self._wake.set()
-        # It sets the timer, so it ends first.
+        # The guard sets the timer of faulthandler, so wait for its end before the timer is cancelled.
         self._guard_thread.join(2 * self.interval + 1)
         faulthandler.cancel_dump_traceback_later()
         self._exchange_thread.join(2 * self.interval + 1)
         self._listener.close()
 
     # --- the thread that uses the store
+    # Exchanges heartbeats until this rank or rank 0 has finished. Ends this process if there is a verdict before that.
     def _exchange_beats(self) -> None:
         failures = 0
         while True:
@@ -159,35 +159,36 @@ class Watch:
                 failures = 0
             except Exception as error:
                 failures += 1
-                # A closed connection means that the store is gone for good: a link that is cut for a while does not close it.
-                # After any other error, `_guard` decides, unless this rank has failed and only waits for a verdict.
+                # A connection that is closed twice shows that the store is gone: a link that is cut for a while does not close
+                # it. After any other error, `_guard` decides. A rank that has failed does not wait for that.
                 is_closed = failures > 1 and is_connection_error(error)
                 if self.verdict is None and (is_closed or position.here().phase == "failed"):
-                    self._exchange.verdict = self._store_lost(
+                    self._exchange.verdict = self._judge_lost_store(
                         f"the run's store has closed its connection ({type(error).__name__})"
                     )
             now = self._clock.now()
             if self.verdict is None and self._exchange.has_main_ended(now):
-                self._exchange.verdict = self._verdict_on_main("ended", now - self._exchange.pulse_time)
+                self._exchange.verdict = self._judge_main("ended", now - self._exchange.pulse_time)
             if self.verdict is not None:
                 self._has_verdict.set()
             if self._done.is_set() or self._has_main_finished():
                 return
-            # A rank that has failed ends with its own error, which says more than the verdict. A rank that has finished does
-            # not need the others.
+            # A rank that has failed ends with its own error, which says more than a verdict. A rank that has finished does not
+            # need the others.
             if self.verdict is not None and position.here().phase not in position.FINISHED_PHASES:
                 self._end(self.verdict)
             self._wake.wait(self.interval)
             self._wake.clear()
 
+    # Returns a heartbeat with the position of this process. If the host may be waiting for its GPU, it is that of the GPU.
     def _next_beat(self) -> Beat:
         here = position.here()
-        # A host that gets on is not held up by its GPU. After two intervals, its last heartbeat has told its phase.
+        # Do not ask the GPU while the host still makes progress. After two intervals, rank 0 knows the phase of the host.
         is_waiting = self._clock.seconds_since(here.since) > 2 * self.interval and here.phase not in position.FINISHED_PHASES
         if self.locate is not None and is_waiting:
-            # The number stays: this shows no progress.
+            # If the GPU hangs, `locate` may never return the GIL, and no thread of this process can go on. So send the error
+            # before the call, with the number of the last heartbeat, so that it does not count as a new one.
             self._exchange.send(self._beat._replace(error=GPU_SILENT))
-            # If the GPU hangs, this may keep Python's lock, and no thread of this process goes on.
             here = self.locate()
         self._beat = self._beat._replace(
             number=self._beat.number + 1,
@@ -202,38 +203,39 @@ class Watch:
         return self._beat
 
     # --- the thread that never touches the store
+    # Ends this process if the store or rank 0 has been silent for too long, or if no Python code can run any more.
     def _guard(self) -> None:
         while not self._done.wait(self.interval):
             if self._ending.locked():
                 return
-            # If no thread of this process can run Python code for so long, as where a call to a GPU that hangs keeps Python's
-            # lock, a thread in C writes the stacks to the standard error output and ends the process. The others have named
-            # it by then.
+            # Set the timer anew. A call to a GPU that hangs may never return the GIL. Then the timer's thread, which is written
+            # in C, writes the stacks to stderr and ends the process. The other ranks have named this one by then.
             faulthandler.dump_traceback_later(2 * self.hang_timeout, file=2, exit=True)
-            # Whoever looks for this process only connects.
+            # Accept the connections of ranks that look for this process (see `presence`), which send nothing.
             with suppress(OSError):
                 while True:
                     self._listener.accept()[0].close()
             now = self._clock.now()
             if self._has_main_finished():
                 continue
-            # A call to the store may block for much longer, so its thread cannot tell that itself.
+            # The other thread cannot see this, since its call to the store may block for much longer.
             store_silence = now - self._last_exchange_time
             if store_silence > self.hang_timeout:
-                self._end(self._store_lost(f"the run's store has not answered for {store_silence:.0f} s"), with_stacks=False)
+                verdict = self._judge_lost_store(f"the run's store has not answered for {store_silence:.0f} s")
+                self._end(verdict, with_stacks=False)
             main_silence = now - self._exchange.pulse_time
             if self.rank != 0 and main_silence > self.hang_timeout and self.verdict is None:
-                self._end(self._verdict_on_main("silent", main_silence), with_stacks=False)
+                self._end(self._judge_main("silent", main_silence), with_stacks=False)
 
     def _has_main_finished(self) -> bool:
-        """Return whether rank 0 has ended as it should. Nobody judges this rank then, and the store may be gone."""
+        """Return whether rank 0 has ended as it should. Then no rank judges this one, and the store may be gone."""
         return self._exchange.main_beat.phase == "ended"
 
-    def _store_lost(self, error: str) -> Verdict:
-        return self._verdict_on_main("lost", self._clock.now() - self._last_exchange_time, error)
+    def _judge_lost_store(self, error: str) -> Verdict:
+        return self._judge_main("lost", self._clock.now() - self._last_exchange_time, error)
 
-    def _verdict_on_main(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
-        """Return this rank's own verdict about rank 0."""
+    def _judge_main(self, kind: Kind, seconds: float, error: str = "") -> Verdict:
+        """Return this rank's own verdict on rank 0, which cannot judge itself."""
         here = position.here()
         main_beat = self._exchange.main_beat
         return Verdict(
@@ -249,9 +251,9 @@ class Watch:
 
     # --- the end of this process
     def _end(self, verdict: Verdict, *, with_stacks: bool = True) -> None:
-        """Report, and end this process. The first thread that calls it does so."""
+        """Report the verdict, and end this process."""
         if not self._ending.acquire(blocking=False):
-            # The other thread ends the process meanwhile.
+            # Another thread is in this method already, and ends the process during this sleep.
             time.sleep(60)
         text = describe(verdict)
         if with_stacks:
@@ -259,35 +261,35 @@ class Watch:
         if verdict.kind == "silent" and verdict.hosts:
             text += f"\nIf processes hang on {', '.join(verdict.hosts)}, end the launcher there: it waits for them."
         text += "\nAll ranks stop. Start the run again with --resume_from_checkpoint auto."
-        # In a thread of its own, since the main thread may hold a lock that the report needs.
+        # Write the report in another thread, with a time limit: the main thread may hold a lock that the report needs.
         writer = threading.Thread(target=self._write_reports, args=(verdict, text), daemon=True)
-        # A call to a GPU that hangs may keep Python's lock, so that no thread goes on. This one is written in C.
+        # If a call to a GPU that hangs never returns the GIL, the timer of faulthandler, written in C, ends the process.
         faulthandler.dump_traceback_later(REPORT_TIMEOUT_S + 5, file=2, exit=True)
         writer.start()
         writer.join(REPORT_TIMEOUT_S)
         os._exit(EXIT_CODE)
 
+    # Prints the verdict and calls `report` on one rank of each host, and calls `record` on all ranks.
     def _write_reports(self, verdict: Verdict, text: str) -> None:
-        # Blamed ranks can report only if they still send heartbeats.
+        # Ranks that block the run can report only if they still send heartbeats.
         blamed_can_report = verdict.kind in ("stuck", "together")
         reporters = [rank for rank in self.local if blamed_can_report or rank not in verdict.ranks]
         if self.rank == min(reporters, default=self.rank):
             say(f"\nHANG: {text}\n", file=sys.stderr)
             self.report(verdict, text)
-        # The report is out, and nothing may keep the process from ending.
+        # The report is written. An error must not keep the process from ending.
         with suppress(Exception):
             self.record()
 
     def _exchange_stacks(self, verdict: Verdict) -> str:
-        """Send this rank's stack if it blocks the run, and return the stacks of those that do."""
+        """Send the stack of this rank if it blocks the run. Return the stacks of all ranks that do, as text."""
         stacks: list[str] = []
-        # The report without stacks is better than none.
+        # A report without stacks is better than none.
         with suppress(Exception):
             blamed_ranks = verdict.ranks[:MAX_STACKS]
             if self.rank in blamed_ranks:
-                # From the thread of the heartbeats, as the main thread hangs.
                 self.store.set(f"stack/{self.rank}", main_stack())
-            # A blamed rank that still sends heartbeats reads the verdict with its next one, and sends its stack then.
+            # Ranks that still send heartbeats read the verdict with the next one, and then send their stacks. Wait for these.
             timeout = 0.0
             if verdict.kind in ("stuck", "together"):
                 timeout = STACKS_TIMEOUT_S + self.interval
@@ -297,14 +299,14 @@ class Watch:
                 if self._wait_for_keys([key], deadline):
                     stack = self.store.get(key)[:MAX_STACK_BYTES].decode(errors="replace")
                     stacks.append(f"\nStack of rank {rank}:\n{stack.rstrip()}")
-            # The store may end with rank 0, so rank 0 waits until the others have read the verdict.
+            # The store may end with the process of rank 0, so rank 0 waits until the others have read the verdict.
             if self.rank == 0:
                 reads = [f"read/{rank}" for rank in range(1, self.world_size) if rank not in verdict.ranks]
                 self._wait_for_keys(reads, time.monotonic() + 2 * self.interval + STACKS_TIMEOUT_S)
         return "".join(stacks)
 
     def _wait_for_keys(self, keys: Sequence[str], deadline: float) -> bool:
-        """Wait until the store has all keys, and return whether it has; ``deadline`` is a time of `time.monotonic`."""
+        """Wait until the store has all keys. Return False if it does not by ``deadline``, a time of `time.monotonic`."""
         while keys and not self.store.check(list(keys)):
             if time.monotonic() >= deadline:
                 return False
@@ -316,7 +318,7 @@ _CONNECTION_WORDS = ("connection", "gloo", "nccl", "socket", "store", "peer", "t
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Return whether an error may be that of a connection to another rank."""
+    """Return whether the type and the text of an error can be those of a broken connection to another rank."""
     text = f"{type(error).__name__}: {error}"
     return text.startswith(CONNECTION_ERRORS) and any(word in text.lower() for word in _CONNECTION_WORDS)
 
