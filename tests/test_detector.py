@@ -177,7 +177,7 @@ def test_a_gradient_norm_arms_before_the_loss_moves():
     detector = Detector()
     found = [f for p in points[:215] for f in detector.update(p)]
     assert [(f.kind, f.step) for f in found][:2] == [("armed", 195), ("spike", 203)]
-    assert detector.onset() == 195, "the trouble began with the gradient"
+    assert detector.find_onset() == 195, "the trouble began with the gradient"
     quiet = Detector()
     for p in points[:196] + [Point(step=i, loss=2.0, grad_norm=1.0) for i in range(196, 210)]:
         quiet.update(p)
@@ -334,7 +334,7 @@ def test_a_loss_that_is_destroyed_at_its_second_step_is_found():
     detector = Detector()
     for step, loss in enumerate([0.68, 0.66, 0.67, 0.65, *[4.39] * 8]):
         detector.update(Point(step=step, loss=loss))
-    assert detector.far_above(4.39, detector.best), "the warning at the end needs no long history"
+    assert detector.is_far_above(4.39, detector.best), "the warning at the end needs no long history"
 
 
 def correlated(rng, share=0.8):
@@ -461,10 +461,10 @@ def test_a_rise_behind_a_huge_gradient_norm_is_damage_of_that_step():
             assert not [f for f in found if "the data, not the weights" in f.reason]
             if [f for f in found if f.needs_action]:
                 break
-        assert 45 < point.step < last and detector.onset() == 40
+        assert 45 < point.step < last and detector.find_onset() == 40
         stopped = Detector(state=json.loads(json.dumps(detector.state())))
-        assert stopped.onset() == 40 and stopped.state() == detector.state()
-        assert stopped.far_above(4.0, stopped.best) and not stopped.far_above(3.4, stopped.best)
+        assert stopped.find_onset() == 40 and stopped.state() == detector.state()
+        assert stopped.is_far_above(4.0, stopped.best) and not stopped.is_far_above(3.4, stopped.best)
     assert not [f for f in replay(shocked(0.01, norm=1.1)) if f.needs_action], "with usual norms, so slow a rise is followed"
 
 

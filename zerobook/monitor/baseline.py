@@ -1,4 +1,4 @@
-"""The level of a series, and the size of its usual noise."""
+"""Estimate the level of a series and the size of its usual noise, which is called its *unit*."""
 
 import math
 from bisect import bisect_left, insort
@@ -14,13 +14,13 @@ MEDIAN_OF_NORMAL = 1.4826
 NEWEST_POINTS = 7
 """Number of newest points whose median is the level of a loss that falls fast."""
 ZERO = 1e-6
-"""A first loss that is smaller is zero, as that of a KL term before the first update."""
+"""A first loss below this counts as zero, such as a KL term before the first update."""
 DIP_POINTS = 128
-"""Largest number of points of a dip. A loss that stays lower for longer is a new level."""
+"""Largest number of points of a dip. If a loss stays lower for longer, that is its new level."""
 DIP_MEMORY = 512
-"""Accepted points for which a dip is remembered."""
+"""Number of accepted points for which a dip is remembered."""
 MAX_UNIT_OF_DIPS = 0.1
-"""Largest unit because of dips, as a share of the level, so that a loss that rises by half is always high."""
+"""Largest unit that dips can cause, as a share of the level. With it, a loss that rises by half is high in spite of dips."""
 
 
 class RollingQuantiles:
@@ -52,12 +52,14 @@ class RollingQuantiles:
 
 
 class Baseline:
-    """The level of a series, and the residuals from its trend.
+    """The level of a series, and the residuals of its values from their trend.
+
+    The trend at a value is the median of the values around it.
 
     Args:
-        level_points: accepted points whose median is the level.
-        unit_points: residuals that give the unit.
-        state: as `state` returned it; None for a new series.
+        level_points: number of newest accepted points whose median is the level.
+        unit_points: number of newest residuals from which the unit is computed.
+        state: what `state` returned; None for a new series.
 
     Attributes:
         first: the first accepted value.
@@ -75,24 +77,24 @@ class Baseline:
         return self.accepted.quantile(0.5)
 
     def upper_unit(self) -> float:
-        """Return the unit from the 95th percentile of the residuals."""
+        """Return the standard deviation that normal noise with the same 95th percentile of residuals would have."""
         return self.residuals.quantile(0.95) / Q95_OF_NORMAL
 
     def accept(self, value: float) -> None:
-        """Add a value to the level, and the residual of an earlier value from the trend around it."""
+        """Add a value to the level. Then add the residual of a value for which enough later values are known now."""
         if self.first is None:
             self.first = value
         self.accepted.add(value)
         width = self.level_points // 2 + 1
-        around = list(self.accepted.values)[-width:]
-        # A short history has a new middle with every second point only.
-        if len(around) == width or len(around) % 2 == 1:
-            middle = around[len(around) // 2]
-            trend = median(around)
+        newest = list(self.accepted.values)[-width:]
+        # While there are fewer values than the width, their middle moves to a new value with every second one only.
+        if len(newest) == width or len(newest) % 2 == 1:
+            middle = newest[len(newest) // 2]
+            trend = median(newest)
             self.learn(middle - trend, trend)
 
     def learn(self, residual: float, trend: float) -> None:
-        """Add a residual from ``trend``, without changing the level."""
+        """Add a residual, without changing the level. A subclass may relate it to ``trend``, from which it was measured."""
         self.residuals.add(residual)
 
     def move(self, values: list[float]) -> None:
@@ -104,25 +106,26 @@ class Baseline:
 
 
 class LossBaseline(Baseline):
-    """The level of a loss, and the size of its noise.
+    """The level of a loss, and its unit: the size of its noise.
 
-    Residuals are kept as shares of the loss. Its noise falls with it, so those of the first steps say little otherwise.
+    Residuals are stored as shares of the loss, since the noise of a loss falls together with it.
 
     A *dip* is a range of values far below the level, after which the loss is back at this level. Training does not undo what
-    it has learnt, so a dip is noise: for example, a log of the mean since the epoch began jumps at each epoch, as often down
-    as up. The loss may then also rise as far as it fell in the deepest dip.
+    it has learnt, so a dip is noise. For example, if a log has the mean loss since the beginning of the epoch, it jumps at each
+    epoch, as often down as up. After a dip, a rise of the same size counts as noise, too.
 
     Args:
         smallest_unit: smallest unit, as a share of the level.
-        smallest_unit_at_start: smallest unit without history, as a share of the level. It shrinks over the first
-            ``level_points`` residuals.
+        smallest_unit_at_start: smallest unit without residuals, as a share of the level. With the first ``level_points``
+            residuals, it shrinks to 0.
 
     Attributes:
-        noise: sizes of the newest residuals, in units of the loss.
-        excesses: distances of the newest accepted values above the level that they were compared with.
+        residual_sizes: absolute values of the newest residuals, as shares of the loss.
+        noise: absolute values of the newest residuals, in nats as the loss.
+        excesses: differences of the newest accepted values from the level that they were compared with.
         dip: values since the loss fell far below the level; empty while it is at its level.
-        dip_level: the level before these.
-        dip_depths: for each of the newest accepted values the depth of the dip that ended there, as a share of the loss. It
+        dip_level: the level before the dip.
+        dip_depths: for each of the newest accepted values, the depth of the dip that ended there, as a share of the loss. It
             is 0 for most values.
     """
 
@@ -138,11 +141,11 @@ class LossBaseline(Baseline):
         self.smallest_unit = smallest_unit
         self.smallest_unit_at_start = smallest_unit_at_start
         state = state or {}
-        # The residuals of such an earlier state become shares of the loss.
+        # A state of an earlier version has residuals in nats. Turn them into shares of the loss.
         if "residuals" not in state and len(self.accepted) > 0:
             loss_size = self.size(self.accepted.quantile(0.5))
             self.residuals = RollingQuantiles(unit_points, [residual / loss_size for residual in self.residuals.values])
-        # These two hold fewer points than the residuals, so they follow a change of the noise sooner.
+        # The next two hold fewer points than the residuals, so they show a change of the noise sooner.
         self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, self.residuals.values))
         self.noise = RollingQuantiles(4 * level_points, state.get("noise", []))
         self.excesses = RollingQuantiles(unit_points, state.get("excesses", []))
@@ -152,7 +155,7 @@ class LossBaseline(Baseline):
 
     @property
     def is_young(self) -> bool:
-        """True for about the first 60 points of a run, while few residuals are known."""
+        """True for about the first 60 points of a run, as long as few residuals are known."""
         return len(self.residuals) < 2 * self.level_points
 
     def level(self) -> float:
@@ -161,52 +164,52 @@ class LossBaseline(Baseline):
             return level
         # The first steps of a run fall so fast that the median of many points lags far behind them.
         values = list(self.accepted.values)[-NEWEST_POINTS:]
-        newest = median(values)
+        newest_level = median(values)
         if _falls_steadily(values):
-            newest = median(values[-4:])
+            newest_level = median(values[-4:])
         if self.has_no_noise:
-            return min(level, newest)
-        is_falling = level - newest > 1.5 * self.scale(newest) * self.upper_unit()
-        return newest if is_falling else level
+            return min(level, newest_level)
+        is_falling = level - newest_level > 1.5 * self.scale(newest_level) * self.upper_unit()
+        return newest_level if is_falling else level
 
     @property
     def has_no_noise(self) -> bool:
-        """True for the first six points: they have too few residuals to measure noise."""
+        """True for the first six points, which have too few residuals to measure the noise."""
         return len(self.residuals) < 4
 
     def size(self, level: float) -> float:
-        """Return the loss that shares refer to at ``level``. It is the level itself, unless that is near zero."""
+        """Return the loss of which shares are taken at ``level``: the level itself, or something larger if it is near zero."""
         # Near zero, a fiftieth of the fall since the start replaces the level.
         first = level if self.first is None else self.first
         fall = abs(first - level)
         if abs(first) < ZERO:
-            # Nothing says how large such a loss is, so it is taken for nats.
+            # The first loss does not show how large the losses of this run are. 1 nat is assumed.
             fall = 1.0
         return max(abs(level), 0.02 * fall, 1e-12)
 
     def scale(self, level: float) -> float:
-        """Return what a residual around ``level`` is divided by."""
-        # The noise may be larger than the level. A share of the level alone would then be too small.
+        """Return the number by which a residual at ``level`` is divided: the size of the loss, plus five times the noise."""
+        # If the noise is larger than the loss, as near zero, a share of the loss alone would be huge.
         noise = self.noise.quantile(0.5) if len(self.noise) > 0 else 0.0
         return self.size(level) + 5 * noise
 
     def unit(self) -> float:
-        """Return the estimate of the noise that corresponds to one standard deviation."""
+        """Return the unit: an estimate of the noise that corresponds to one standard deviation. It is the largest of three."""
         units = [self.residual_unit()]
-        # Noise whose points resemble their neighbours moves the trend too, so residuals from it are too small.
+        # If neighbouring points have similar noise, the trend follows the noise, and residuals from it are too small.
         if len(self.excesses) >= self.level_points:
             units.append(1.3 * self.excesses.quantile(0.95) / Q95_OF_NORMAL)
-        # Three units are the smallest excess of a high point.
+        # A point is high from three units on. With a third of the deepest dip, a rise of the same size is just not high.
         if len(self.dip_depths) > 0:
             deepest = self.dip_depths.quantile(1.0)
             units.append(min(deepest / 3, MAX_UNIT_OF_DIPS) * self.size(self.level()))
         return max(units)
 
     def residual_unit(self) -> float:
-        """Return the estimate of the noise around the trend. A loss that rises slowly does not make it larger."""
+        """Return the unit from the residuals alone. A loss that rises slowly does not make it larger."""
         level = self.level()
         size = self.size(level)
-        # Before the noise is known, only a loss of twice the level is high.
+        # Before the noise is known, only a loss of twice the level is high: three of these units above it.
         if self.has_no_noise:
             return size / 3
         missing_history = 1 - len(self.residuals) / self.level_points
@@ -215,16 +218,17 @@ class LossBaseline(Baseline):
             self.smallest_unit * size,
             self.smallest_unit_at_start * size * missing_history,
             scale * self.upper_unit(),
-            # From both sides: a unit from upper residuals alone, once too small, would reject the points that could correct it.
+            # Residuals of both signs. A unit from positive residuals alone, once too small, would reject the points that could
+            # correct it.
             scale * MEDIAN_OF_NORMAL * self.residual_sizes.quantile(0.5),
         ]
-        # For few points, the largest rise among them says more than quantiles. It is about 3 standard deviations for 13 points.
+        # Few points have no reliable quantiles. The largest rise among 13 points is about 3 standard deviations.
         if self.is_young:
             units.append(self._largest_rise() / 3)
         return max(units)
 
     def _largest_rise(self) -> float:
-        """Return how far one of the newest points lies above an earlier one, at most."""
+        """Return the largest rise from one of the newest values to a later one."""
         width = self.level_points // 2 + 1
         lowest = math.inf
         rise = 0.0
@@ -245,7 +249,7 @@ class LossBaseline(Baseline):
         """Return the depth of the dip that ends with this value, as a share of the loss; 0 if none ends here."""
         if not self.dip:
             level = self.accepted.quantile(0.5)
-            # The unit takes longer to compute than this, so it is asked for only if a dip is possible.
+            # Compare with the smallest unit first, since the unit itself takes longer to compute.
             is_possible = level - value > 3 * self.smallest_unit * self.size(level)
             if is_possible and level - value > 3 * self.residual_unit():
                 self.dip = [value]
@@ -253,11 +257,11 @@ class LossBaseline(Baseline):
             return 0.0
         if value < self.dip_level - self.residual_unit():
             self.dip.append(value)
-            # The loss has fallen for good.
+            # The loss has stayed low for too long for a dip: it has fallen to a new level.
             if len(self.dip) > DIP_POINTS:
                 self.dip = []
             return 0.0
-        # The loss is back. A single batch may have a much lower loss than others, so the second lowest value decides.
+        # The loss is back. The depth is that of the second lowest value, since a single batch may have a much lower loss.
         second_lowest = sorted([*self.dip, self.dip_level])[1]
         self.dip = []
         return (self.dip_level - second_lowest) / self.size(self.dip_level)
@@ -280,9 +284,9 @@ class LossBaseline(Baseline):
 
 
 def _falls_steadily(values: Sequence[float]) -> bool:
-    """Return whether at most one pair of the values rises (Kendall's test for a trend, "Rank Correlation Methods", 1948).
+    """Return whether in at most one pair of values the later one is not lower.
 
-    Seven values in random order do so once in 700 times.
+    This is Kendall's test for a trend ("Rank Correlation Methods", 1948). One in 700 random orders of seven values passes it.
     """
     rising_pairs = 0
     for i, earlier in enumerate(values):

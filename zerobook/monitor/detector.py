@@ -14,7 +14,8 @@
     at least half of the points must be high.
 *   Dip: a range of points far below the level, after which the loss is back at it. It is noise too: the loss may then also
     rise as far as it fell in the deepest dip.
-*   Shape: the loss is normal again at once, falls back slowly, stays at a new level, or rises.
+*   Excursion: the points from a high one on, until the loss is back at the level or at a new one. Its shape decides what it
+    is: the loss is normal again at once, falls back slowly, stays at a new level, or rises.
 *   Slow rise: the level stays far above its lowest value, although no point was high.
 *   Shock: a gradient norm of `Settings.shock_factor` times its level, which may damage the weights. The level before the shock
     and its unit are kept for eight times `Settings.patience` points. During this time a slow rise changes neither of them, and
@@ -36,21 +37,21 @@ from zerobook.monitor.settings import Settings
 CHRONIC_POINTS = 1000
 """Points within which spikes are counted for a ``chronic`` finding."""
 EARLY_FACTORS = (4.0, 4.0, 3.0)
-"""Among the first six points, only a loss of this many times the level is high: by number of accepted points, the last for all
-after them. The median of three points is no longer a single low one."""
+"""Among the first six points, only a loss of this many times the level is high: after one, two, and three or more accepted
+points. From three points on, their median is not a single low loss."""
 EARLY_LEVEL = 1 / 3
-"""Smallest level that counts in this comparison. Losses around 0 have any ratio to each other."""
+"""Smallest level that counts in this comparison. Losses around 0 can have any ratio to each other."""
 STEEP_FALL = 20
-"""Factor by which a loss falls within its first points if the first updates may overshoot. That of a language model takes
-longer."""
+"""If the loss falls by this factor within its first points, the first updates may overshoot. The loss of a language model does
+not fall as fast."""
 SMALL_RETURN = 8
-"""An overshoot stays below the first loss by this factor."""
+"""After an overshoot, the loss is still smaller than the first loss by more than this factor."""
 USUAL_SERIES = 3
-"""Series of at most three zeros after which zeros are usual in this data. A batch without supervised tokens is rarer."""
+"""After so many series of at most three zeros, zeros are usual in this data. Batches without supervised tokens are rarer."""
 STILL_STEPS = 40
-"""Gradients of exactly 0 in a row after which a run is dead. Healthy runs of published logs have at most seven."""
+"""After so many gradients of exactly 0 in a row, a run is dead. Healthy runs in public logs have at most seven."""
 ROUNDED_NORM = 0.01
-"""Where norms are usually smaller than this, a log may have rounded them to 0."""
+"""If the usual gradient norm is smaller than this, a log may have rounded a norm to 0."""
 DEAD_LEVEL = 0.02
 """A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
 by step."""
@@ -68,6 +69,7 @@ class Detector:
         loss: level and unit of the loss.
         norm: level and unit of the logarithm of the gradient norm.
         seen: number of points so far.
+        last_step: step of the newest point.
         evidence: sum of the evidence for a spike.
         last_rate: the newest learning rate.
         armed: step with a very high loss or gradient norm, after which a spike is likely; None if there is none.
@@ -78,12 +80,13 @@ class Detector:
         lowest: the lowest level since the last new level.
         lowest_at: step of that level.
         risen: number of points in a row at which the level was far above ``lowest``.
-        zeros: steps of the newest points, if their loss was exactly 0; at most those that are needed for a verdict.
-        zero_series: number of series of zeros that a usual loss has followed, as in hinge losses.
-        still: steps of the newest points, if their gradient was exactly 0; at most those that are needed for a verdict.
-        not_finite: steps of the newest points, if their loss or gradient was not finite.
+        zeros: steps of the series of losses of exactly 0 that goes on; no longer than needed for a finding.
+        zero_series: number of short series of zeros that other losses have followed, as in hinge losses.
+        still: steps of the series of gradients of exactly 0 that goes on; no longer than needed for a finding.
+        not_finite: steps of the series of losses or gradients that are not finite, if it goes on.
         spikes: values of ``seen`` at the newest alarms.
         chronic: whether the ``chronic`` finding was reported.
+        excursion: the excursion that goes on; None if there is none.
     """
 
     def __init__(self, settings: Settings | None = None, state: dict[str, Any] | None = None):
@@ -118,7 +121,7 @@ class Detector:
         self.excursion: Excursion | None = None
         if state.get("excursion"):
             excursion = dict(state["excursion"])
-            # Earlier versions wrote the steps of the losses too, and the learning rate.
+            # States of earlier versions have two more keys.
             excursion.pop("steps", None)
             excursion.pop("rate", None)
             self.excursion = Excursion(**excursion)
@@ -159,10 +162,12 @@ class Detector:
     def has_level(self) -> bool:
         return len(self.loss.accepted) > 0
 
-    def onset(self) -> int | None:
-        """Return the first step of the current disturbance, which is its precursor if there was one; None when calm."""
+    def find_onset(self) -> int | None:
+        """Return the first step of the current disturbance, or of its precursor (see `armed`) if it had one; None if calm."""
         # From the earliest of these steps on, the weights may be damaged.
-        steps = [*self.not_finite[:1], *self.zeros[:1], *self.still[:1]]
+        steps = []
+        for series in (self.not_finite, self.zeros, self.still):
+            steps += series[:1]
         if self.armed is not None:
             steps.append(self.armed)
         if self.excursion is not None:
@@ -170,50 +175,51 @@ class Detector:
         return min(steps, default=None)
 
     def level(self) -> float:
-        """Return what the next loss is compared with."""
+        """Return the level with which the next loss is compared."""
         level = self.loss.level() if self.excursion is None else self.excursion.base
-        # After a shock, a level that slowly rises is not followed.
+        # After a shock, a slow rise of the loss does not raise the level.
         if self.shock is not None:
             level = min(level, self.shock)
         return level
 
     def unit(self) -> float:
-        """Return the usual residual of the loss: what one standard deviation is to normal noise."""
+        """Return the unit of the loss: an estimate of its noise that corresponds to one standard deviation."""
         unit = self.loss.unit()
-        # A slow rise after a shock is not noise either.
+        # Nor does a slow rise after a shock make the unit larger.
         if self.shock_unit is not None:
             unit = min(unit, self.shock_unit)
         return unit
 
-    def far_above(self, value: float, best: float) -> bool:
-        """Return whether ``value`` is at least `Settings.high` units above ``best``, or is not a number."""
-        # Negated, so that a NaN is far above.
+    def is_far_above(self, value: float, best: float) -> bool:
+        """Return whether ``value`` is at least `Settings.high` units above ``best``, or is NaN."""
+        # A comparison with NaN is false. With ``not <`` instead of ``>=``, NaN counts as far above.
         return self.has_level and not value - best < self.settings.high * self.unit()
 
     def update(self, point: Point) -> list[Finding]:
-        """Process the next point, and return its findings, mostly none."""
+        """Process the next point, and return its findings. For most points there are none."""
         self.seen += 1
+        # Steps since the last point.
         stride = 1
         if self.last_step is not None:
             stride = max(1, point.step - self.last_step)
         self.last_step = point.step
         if not point.is_finite:
-            return self._see_not_finite(point)
+            return self._process_not_finite(point)
         self.not_finite.clear()
         if self.is_dead(point):
-            return self._see_zero(point)
-        # Only a loss that is not lost comes back from 0.
+            return self._process_zero(point)
+        # The loss has come back from a short series of zeros, so zeros may be usual in this data.
         if 0 < len(self.zeros) <= self.settings.outlier_steps:
             self.zero_series += 1
         self.zeros.clear()
         if point.learning_rate is not None:
             self.last_rate = point.learning_rate
-        # The norm first: a shock at this step changes what its loss is compared with.
-        findings = self._see_still(point) + self._see_norm(point)
-        return findings + self._see_loss(point, stride) + self._see_level(point)
+        # Process the norm before the loss: a shock at this step changes what its loss is compared with.
+        findings = self._process_zero_gradient(point) + self._process_norm(point)
+        return findings + self._process_loss(point, stride) + self._process_level(point)
 
     def finish(self) -> list[Finding]:
-        """End the series, and judge an excursion that has not come back."""
+        """End the series: judge a spike that has not come back. Return the findings."""
         excursion = self.excursion
         if excursion is None or not excursion.confirmed or excursion.judged is not None or self.not_finite:
             return []
@@ -221,7 +227,7 @@ class Detector:
         return self._judge(excursion, Point(step=self.last_step, loss=excursion.losses[-1]), at_end=True)
 
     def accept_level(self, point: Point, reason: str) -> Finding:
-        """End the excursion, whose losses are the new level and the new noise, for a reason that the caller knows."""
+        """End the excursion, and take its losses as the new level and noise. ``reason`` explains why they are harmless."""
         excursion = self.excursion
         assert excursion is not None
         losses = excursion.losses[-self.settings.level_points :]
@@ -229,12 +235,12 @@ class Detector:
         level = self.loss.level()
         for loss in losses:
             self.loss.learn(loss - level, level)
-        # Later losses are not compared with the best level from before the new one.
+        # Do not compare later losses with the best level from before the new one.
         self.best = None
         return self.finding_of("level_shift", point, excursion, reason)
 
     # --- not finite
-    def _see_not_finite(self, point: Point) -> list[Finding]:
+    def _process_not_finite(self, point: Point) -> list[Finding]:
         self.not_finite.append(point.step)
         count = len(self.not_finite)
         # The update was applied although the loss is not finite, so the weights are damaged.
@@ -243,35 +249,36 @@ class Detector:
         # The optimizer skipped the update, so a single such step changes nothing.
         if count == 1:
             return [self._finding("outlier", point, "the gradient is not finite; the step was not applied")]
-        # A longer series is reported once, at its first step that is too late for an outlier.
+        # A longer series is reported once, when it is too long for an outlier.
         if count == self.settings.outlier_steps + 1:
             return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
 
     def is_dead(self, point: Point) -> bool:
-        """Return whether the loss is exactly 0 where it was far above 0."""
+        """Return whether the loss is exactly 0 after a level far above 0, and zeros are not usual in this data."""
         if self.zero_series >= USUAL_SERIES or point.loss != 0.0:
             return False
         return self.has_level and self.loss.level() > DEAD_LEVEL
 
-    def _see_zero(self, point: Point) -> list[Finding]:
-        """Process a loss of exactly 0: a batch without supervised tokens, or NaN that a trainer logs as 0."""
-        enough = self.settings.outlier_steps + 1
-        # After the verdict, no more steps are needed.
-        if len(self.zeros) == enough:
+    def _process_zero(self, point: Point) -> list[Finding]:
+        """Process a loss of exactly 0: of a batch without supervised tokens, or a NaN that a trainer has logged as 0."""
+        needed_points = self.settings.outlier_steps + 1
+        # The finding was reported already.
+        if len(self.zeros) == needed_points:
             return []
         self.zeros.append(point.step)
-        if len(self.zeros) < enough:
+        if len(self.zeros) < needed_points:
             return []
-        reason = f"the loss was exactly 0 at {enough} points in a row, where {self.loss.level():.4g} was usual"
+        reason = f"the loss was exactly 0 at {needed_points} points in a row, where {self.loss.level():.4g} was usual"
         return [self._finding("divergence", point, reason)]
 
-    def _see_still(self, point: Point) -> list[Finding]:
-        """Process a gradient of exactly 0. If many follow each other, the weights are destroyed, and learn nothing any more."""
+    def _process_zero_gradient(self, point: Point) -> list[Finding]:
+        """Report a long series of gradients of exactly 0: the weights are destroyed, and do not learn any more."""
         has_norms = len(self.norm.accepted) > 0 and self.norm.level() > math.log(ROUNDED_NORM)
         if point.grad_norm != 0.0 or point.loss <= DEAD_LEVEL or not has_norms:
             self.still.clear()
             return []
+        # The finding was reported already.
         if len(self.still) == STILL_STEPS:
             return []
         self.still.append(point.step)
@@ -280,7 +287,7 @@ class Detector:
         return [self._finding("divergence", point, f"the gradient was exactly 0 at {STILL_STEPS} points in a row")]
 
     # --- the gradient norm, which often moves first
-    def _see_norm(self, point: Point) -> list[Finding]:
+    def _process_norm(self, point: Point) -> list[Finding]:
         settings = self.settings
         # Disarm if no spike has followed. The level before a shock is remembered for longer.
         patience = settings.patience
@@ -292,7 +299,7 @@ class Detector:
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return []
         log_norm = math.log(norm)
-        # The first norms have nothing to be compared with.
+        # The first norms have no level to be compared with.
         if len(self.norm.accepted) < settings.level_points:
             self.norm.accept(log_norm)
             return []
@@ -324,7 +331,7 @@ class Detector:
         self.shock_unit = None
 
     # --- the loss
-    def _see_loss(self, point: Point, stride: int) -> list[Finding]:
+    def _process_loss(self, point: Point, stride: int) -> list[Finding]:
         excursion = self.excursion
         if not self.has_level:
             self.loss.accept(point.loss)
@@ -335,18 +342,18 @@ class Detector:
         # A spike that was judged already is not reported again, however high it rises.
         is_judged = excursion is not None and excursion.judged is not None
         if self._is_absurd(point.loss) and not is_judged:
-            return [self._see_absurd(point)]
+            return [self._report_absurd(point)]
         if excursion is None or not excursion.confirmed:
-            return self._see_unconfirmed(point, stride)
-        return self._see_spike(excursion, point)
+            return self._process_unconfirmed(point, stride)
+        return self._process_spike(excursion, point)
 
     def _is_early_noise(self, loss: float) -> bool:
-        """Return whether one of the first points is usual. If another is low by chance, it may be several times as high."""
+        """Return whether the loss of one of the first points is usual. The level may be several times too low by chance."""
         factor = EARLY_FACTORS[min(len(self.loss.accepted), len(EARLY_FACTORS)) - 1]
         return self.loss.has_no_noise and loss < factor * max(abs(self.loss.level()), EARLY_LEVEL)
 
     def _is_overshoot(self, loss: float) -> bool:
-        """Return whether the loss rises because the first updates, which removed nearly all of it, went too far."""
+        """Return whether the first updates have removed nearly all of the loss, and went too far, so that it rises again."""
         assert self.loss.first is not None
         is_start = self.seen <= self.settings.level_points
         return is_start and STEEP_FALL * abs(self.loss.level()) < self.loss.first and SMALL_RETURN * loss < self.loss.first
@@ -355,7 +362,7 @@ class Detector:
         assert self.loss.first is not None
         return loss > self.settings.absurd_factor * max(abs(self.loss.level()), abs(self.loss.first), 1.0)
 
-    def _see_absurd(self, point: Point) -> Finding:
+    def _report_absurd(self, point: Point) -> Finding:
         excursion = self._extend_excursion(point)
         excursion.confirmed = True
         excursion.judge("divergence")
@@ -363,14 +370,15 @@ class Detector:
         return self.finding_of("divergence", point, excursion, reason)
 
     def _extend_excursion(self, point: Point) -> Excursion:
-        """Return the excursion, which begins here if there is none, with this point."""
+        """Add a point to the excursion, and return it. If there is none, it begins here."""
         if self.excursion is None:
             self.excursion = Excursion(onset=point.step, base=self.level(), unit=self.unit())
         self.excursion.add(point.loss)
         return self.excursion
 
     # --- no alarm yet
-    def _see_unconfirmed(self, point: Point, stride: int) -> list[Finding]:
+    # Processes a loss while no alarm is raised. Raises the alarm if there is enough evidence for a spike.
+    def _process_unconfirmed(self, point: Point, stride: int) -> list[Finding]:
         settings = self.settings
         excursion = self.excursion
         base = self.level()
@@ -378,14 +386,15 @@ class Detector:
         excess = (point.loss - base) / unit
         self.evidence = max(0.0, self.evidence + min(excess, settings.evidence_cap) - settings.drift)
 
-        # A high point. After the first ones of an excursion, a lower point counts as one too.
+        # A high point. After the first high points of an excursion, a somewhat lower point counts as high too.
         is_begun = excursion is not None and excursion.high >= settings.min_high_points
-        if excess >= (settings.still_high if is_begun else settings.high):
+        needed_excess = settings.still_high if is_begun else settings.high
+        if excess >= needed_excess:
             excursion = self._extend_excursion(point)
             excursion.high += 1
-            # A spike has more high points than an outlier can have. If the points are far apart, an outlier has fewer.
+            # A spike has more high points than an outlier can have. If the points are several steps apart, these are fewer.
             needed_points = max(settings.min_high_points, math.ceil(settings.outlier_steps / stride) + 1)
-            # Among usual points, single high ones are noise of another shape.
+            # Single high points among usual ones are noise of another shape, and no spike.
             are_most_high = 2 * excursion.high >= len(excursion.losses)
             if self.evidence >= settings.evidence and excursion.high >= needed_points and are_most_high:
                 return self._confirm(excursion, point, excess)
@@ -404,14 +413,14 @@ class Detector:
         return self._end_as_outlier(excursion, point)
 
     def _end_as_outlier(self, excursion: Excursion, point: Point) -> list[Finding]:
-        """End an excursion that came back at once."""
+        """End an excursion that came back at once. Report it if it was high enough."""
         settings = self.settings
         self.excursion = None
-        # Damage by a shock may show later.
+        # After a shock the detector stays armed, since damage may appear later.
         if self.shock is None:
             self.armed = None
         findings = []
-        # Smaller excursions are noise, and not worth a line.
+        # Smaller excursions are noise, and not reported.
         if excursion.peak - excursion.base >= settings.evidence_cap * excursion.unit:
             plural = "s" if excursion.high > 1 else ""
             cause = "the data, not the weights"
@@ -422,7 +431,8 @@ class Detector:
                 f"once: {cause}"
             )
             findings.append(self.finding_of("outlier", point, excursion, reason))
-        # High points do not change the level. But if one point in twenty is as high, that is normal for this data.
+        # High points do not change the level, but they make the unit larger: if one point in twenty is as high, that is normal
+        # for this data.
         for loss in excursion.losses:
             residual = loss - excursion.base
             if residual < settings.high * excursion.unit:
@@ -448,7 +458,8 @@ class Detector:
         return findings + self._judge(excursion, point)
 
     # --- inside a confirmed spike
-    def _see_spike(self, excursion: Excursion, point: Point) -> list[Finding]:
+    # Processes a loss after the alarm: finds out whether the spike ends, is damage or a divergence, or is a new level.
+    def _process_spike(self, excursion: Excursion, point: Point) -> list[Finding]:
         settings = self.settings
         base = excursion.base
         excursion.add(point.loss)
@@ -456,21 +467,21 @@ class Detector:
         if new_run:
             return new_run
 
-        # Back at the base, for one point or for two.
-        # A high spike does not come back to the last digit.
+        # The loss is back at the base. Two such points in a row end the spike.
+        # After a high spike, the loss need not come back as exactly.
         tolerance = max(2 * excursion.unit, min(0.1 * (excursion.peak - base), 0.25 * abs(base)))
         if point.loss - base < tolerance:
             excursion.back += 1
             excursion.touched = excursion.judged is not None
             if excursion.back < 2:
                 return []
-            # The level begins anew with what is certain: the base, and the points that came back to it.
+            # The level is computed anew from the base and the points that came back to it.
             self.close_excursion([base, *excursion.losses[-2:]], is_settled=False)
             reason = f"back at {point.loss:.4g} after {excursion.points} points; it peaked at {excursion.peak:.4g}"
             return [self.finding_of("spike_end", point, excursion, reason)]
         excursion.back = 0
 
-        # Still high.
+        # The loss is still high.
         if excursion.judged is None:
             return self._judge(excursion, point)
         count = len(excursion.losses)
@@ -486,7 +497,7 @@ class Detector:
         return []
 
     def _judge(self, excursion: Excursion, point: Point, *, at_end: bool = False) -> list[Finding]:
-        """Judge an excursion after the patience: coming back, a new level, damage or divergence.
+        """Judge an excursion when the patience is over: it is coming back, a new level, damage or a divergence.
 
         Args:
             at_end: the log ends here, so judge it even if the patience is not over.
@@ -496,7 +507,7 @@ class Detector:
         count = len(losses)
         if count < self.settings.patience * (1 + excursion.extended) and not at_end:
             return []
-        # Compare medians of three losses, so that a single one does not decide.
+        # Compare medians of three losses, so that no single loss decides.
         medians = [median(losses[first : first + 3]) for first in range(max(1, count - 2))]
         top = max(medians)
         late = median(losses[-3:])
@@ -528,7 +539,7 @@ class Detector:
         return [self.finding_of("divergence", point, excursion, reason)]
 
     def see_new_run(self, excursion: Excursion, point: Point) -> list[Finding]:
-        """End the excursion if another run begins here. A live run has no other, but a log may."""
+        """End the excursion if another run begins here. A log may have several runs; a live run is one, so nothing happens."""
         return []
 
     def _explain_rise(self, excursion: Excursion, new_level: float) -> str | None:
@@ -539,7 +550,7 @@ class Detector:
         previous_level = excursion.base
         loss_size = self.loss.size(previous_level)
         settings = self.settings
-        # Small rises add up: compare with the lowest level since the last one that was accepted.
+        # Several small rises add up to a large one, so compare with the lowest level since the last rise that was accepted.
         lowest_level = previous_level if self.lowest is None else min(previous_level, self.lowest)
         # The level of a young run lags behind a falling loss, so the true rise is larger, and half of it is allowed.
         max_share = settings.small_rise / 2 if self.loss.is_young else settings.small_rise
@@ -548,7 +559,9 @@ class Detector:
         return self.explain_large_rise(previous_level, new_level, new_level - lowest_level)
 
     def explain_large_rise(self, previous_level: float, new_level: float, rise: float) -> str | None:
-        """Return a harmless explanation for a rise that is not small, in words. In a live run, `SpikeMonitor` knows it.
+        """Return a harmless explanation for a rise that is not small, in words; None if there is none.
+
+        There is none here: in a live run, `SpikeMonitor` knows the announced events. A detector for logs overrides this.
 
         Args:
             rise: of the new level above the lowest one since the last accepted rise.
@@ -556,10 +569,11 @@ class Detector:
         return None
 
     def close_excursion(self, level: list[float], *, is_settled: bool = True) -> None:
-        """End the excursion, and set the level to that of some losses.
+        """End the excursion, and compute the level anew from some losses.
 
         Args:
-            is_settled: the level is final, so a shock is over too.
+            level: these losses.
+            is_settled: whether the level is final, so that a shock is over too.
         """
         self.loss.move(level)
         self.excursion = None
@@ -571,9 +585,9 @@ class Detector:
             self.risen = 0
 
     # --- the level
-    def _see_level(self, point: Point) -> list[Finding]:
-        """Remember the lowest level, and report one that has crept up."""
-        # Of two points, the median is not a level yet that a later loss could be compared with.
+    def _process_level(self, point: Point) -> list[Finding]:
+        """Remember the lowest level, and report a level that has slowly risen far above it."""
+        # The median of two points is no reliable level yet.
         if len(self.loss.accepted) < 3:
             return []
         level = self.loss.level()
@@ -581,20 +595,20 @@ class Detector:
         if self.lowest is None or level < self.lowest:
             self.lowest = level
             self.lowest_at = point.step
-        # A spike is judged by other rules, and after one the level is that of few points.
+        # A spike is judged by other rules, and the level after a spike is the median of few points.
         settings = self.settings
         if self.excursion is not None or len(self.loss.accepted) < settings.level_points:
             return []
         rise = level - self.lowest
         is_far = rise > settings.slow_rise * self.loss.size(self.lowest) and rise > settings.high * self.loss.residual_unit()
-        # Points count only in a row: one that is back at the level starts the count again.
+        # Count points in a row: a point that is not far above starts the count again.
         if is_far:
             self.risen += 1
         else:
             self.risen = 0
         if self.risen < settings.level_points:
             return []
-        # A rise of twice this size, without a step, is no effect of other data.
+        # Other data do not cause a slow rise of twice this size.
         is_divergence = rise > 2 * settings.slow_rise * self.loss.size(self.lowest)
         finding = Finding(
             kind="divergence" if is_divergence else "slow_rise",
@@ -613,7 +627,7 @@ class Detector:
     # --- findings
     def _finding(self, kind: str, point: Point, reason: str) -> Finding:
         """Return a finding about a point that belongs to no excursion."""
-        # A point whose loss or gradient is not finite, or 0, belongs to those right before it.
+        # If the loss or the gradient is not finite or 0, the finding is about the series of such points that ends here.
         steps = self.not_finite or self.zeros or self.still or [point.step]
         base = self.loss.level() if self.has_level else point.loss
         return Finding(

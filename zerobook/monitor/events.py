@@ -1,4 +1,4 @@
-"""Events that a run announces: changes that raise the loss or its noise, and damage nothing."""
+"""Planned changes that a run announces, since they may raise the loss or its noise without damage to the weights."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -7,14 +7,14 @@ from typing import Any
 from zerobook.monitor.excursion import MAX_EXCURSION_POINTS
 
 WINDOW = 32
-"""Steps after an announced one in which its effect may begin."""
+"""Number of steps after the announced step in which the effect of an event may begin."""
 EPOCH_WINDOW = 4
-"""The same after the first step of an epoch. A run has many epochs, and a long window after each would hide damage by data."""
+"""The same for the first step of an epoch. A run has many epochs, and a long window in each would hide damage by data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedEvent:
-    """An event whose effect on the loss begins at one of the steps from ``first`` to ``last``."""
+    """An event whose effect on the loss begins at one of the steps from ``first`` to ``last``. ``what`` names it in words."""
 
     first: int
     last: int
@@ -22,7 +22,7 @@ class ExpectedEvent:
 
 
 class ExpectedEvents:
-    """The announced events of a run. Announce the same on every rank, since all ranks decide from them.
+    """The announced events of a run. All ranks must announce the same events, since each rank decides from them by itself.
 
     Args:
         state: what `state` returned; empty for a new run.
@@ -32,23 +32,23 @@ class ExpectedEvents:
         self._events = [ExpectedEvent(**event) for event in state]
 
     def state(self, step: int) -> list[dict[str, Any]]:
-        """Return the events that may explain an excursion that lasts at ``step`` or begins later, JSON-ready."""
+        """Return the events that may explain an excursion that goes on at ``step`` or begins after it, JSON-ready."""
         return [asdict(event) for event in self._events if event.last + MAX_EXCURSION_POINTS >= step]
 
     def add(self, step: int, what: str, *, window: int = WINDOW) -> None:
         """Announce ``what``, such as "the mixture changes", from ``step`` on."""
         event = ExpectedEvent(first=step, last=step + window, what=what)
-        # Steps that are repeated after a rollback announce their events again.
+        # A step that is repeated after a rollback announces its event a second time.
         if event not in self._events:
             self._events.append(event)
 
     def at(self, onset: int) -> ExpectedEvent | None:
         """Return the newest event that explains a change that began at ``onset``; None if there is none."""
-        # A loss that rises slowly is noticed as high a few steps late, and never early.
+        # The onset may be a few steps after the event, if the loss rises slowly, but never before it.
         return next((event for event in reversed(self._events) if event.first <= onset <= event.last), None)
 
     def during(self, first: int, last: int) -> ExpectedEvent | None:
         """Return the newest event that explains a slow rise of the loss between two steps; None if there is none."""
-        # The beginning of an epoch does not raise the loss slowly.
+        # The beginning of an epoch does not raise the loss slowly, so these events are left out. Their windows are short.
         lasting = [event for event in self._events if event.last - event.first > EPOCH_WINDOW]
         return next((event for event in reversed(lasting) if event.first <= last and first <= event.last), None)

@@ -4,30 +4,38 @@ from dataclasses import dataclass, field
 from statistics import median
 
 MAX_EXCURSION_POINTS = 512
-"""Points of an excursion that are remembered from its onset on, besides the newest one."""
+"""Number of the first points of an excursion that are remembered. Of the later points, only the newest one is."""
 
 
 @dataclass
 class Excursion:
-    """A range of high points that has not come back to the level yet."""
+    """A range of points that begins with a high one and has not come back to the level yet.
+
+    Attributes:
+        onset: step of its first point.
+        base: level of the loss before it.
+        unit: unit of the loss before it, see `zerobook.monitor.baseline.LossBaseline.unit`.
+        losses: the losses since the onset, see `MAX_EXCURSION_POINTS`.
+        high: number of high points.
+        back: number of newest points that are at the base again.
+        confirmed: whether the alarm was raised.
+        judged: ``damage`` or ``divergence``, once reported.
+        peak_then: the peak at that report.
+        touched: whether a point was at the base again since that report.
+        extended: number of times that the patience was extended, because the loss was coming back.
+    """
 
     onset: int
     base: float
     unit: float
     losses: list[float] = field(default_factory=list)
     high: int = 0
-    """points above `Settings.high`"""
     back: int = 0
-    """points in a row that were at the base again"""
     confirmed: bool = False
     judged: str | None = None
-    """``damage`` or ``divergence``, once reported"""
     peak_then: float = 0.0
-    """the peak at that report"""
     touched: bool = False
-    """a point was at the base again since that report"""
     extended: int = 0
-    """number of extensions of the patience, while the loss was coming back"""
 
     @property
     def peak(self) -> float:
@@ -40,6 +48,7 @@ class Excursion:
 
     def add(self, loss: float) -> None:
         self.losses.append(loss)
+        # Keep the newest one, and drop the one before it if there are too many.
         del self.losses[MAX_EXCURSION_POINTS:-1]
 
     def judge(self, kind: str) -> None:
@@ -48,7 +57,11 @@ class Excursion:
         self.peak_then = self.peak
 
     def is_worse_than_judged(self, patience: int) -> bool:
-        """Return whether the loss has left the course that it was judged by: it rises again, or is twice as high."""
+        """Return whether the loss has become worse since the verdict.
+
+        A loss that was coming down is worse if it is above its peak at that time. One that was not is worse if its peak above
+        the base has doubled.
+        """
         if len(self.losses) < 2 * patience:
             return False
         late = median(self.losses[-3:])

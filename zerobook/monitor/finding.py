@@ -14,7 +14,7 @@ class Point:
     grad_norm: float | None = None
     learning_rate: float | None = None
     is_skipped: bool = False
-    """the update was not applied, since a gradient was not finite"""
+    """whether the update was not applied, since a gradient was not finite"""
 
     @property
     def is_finite(self) -> bool:
@@ -23,14 +23,15 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An observation on the curve. ``kind`` is one of
+    """An observation on the loss curve. ``kind`` is one of
 
     ``armed``        a gradient norm or a first high loss that may announce a spike
     ``outlier``      high for a few steps only, then back at the level
     ``spike``        an alarm: high for longer than an outlier
     ``spike_end``    the loss came back
     ``damage``       the loss did not come back in time
-    ``divergence``   the loss rises, stays high without coming down, is not finite, or is exactly 0 from one step on
+    ``divergence``   the loss rises, stays high without coming down, is not finite, or suddenly stays exactly 0; or the gradient
+                     stays exactly 0
     ``slow_rise``    the level has slowly risen far above its lowest value
     ``level_shift``  a moderate step to a new level, which is accepted
     ``reset``        the losses repeat the beginning of the log: another run begins (only in logs of other programs)
@@ -45,10 +46,10 @@ class Finding:
     points: int
     """logged points since the onset"""
     base: float
-    """level before the onset"""
+    """level of the loss before the onset"""
     peak: float
+    """highest loss since the onset, or the loss of the point that it is about; after a slow rise, the level"""
     reason: str
-    """reason in words"""
     finite: bool = True
     """False if a loss or a gradient was not finite"""
     is_slow: bool = False
@@ -56,6 +57,7 @@ class Finding:
 
     @property
     def alarm(self) -> bool:
+        """True if it is reported as an alarm, with or without an action."""
         return self.kind in ("spike", "damage", "divergence", "slow_rise")
 
     @property

@@ -1,7 +1,8 @@
 """Decide what is done about a spike: recovery actions, each stronger than the one before.
 
     replay       Go back to the last proven good checkpoint and do the same steps again with nothing changed. A spike that
-                 does not come again was caused by hardware or chance, and no data is lost. Otherwise data or rate caused it.
+                 does not come again was caused by hardware or chance, and no data is lost. One that comes again was caused
+                 by the data or the learning rate.
     skip         Go back to that checkpoint again and leave the samples of those steps out, in all later epochs too.
     lower_rate   Go back further and lower the learning rate, which then rises back to its schedule.
     stop         Stop with a report and an exit code; a person has to decide.
@@ -10,9 +11,10 @@
 
     further_back   As skip, from one checkpoint further back.
 
-Without ``--policy``, a short run has no replay, see `MOST_REPLAYED`. ``--on_spike lower_rate`` goes back and lowers the rate
-each time, and leaves no samples out. Only findings that need it (`Finding.needs_action`) lead to an action; all others are only
-logged. The decision depends on the arguments and on the actions so far, so ranks that get the same arguments decide the same.
+Without ``--policy``, a replay that costs too much is left out, see `MOST_REPLAYED`. ``--on_spike lower_rate`` goes back and
+lowers the rate each time, and leaves no samples out. Only findings that need an action (`Finding.needs_action`) lead to one.
+All others are only logged. The decision depends on the arguments and on the actions so far, so ranks that get the same
+arguments decide the same.
 """
 
 from collections.abc import Sequence
@@ -26,23 +28,32 @@ from zerobook.utils.units import counted
 ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]
 DEFAULT_ORDER: tuple[PolicyAction, ...] = ("replay", "skip", "lower_rate", "stop")
 MOST_TIMES = {"lower_rate": 2}
-"""Action -> how often it is taken against one trouble; once if not listed. If lowering the rate twice has not helped, the rate
-is not the cause."""
+"""Action -> how often it is taken against the same trouble; an action that is not listed is taken once. If lowering the rate
+twice has not helped, the rate is not the cause."""
 MOST_REPLAYED = 0.1
 """Largest share of the run's steps that a replay may abandon. If the data are the cause, the next action abandons the same
-steps again. If hardware is the cause, leaving samples out instead costs less: the samples of a few steps that were good."""
+steps again. If hardware is the cause, leaving samples out costs less than a replay: only the good samples of a few steps."""
 LEAD = 2
-"""A high loss at step k is caused by earlier updates: the batch of step k - 1 and a checkpoint of step k - 1 are suspect."""
+"""Steps from the newest checkpoint that is not suspect to a high loss. A high loss at step k is caused by earlier updates, so
+the batch of step k - 1 and a checkpoint of step k - 1 are suspect."""
 NEAR = 16
-"""A spike at most this many steps after a trouble belongs to it."""
+"""A spike that begins at most this many steps after the last step of a trouble belongs to that trouble."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryAction:
     """A recovery action against a spike.
 
-    ``to_step`` is the step of the checkpoint to go back to, and ``steps`` are the first and last step whose samples are left
-    out. ``by`` is the user who asked for the action; None if the monitor decided.
+    Attributes:
+        rule: why this action was chosen, in words.
+        reason: what happened, in words.
+        options: the actions that were left to choose from.
+        onset: first step of the spike.
+        noticed: step at which the spike was noticed.
+        to_step: step of the checkpoint to go back to; None if the run does not go back.
+        steps: first and last step whose samples are left out; None if none are.
+        rate_factor: share of the scheduled learning rate after the action; None if the rate stays.
+        by: the user who commanded the action; None if the monitor decided.
     """
 
     kind: ActionKind
@@ -62,15 +73,15 @@ class RecoveryAction:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it changes something, and the run goes on with the next step."""
+        """True if the action changes something, and the run continues with the next step."""
         return not self.goes_back and self.kind not in ("none", "stop", "save")
 
 
 @dataclass
 class Trouble:
-    """A range of steps with a spike, and the actions taken against it.
+    """A range of steps with one or more spikes, and the actions taken against them.
 
-    ``onset`` and ``last`` are its first and last step, ``to_step`` is the step that the last action went back to.
+    ``onset`` and ``last`` are its first and last step. ``to_step`` is the step that the last action went back to, or None.
     """
 
     onset: int
@@ -81,7 +92,10 @@ class Trouble:
 
 @dataclass(frozen=True)
 class _Case:
-    """A spike to decide on, with its trouble. ``step`` is the newest one that the run has done."""
+    """A spike to decide on, and the trouble that it belongs to.
+
+    ``step`` is the newest step that the run has done. ``is_hardware``: a hardware fault is known.
+    """
 
     finding: Finding
     trouble: Trouble
@@ -115,7 +129,7 @@ class RecoveryPolicy:
         state = state or {}
         self._flag = on_spike
         self.on_spike: OnSpike = on_spike
-        # A command may have changed on_spike during an earlier attempt. That holds until the user changes the flag itself.
+        # A command may have changed on_spike during an earlier attempt. Its value stays until the user changes the flag.
         if state.get("flag") == on_spike:
             self.on_spike = state["on_spike"]
         self.max_rollbacks = max_rollbacks
@@ -141,17 +155,18 @@ class RecoveryPolicy:
         hardware: str | None = None,
         step: int = 0,
     ) -> RecoveryAction:
-        """Return the action against a finding that needs one. `record` it if it is taken.
+        """Return the action against a finding that needs one. If the action is taken, pass it to `record`.
 
         Args:
             proven: steps of the checkpoints that were proven good.
             unproven: steps of the other complete checkpoints.
-            hardware: a known hardware fault, in words.
-            step: the newest one that the run has done, if it is later than the one at which the finding was noticed.
+            hardware: a known hardware fault, in words; None if none is known.
+            step: the newest step that the run has done, if that is later than the step at which the finding was noticed.
         """
         reason = f"{finding.kind} since step {finding.onset}: {finding.reason}"
         if hardware:
             reason += f"; {hardware}"
+        # The action to return is a copy of this one, with what is decided below.
         undecided = RecoveryAction(
             kind="none",
             rule="",
@@ -166,8 +181,8 @@ class RecoveryPolicy:
             rule = f"{self.rollbacks} rollbacks, and max_rollbacks is {self.max_rollbacks}"
             return replace(undecided, kind="stop", rule=rule)
 
-        # Find a checkpoint from before the spike. Steps of the same trouble that were treated before are suspect, too.
-        trouble = self._trouble_with(finding.onset, finding.step)
+        # Find the checkpoints from before the trouble that the spike belongs to. Those in it are suspect, too.
+        trouble = self._find_trouble(finding.onset, finding.step)
         newest_sound = trouble.onset - LEAD
         checkpoints = [step for step in proven if step <= newest_sound]
         quality = "the last proven good checkpoint"
@@ -178,13 +193,13 @@ class RecoveryPolicy:
             case = _Case(finding, trouble, max(step, finding.step), is_hardware=hardware is not None)
             return self._decide_rollback(case, undecided, checkpoints, quality)
         rule = f"there is no checkpoint from before step {newest_sound + 1}"
-        # Finite weights may recover by themselves. With a faulty rank or NaN there is no hope of that.
+        # Finite weights may recover by themselves. With faulty hardware or NaN they cannot.
         if hardware is not None or not finding.finite:
             return replace(undecided, kind="stop", rule=rule)
         return replace(undecided, rule=f"{rule}; training goes on")
 
     def _decide_without_checkpoint(self, undecided: RecoveryAction, finding: Finding) -> RecoveryAction:
-        """Return the action if on_spike is log, stop or skip."""
+        """Return the action if on_spike is log, stop or skip, which need no checkpoint."""
         rule = f"on_spike is {self.on_spike}"
         if self.on_spike == "log":
             return replace(undecided, rule=rule)
@@ -199,12 +214,12 @@ class RecoveryPolicy:
         """Return the next action in the order: a rollback, or a stop if all were taken.
 
         Args:
-            checkpoints: steps of checkpoints from before the spike.
-            quality: what the newest of them is, in words.
+            checkpoints: steps of the checkpoints from before the trouble.
+            quality: how good the newest of them is, in words.
         """
         trouble = case.trouble
         to_step = max(checkpoints)
-        kind = self._next_action(case, abandoned=case.step - to_step)
+        kind = self._choose_action(case, abandoned_steps=case.step - to_step)
         if kind == "stop":
             rule = f"all was tried at step {trouble.onset}: {', '.join(trouble.tried)}"
             return replace(undecided, kind="stop", rule=rule)
@@ -215,7 +230,7 @@ class RecoveryPolicy:
             steps_left_out = (max(1, trouble.onset - LEAD + 1), trouble.last)
         if kind == "lower_rate":
             rate_factor = self.rate_factor
-        # One checkpoint further back each time.
+        # These actions go back to the checkpoint before the one of the last action, if there is another.
         if kind in ("lower_rate", "further_back") and trouble.to_step is not None:
             to_step = max((step for step in checkpoints if step < trouble.to_step), default=to_step)
         cost = f"{counted(case.step - to_step, 'step')} abandoned"
@@ -224,7 +239,7 @@ class RecoveryPolicy:
         return replace(
             undecided,
             kind=kind,
-            options=self._options(case),
+            options=self._list_options(case),
             rule=f"{kind}: {quality}, step {to_step}; {cost}",
             to_step=to_step,
             steps=steps_left_out,
@@ -232,67 +247,69 @@ class RecoveryPolicy:
         )
 
     def record(self, action: RecoveryAction) -> None:
-        """Remember an action that is taken: the next one at this place is a stronger one."""
+        """Remember an action that is taken, so that the next one against the same trouble is stronger."""
         if action.to_step is None:
             return
         self.rollbacks += 1
-        trouble = self._trouble_with(action.onset, action.noticed)
+        trouble = self._find_trouble(action.onset, action.noticed)
         self.trouble = replace(trouble, tried=[*trouble.tried, action.kind], to_step=action.to_step)
 
-    def _trouble_with(self, onset: int, noticed: int) -> Trouble:
-        """Return the trouble that a spike belongs to, extended by it; a new one if the last trouble is far away."""
+    def _find_trouble(self, onset: int, noticed: int) -> Trouble:
+        """Return the last trouble, extended by a spike that is near to it; a new trouble if the spike is not near."""
         trouble = self.trouble
         if trouble is None or not trouble.onset - LEAD <= onset <= trouble.last + NEAR:
             return Trouble(onset=onset, last=noticed, tried=[], to_step=None)
         return replace(trouble, onset=min(onset, trouble.onset), last=max(noticed, trouble.last))
 
-    def _next_action(self, case: _Case, *, abandoned: int) -> ActionKind:
-        """Return the first action that may help and was not taken yet; stop if none is left.
+    def _choose_action(self, case: _Case, *, abandoned_steps: int) -> ActionKind:
+        """Return the first action in the order that may help and was not taken yet; stop if none is left.
 
         Args:
-            abandoned: steps that going back to the newest checkpoint would abandon.
+            abandoned_steps: number of steps that going back to the newest checkpoint would abandon.
         """
         tried_actions = case.trouble.tried
-        is_slow = case.finding.is_slow
-        # If the hardware is known to be faulty, the data are blamed only after two replays.
+        # If a hardware fault is known, try two replays before the data or the rate count as the cause.
         if case.is_hardware and tried_actions.count("replay") < 2:
             return "replay"
         if self.on_spike == "lower_rate":
             return "lower_rate"
-        order = self._order_after(is_slow=is_slow)
-        is_expensive = self.total_steps is not None and abandoned > MOST_REPLAYED * self.total_steps
-        is_replay_useful = not is_expensive and not tried_actions
-        # By default, a replay is only the first action, and only if it is cheap. After another action, the samples of the spike
-        # are left out already, and a replay would show nothing.
-        if not self._has_own_order and not is_slow and not is_replay_useful:
+        order = self._list_useful_actions(is_slow=case.finding.is_slow)
+        # In the default order, a replay is only the first action, and only if it is cheap. After another action, the samples of
+        # the spike are left out already, and a replay would show nothing.
+        is_expensive = self.total_steps is not None and abandoned_steps > MOST_REPLAYED * self.total_steps
+        has_useless_replay = is_expensive or len(tried_actions) > 0
+        if has_useless_replay and "replay" in order and not self._has_own_order:
             order.remove("replay")
         for action in order:
             if tried_actions.count(action) < MOST_TIMES.get(action, 1):
                 return action
         return "stop"
 
-    def _order_after(self, *, is_slow: bool) -> list[PolicyAction]:
-        """Return the actions that may help. A slow rise has no step that a replay could compare, and no suspect samples."""
-        return [action for action in self.order if not is_slow or action not in ("replay", "skip")]
+    def _list_useful_actions(self, *, is_slow: bool) -> list[PolicyAction]:
+        """Return the actions that may help, in order."""
+        if not is_slow:
+            return list(self.order)
+        # A slow rise has no step that a replay could compare, and no suspect samples that could be left out.
+        return [action for action in self.order if action not in ("replay", "skip")]
 
-    def _options(self, case: _Case) -> tuple[ActionKind, ...]:
-        """Return the actions that are left."""
+    def _list_options(self, case: _Case) -> tuple[ActionKind, ...]:
+        """Return the actions that are left. Lowering the rate always is."""
         if self.on_spike == "lower_rate":
             return ("lower_rate", "stop")
-        order = self._order_after(is_slow=case.finding.is_slow)
+        order = self._list_useful_actions(is_slow=case.finding.is_slow)
         return tuple(action for action in order if action not in case.trouble.tried or action == "lower_rate")
 
 
 def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
-    """Return the factor on the scheduled learning rate at ``step`` (steps done before it).
+    """Return the factor on the scheduled learning rate at ``step``, the number of steps done.
 
     Args:
-        cuts: [step, factor, steps of the way back] each. At ``step``, the rate is ``factor`` times the scheduled one; then it
-            rises linearly back to it.
+        cuts: [step, factor, number of steps] of each cut. At its step, the rate is ``factor`` times the scheduled one. Over the
+            following number of steps, it rises back linearly to the scheduled one.
     """
-    # Cuts multiply: a later one lowers the rate that the earlier ones have left.
+    # Multiply the cuts: a later cut lowers the rate that the earlier ones have left.
     share = 1.0
-    for start, factor, back in cuts:
+    for start, factor, recovery_steps in cuts:
         if step >= start:
-            share *= min(1.0, factor + (1 - factor) * (step - start) / back)
+            share *= min(1.0, factor + (1 - factor) * (step - start) / recovery_steps)
     return share

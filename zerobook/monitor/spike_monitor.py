@@ -1,4 +1,7 @@
-"""The spike monitor of a run: it is given the measurements of each step, and decides. It carries out nothing."""
+"""The spike monitor of a run: it gets the measurements of each step, finds spikes, and decides on recovery actions.
+
+The trainer carries the actions out.
+"""
 
 import math
 from collections import deque
@@ -15,20 +18,24 @@ from zerobook.monitor.policy import LEAD, RecoveryAction, RecoveryPolicy
 from zerobook.monitor.settings import Settings
 
 RAISED_RATE = 1.1
-"""A learning rate counts as raised if it is more than this times the rate of the step before."""
+"""A learning rate counts as raised if it is more than this factor times the rate of the step before."""
 NEW_LEVEL_POINTS = 6
-"""Points of an excursion that show whether the loss has a new level or still rises."""
+"""Number of points of an excursion that are needed to tell whether the loss has a new level or still rises."""
 MOST_NORM = 20.0
-"""A gradient norm of more than this times its usual level means damage, whatever was announced. In public logs, the median
+"""A gradient norm of more than this factor times its level means damage, whatever was announced. In public logs, the median
 factor was 21 at divergences, and 1.2 at restarts of the learning rate."""
 HISTORY_STEPS = 10_000
-"""Number of the last steps that stay in memory. A step that is repeated is compared with them."""
+"""Number of the last steps that stay in memory, to compare repeated steps with."""
 
 
 class ReplayOutcome(NamedTuple):
-    """Whether a spike came again when its steps were repeated with nothing changed.
+    """Outcome of a replay: whether a spike came again when its steps were repeated with nothing changed.
 
-    ``finding`` is the spike; None if it did not come again. ``loss_before`` is the loss of ``step`` before the rollback.
+    Attributes:
+        step: the step that has decided it.
+        loss: the loss of this step in the replay.
+        loss_before: its loss before the rollback; None if it is not in memory any more.
+        finding: the spike in the replay; None if it did not come again.
     """
 
     step: int
@@ -38,17 +45,19 @@ class ReplayOutcome(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Findings of a step, and the outcome of a replay if this step decides it."""
+    """Findings of a step, and the outcome of a replay; None if there is no replay, or if this step does not decide it."""
 
     findings: list[Finding]
     replay: ReplayOutcome | None
 
 
 class _Replay(NamedTuple):
-    """The steps from ``onset`` to ``last``, which are repeated.
+    """A replay of the steps from ``onset`` to ``last``.
 
-    ``before`` has these steps as they were before the rollback. ``base`` is the level of the loss before them, and a loss is
-    high if it is at least ``high`` above that.
+    Attributes:
+        before: step -> its point before the rollback.
+        base: level of the loss before the spike.
+        high: a loss was high if it was at least this much above ``base``.
     """
 
     onset: int
@@ -64,11 +73,11 @@ class SpikeMonitor:
     Args:
         on_spike, max_rollbacks, rate_factor, order, total_steps: see `RecoveryPolicy`.
         peak_rate: highest learning rate of the schedule.
-        detector: `state` in the checkpoint; empty for a new run.
-        policy: state of the policy, as `RecoveryPolicy.state` returned it; empty for a new run.
+        detector: what `state` returned, from the checkpoint; empty for a new run.
+        policy: what `RecoveryPolicy.state` returned; empty for a new run.
 
     Attributes:
-        expected: what the run has announced.
+        expected: the announced events.
     """
 
     def __init__(
@@ -96,7 +105,7 @@ class SpikeMonitor:
         self._history: deque[Point] = deque(maxlen=HISTORY_STEPS)
         self._replay: _Replay | None = None
         self.expected = ExpectedEvents(detector.get("expected", []))
-        # Rounding may put a rate above the peak.
+        # The factor allows for rounding, which may put a rate just above the peak.
         self._peak_rate = 1.001 * peak_rate
 
     @property
@@ -106,7 +115,7 @@ class SpikeMonitor:
 
     @property
     def has_lost_weights(self) -> bool:
-        """True if the loss has not been finite in the last ``patience`` steps, so that the weights cannot be finite."""
+        """True if no loss of the last `Settings.patience` steps was finite, so that the weights cannot be finite."""
         newest = list(self._history)[-self.settings.patience :]
         not_finite = [point for point in newest if not math.isfinite(point.loss)]
         return len(not_finite) == self.settings.patience
@@ -116,13 +125,14 @@ class SpikeMonitor:
         return {**self.detector.state(), "expected": self.expected.state(self.detector.last_step or 0)}
 
     def update(self, point: Point) -> Observation:
-        """Take in the next step."""
+        """Process the next step, and return its findings."""
         self._expect_raised_rate(point)
         findings = self.detector.update(point)
         self._history.append(point)
         findings = [self._explain(finding, point) for finding in findings]
         replay = self._compare_with_replay(point)
-        # A fault without an excursion, such as losses of exactly 0, is found again by the detector alone.
+        # Only the detector recognises a fault without a high loss, such as losses of exactly 0. If it has found one in the
+        # replay, the fault did come again.
         if replay is not None and replay.finding is None and any(finding.needs_action for finding in findings):
             replay = None
         return Observation(findings, replay)
@@ -130,7 +140,7 @@ class SpikeMonitor:
     def _expect_raised_rate(self, point: Point) -> None:
         """Announce an event if the schedule raises the learning rate, such as at a warm restart."""
         rate = point.learning_rate
-        # In its first steps a new run is in its warm-up, which is no event.
+        # A new run is in its warm-up at first, which is no event.
         is_new = self.detector.seen < self.settings.level_points
         last_rate = self.detector.last_rate
         if is_new or rate is None or last_rate is None:
@@ -140,15 +150,15 @@ class SpikeMonitor:
             self.expected.add(point.step, f"the learning rate was raised from {last_rate:.3g} to {rate:.3g}")
 
     def _explain(self, finding: Finding, point: Point) -> Finding:
-        """Return the finding, with the announced event that may have caused it.
+        """Return the finding. If an announced event may have caused it, its reason names the event.
 
-        If the event explains the finding completely, a new level of the loss is returned instead, which needs no action.
+        If the event explains the finding completely, return a level shift instead, which needs no action.
         """
         event = self.expected.at(finding.onset)
         if finding.is_slow:
             event = self.expected.during(finding.onset, finding.step)
         is_explicable = finding.alarm or finding.kind == "level_shift"
-        # No event makes a loss infinite without damage.
+        # An event cannot explain a loss or a gradient that is not finite.
         if event is None or not is_explicable or not finding.finite:
             return finding
         if finding.needs_action and self._is_harmless_step(finding):
@@ -161,21 +171,22 @@ class SpikeMonitor:
     def _is_harmless_step(self, finding: Finding) -> bool:
         """Return whether the loss has risen to a new level by a moderate amount, so that an announced event can explain it."""
         excursion = self.detector.excursion
-        # After a shock, the weights may be damaged whatever was announced. Few points show no new level.
+        # A few points do not show a new level. After a shock, the weights may be damaged, whatever was announced.
         if excursion is None or len(excursion.losses) < NEW_LEVEL_POINTS or self.detector.shock is not None:
             return False
         norms = [past.grad_norm for past in self._history if past.step >= finding.onset and past.grad_norm is not None]
-        # The detector has logarithms of norms.
+        # The detector has the level of the logarithm of the norm.
         has_level = len(self.detector.norm.accepted) > 0
         if norms and has_level and max(norms) > MOST_NORM * math.exp(self.detector.norm.level()):
             return False
         newest_level = median(excursion.losses[-3:])
+        level_before = median(excursion.losses[-NEW_LEVEL_POINTS:-3])
         rise = newest_level - excursion.base
-        # A loss that still rises has no new level. The last three points are then above the three before them by more than the
+        # A loss that still rises has no new level. Its last three points are above the three before them by more than the
         # noise, and by more than a quarter of the rise.
-        still_rises = newest_level - median(excursion.losses[-NEW_LEVEL_POINTS:-3]) > max(2.5 * excursion.unit, rise / 4)
-        # A moderate rise at most doubles the loss. A loss near 0 is measured in units of its noise.
-        return rise < max(abs(excursion.base), 10 * excursion.unit) and not still_rises
+        is_rising = newest_level - level_before > max(2.5 * excursion.unit, rise / 4)
+        # A moderate rise is smaller than the loss before it. If that is near 0, the rise is compared with the noise instead.
+        return rise < max(abs(excursion.base), 10 * excursion.unit) and not is_rising
 
     def decide(
         self, finding: Finding, proven: Sequence[int], unproven: Sequence[int], hardware: str | None, step: int = 0
@@ -184,20 +195,23 @@ class SpikeMonitor:
 
         Pass the action to ``policy.record`` if it is taken.
         """
-        # A gradient norm may have armed the detector before the first high loss. Then the spike began with it.
-        onset = self.detector.onset()
+        # If a gradient norm has armed the detector before the first high loss, the spike began with this norm.
+        onset = self.detector.find_onset()
         if onset is not None and onset < finding.onset:
             finding = replace(finding, onset=onset)
         return self.policy.decide(finding, proven, unproven, hardware, step)
 
     def go_back(self, action: RecoveryAction, detector: dict[str, Any]) -> dict[int, float]:
-        """Forget the steps after ``action.to_step``. Return step -> loss of those that must have the same loss when repeated.
+        """Return to the state after ``action.to_step``, and prepare to compare the repeated steps if the action is a replay.
 
         Args:
             detector: state of the detector in the checkpoint.
+
+        Returns:
+            Step -> loss, for those of the forgotten steps that must have the same loss when they are repeated.
         """
         assert action.to_step is not None
-        # The bounds of a high loss are in the state of the detector, which is replaced below.
+        # Read what a high loss is from the detector before it is replaced below.
         excursion = self.detector.excursion
         base = math.nan
         high = math.nan
@@ -207,48 +221,51 @@ class SpikeMonitor:
         before: dict[int, Point] = {}
         while self._history and self._history[-1].step > action.to_step:
             point = self._history.pop()
-            # If a step was done several times, the newest time counts.
+            # If a step was done several times, keep its newest point, which comes first here.
             before.setdefault(point.step, point)
-        # Without a disturbance, as where copies of the weights differ, the losses do not show whether it comes again.
-        is_disturbed = self.detector.onset() is not None
+        # If the losses show no disturbance, as when only copies of the weights differ, they cannot show whether it comes again.
+        is_disturbed = self.detector.find_onset() is not None
         self.detector = Detector(self.settings, detector)
         self._replay = None
         if action.kind == "replay" and is_disturbed:
             self._replay = _Replay(action.onset, action.noticed, before, base, high)
 
-        # Losses are the same up to the first step that is suspect, or whose samples are left out.
-        first = action.onset - LEAD + 1 if action.steps is None else action.steps[0]
+        # Losses must be the same before the first step that is suspect, or whose samples are left out.
+        first_changed = action.onset - LEAD + 1 if action.steps is None else action.steps[0]
         losses: dict[int, float] = {}
         for step, point in sorted(before.items()):
-            if step < first and math.isfinite(point.loss):
+            if step < first_changed and math.isfinite(point.loss):
                 losses[step] = point.loss
         return losses
 
     def far_above_best(self, held_out: float | None, best_held_out: float | None) -> dict[str, list[float | None]]:
-        """Return the losses that are far above their best at the end, with or without a finding: name -> [value, best].
+        """Return name -> [value, best] of the losses that are far above their best at the end of a run.
 
-        For the loss, the median of the last points is compared with the lowest level; for the held-out loss, the last
-        evaluation with the best one. The last three points count too: a loss that falls until the end lies below its median.
+        The last losses are compared with the lowest level so far, and the held-out loss of the last evaluation with the best.
         """
         losses = []
         for point in list(self._history)[-self.settings.patience :]:
-            # The median needs an order, and NaN has none.
+            # A median needs numbers that can be sorted, which NaN cannot.
             losses.append(point.loss if math.isfinite(point.loss) else math.inf)
+        # The lower of two medians, since a loss that falls until the end has its last points below the median of more.
         loss = min(median(losses), median(losses[-3:])) if losses else None
         pairs = {"loss": (loss, self.detector.best), "held-out loss": (held_out, best_held_out)}
         far: dict[str, list[float | None]] = {}
         for name, (value, best) in pairs.items():
-            if value is not None and best is not None and self.detector.far_above(value, best):
+            if value is not None and best is not None and self.detector.is_far_above(value, best):
                 far[name] = [value, best]
         return far
 
     def _compare_with_replay(self, point: Point) -> ReplayOutcome | None:
-        """Return the outcome of a replay if this step decides it, without waiting until the detector confirms a spike."""
+        """Return the outcome of a replay if this step decides it, else None.
+
+        A single high loss decides, long before the detector would confirm a spike.
+        """
         replay = self._replay
         if replay is None or point.step < replay.onset:
             return None
         before = replay.before.get(point.step)
-        # The history may be too short to have the step.
+        # The step is missing if the history is too short.
         loss_before = None if before is None else before.loss
         if before is not None and _is_high_again(before, point, replay):
             self._replay = None
@@ -271,10 +288,10 @@ class SpikeMonitor:
 
 
 def _is_high_again(before: Point, now: Point, replay: _Replay) -> bool:
-    """Return whether a step that was high or not finite is so again. A step that was normal before gives False."""
+    """Return whether a step was high or not finite before the rollback, and is so again in the replay."""
     if not before.is_finite:
         return not now.is_finite
-    # The losses need not be equal, since sums over the ranks may be rounded in another order. More than half the excess counts.
-    # The comparison is negated, so that NaN counts, too.
+    # The losses need not be equal, since sums over the ranks may be rounded differently. So more than half the excess suffices.
+    # A comparison with NaN is false. With ``not <=`` instead of ``>``, NaN counts as high.
     excess = before.loss - replay.base
     return excess >= replay.high and not now.loss - replay.base <= excess / 2
