@@ -72,15 +72,15 @@ class LogDetector(Detector):
         return [self.finding_of("reset", point, excursion, reason)]
 
     def explain_large_rise(self, previous_level: float, new_level: float, rise: float) -> str | None:
-        loss_size = self.loss.size(previous_level)
+        reference = self.loss.reference_loss(previous_level)
         if self.rates:
-            if self._rate_was_raised() and rise < self.settings.step_of_raised_rate * loss_size:
+            if self._rate_was_raised() and rise < self.settings.step_of_raised_rate * reference:
                 return "the learning rate was raised"
             return None
         # The log has no learning rates. A raised rate is assumed if the rise undoes little of the fall since the start.
         assert self.loss.first is not None
         fall = self.loss.first - previous_level
-        if new_level - previous_level < min(loss_size, self.settings.step_of_unknown_rate * fall):
+        if new_level - previous_level < min(reference, self.settings.step_of_unknown_rate * fall):
             return "the learning rate, which is not known, may have been raised"
         return None
 

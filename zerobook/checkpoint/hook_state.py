@@ -39,7 +39,7 @@ def make_hook_state(states: dict[str, dict[str, Any]], strategy: Strategy) -> Ho
         TypeError: a value is neither JSON nor a dict of tensors.
         ValueError: tensors are not like the shards of the trained weights.
     """
-    arranged = HookState()
+    hook_state = HookState()
     for hook, state in states.items():
         values = {}
         tensor_keys = []
@@ -47,7 +47,7 @@ def make_hook_state(states: dict[str, dict[str, Any]], strategy: Strategy) -> Ho
             # An empty dict has no tensors, and is a value.
             if isinstance(value, Mapping) and value and all(isinstance(item, torch.Tensor) for item in value.values()):
                 check_shards(strategy, value, f"state_dict of the hook {hook}, {key}")
-                arranged.tensors[tensor_key(hook, key)] = value
+                hook_state.tensors[tensor_key(hook, key)] = value
                 tensor_keys.append(key)
             else:
                 values[key] = value
@@ -59,5 +59,5 @@ def make_hook_state(states: dict[str, dict[str, Any]], strategy: Strategy) -> Ho
                 f"state_dict of the hook {hook}: {error}. A value is what JSON can hold, or a dict with a tensor for each "
                 "trained weight."
             ) from None
-        arranged.values[hook] = {"values": values, "tensors": tensor_keys}
-    return arranged
+        hook_state.values[hook] = {"values": values, "tensors": tensor_keys}
+    return hook_state

@@ -186,7 +186,7 @@ class CheckpointManager:
         """
         # A checkpoint is pruned only when the next one is complete, so a run that saves twice needs room for two.
         if fitting < 2:
-            if not (is_new and fitting == 1):
+            if fitting < 1 or not is_new:
                 return None
             self.save_steps = 0
             return (

@@ -70,17 +70,18 @@ def _add_file(digest: Any, file: Path) -> None:
             digest.update(handle.read(_BLOCK_BYTES))
 
 
-def check(checkpoint: Path, saved: dict[str, Any], now: dict[str, Any] | None, *, weights: bool) -> None:
-    """Refuse a model with which the weights of ``checkpoint`` would compute another function than the trained one.
+def check(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any] | None, *, weights: bool) -> None:
+    """Raise `CheckpointError` if the weights of ``checkpoint`` would compute something else in this model than they were
+    trained for.
 
     Args:
         saved: the content of the checkpoint's config.json. Older checkpoints have no ``base`` in it, and are not checked.
-        now: `facts` of the model; None if they are not known.
+        current: `facts` of the model; None if they are not known.
         weights: compare the weights' digests too, if both are known. The same commit of the hub has the same weights.
     """
-    if now is None or not saved.get("base"):
+    if current is None or not saved.get("base"):
         return
-    problem = difference(saved["base"], now, weights=weights)
+    problem = difference(saved["base"], current, weights=weights)
     if problem is not None:
         config = saved["config"]
         raise CheckpointError(

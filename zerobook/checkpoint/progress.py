@@ -99,7 +99,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Progress:
-        """Return the record. Raises `CheckpointError` if keys are missing or unknown."""
+        """Return the progress that ``record``, of `to_json`, holds. Raises `CheckpointError` if keys are missing or unknown."""
         names = {field.name for field in fields(cls)}
         missing = names - set(record) - _NEW_FIELDS
         unknown = set(record) - names

@@ -443,7 +443,7 @@ class _File:
         self._file = path.open("wb")
         self._file.seek(8 + HEADER_BYTES)
 
-    # Returns the entry in the header for a tensor that is appended next.
+    # Returns the entry in the header for a tensor that is appended next. A number in fp32 has 4 bytes.
     def _make_entry(self, values: torch.Tensor) -> dict[str, Any]:
         return {
             "dtype": "F32",

@@ -102,12 +102,12 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
         LockedError: another process holds the lock; the message names it.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
-    holder = checkpoints / f"{LOCK}.holder"
+    holder_file = checkpoints / f"{LOCK}.holder"
     with locks.locked(checkpoints / LOCK, wait=_GRACE_S if wait is None else wait) as is_locked:
         if is_locked is False:
             holder_name = ""
             with suppress(OSError, UnicodeDecodeError):
-                holder_name = plain(reading.read_text(holder), lines=False)
+                holder_name = plain(reading.read_text(holder_file), lines=False)
             raise LockedError(
                 f"{checkpoints}: {holder_name or 'another process'} uses this folder. Two processes there would delete each "
                 "other's checkpoints. Wait for that process or stop it, or give a new run another --output_dir. If its host is "
@@ -124,12 +124,12 @@ def locked(checkpoints: Path, *, wait: float | None = None) -> Iterator[None]:
         try:
             # The name of the holder is only for a message. If it cannot be written, as on a full disk, the run goes on.
             with suppress(OSError):
-                write_whole(holder, f"process {os.getpid()} on {socket.gethostname()}")
+                write_whole(holder_file, f"process {os.getpid()} on {socket.gethostname()}")
             sweep(checkpoints)
             yield
         finally:
             with suppress(OSError):
-                holder.unlink()
+                holder_file.unlink()
 
 
 def name_of(step: int) -> str:
@@ -175,7 +175,7 @@ def publish(staging: Path, step: int, digests: dict[str, str], version: int = FO
     for file in (*unflushed, manifest, staging):
         fsync(file)
 
-    # Free the name, and give it to the new checkpoint. A rename is atomic.
+    # Free the name, and give it to the new checkpoint. A rename is atomic. The earlier checkpoint is not deleted before that.
     replaced = None
     if os.path.lexists(final):
         if find_damage(final, thorough=True) is not None:
@@ -228,6 +228,7 @@ def _hide(folder: Path) -> Path:
 
 def _delete(folder: Path) -> None:
     with _warning_on_error(folder):
+        # rmtree refuses links and files, which somebody may have given the name of a folder.
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
         else:
@@ -522,8 +523,8 @@ def prune(checkpoints: Path, keep: int | None, protected: Collection[int] = (), 
     return deleted
 
 
+# Raises `CheckpointError` if the file cannot be read.
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's JSON file. Raises `CheckpointError` if it cannot be read."""
     try:
         return cast("dict[str, Any]", reading.read_json(file))
     except (OSError, ValueError) as error:

@@ -63,7 +63,7 @@ class Exchange:
         self._judge = Judge(world_size, hang_timeout, GRACE_S, now) if rank == 0 else None
 
     def take_slow(self) -> list[Slow]:
-        """Return the ranks that have become slow since the last call. On other ranks than 0 there are none."""
+        """Return the hosts with slow ranks that were noticed since the last call. Other ranks than 0 notice none."""
         # Another thread may append entries meanwhile. Remove only those that are returned.
         count = len(self._newly_slow)
         newly_slow = self._newly_slow[:count]
@@ -116,7 +116,8 @@ class Exchange:
 
     def has_main_ended(self, now: float) -> bool:
         """Return whether the process of rank 0, which judges the others, has ended."""
-        return self.rank != 0 and bool(self.presence.find_ended({self.main_beat.endpoint: now - self.pulse_time}))
+        silences = {self.main_beat.endpoint: now - self.pulse_time}
+        return self.rank != 0 and len(self.presence.find_ended(silences)) > 0
 
     # Reads the heartbeats of all ranks, notes which ranks are slow, and returns the verdict if some block the run. Rank 0.
     def _judge_all(self, judge: Judge, now: float) -> Verdict | None:

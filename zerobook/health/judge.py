@@ -136,12 +136,12 @@ class Judge:
 
     def judge_ended(self, now: float, presence: Presence) -> Verdict | None:
         """Return the verdict on silent ranks whose process has ended, and does not only hang; None if there are none."""
-        running = {beat.endpoint: rank for rank, beat in self.beats.items() if beat.phase not in FINISHED_PHASES}
-        silences = {endpoint: now - self.last_heard[rank] for endpoint, rank in running.items()}
-        ended = sorted(running[endpoint] for endpoint in presence.find_ended(silences))
-        if not ended:
+        ranks = {beat.endpoint: rank for rank, beat in self.beats.items() if beat.phase not in FINISHED_PHASES}
+        silences = {endpoint: now - self.last_heard[rank] for endpoint, rank in ranks.items()}
+        ended_ranks = sorted(ranks[endpoint] for endpoint in presence.find_ended(silences))
+        if not ended_ranks:
             return None
-        return self._make_verdict("ended", ended, now - self.last_heard[ended[0]])
+        return self._make_verdict("ended", ended_ranks, now - self.last_heard[ended_ranks[0]])
 
     # Returns the verdict on failed ranks; None during the grace, in which the launcher may stop the other ranks.
     def _judge_failed(self, now: float) -> Verdict | None:

@@ -119,6 +119,7 @@ class Watch:
         position.enter("failed")
         self._wake.set()
         if self.world_size > 1 and is_connection_error(error):
+            # Rank 0 notices the silence of a rank that is gone after `GONE_INTERVALS` intervals.
             self._has_verdict.wait(5 * self.interval + 1)
             silence = self._clock.now() - self._exchange.pulse_time
             # If rank 0 itself is gone, it sends no verdict. Then this rank makes one.

@@ -39,6 +39,7 @@ class RollingQuantiles:
     def add(self, value: float) -> None:
         self.values.append(value)
         insort(self._sorted, value)
+        # Drop the oldest number if there are too many.
         if len(self.values) > self.size:
             oldest = self.values.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
@@ -98,9 +99,10 @@ class Baseline:
         self.residuals.add(residual)
 
     def move(self, values: list[float]) -> None:
-        """Set the level to that of ``values``, without changing the residuals."""
+        """Compute the level from ``values`` instead of the accepted ones, without changing the residuals."""
         self.accepted = RollingQuantiles(self.level_points, values)
 
+    # The keys keep their names, since checkpoints of earlier versions have them.
     def state(self) -> dict[str, Any]:
         return {"near": list(self.accepted.values), "residuals": list(self.residuals.values), "first": self.first}
 
@@ -143,8 +145,8 @@ class LossBaseline(Baseline):
         state = state or {}
         # A state of an earlier version has residuals in nats. Turn them into shares of the loss.
         if "residuals" not in state and len(self.accepted) > 0:
-            loss_size = self.size(self.accepted.quantile(0.5))
-            self.residuals = RollingQuantiles(unit_points, [residual / loss_size for residual in self.residuals.values])
+            reference = self.reference_loss(self.accepted.quantile(0.5))
+            self.residuals = RollingQuantiles(unit_points, [residual / reference for residual in self.residuals.values])
         # The next two hold fewer points than the residuals, so they show a change of the noise sooner.
         self.residual_sizes = RollingQuantiles(4 * level_points, map(abs, self.residuals.values))
         self.noise = RollingQuantiles(4 * level_points, state.get("noise", []))
@@ -169,7 +171,7 @@ class LossBaseline(Baseline):
             newest_level = median(values[-4:])
         if self.has_no_noise:
             return min(level, newest_level)
-        is_falling = level - newest_level > 1.5 * self.scale(newest_level) * self.upper_unit()
+        is_falling = level - newest_level > 1.5 * self.residual_scale(newest_level) * self.upper_unit()
         return newest_level if is_falling else level
 
     @property
@@ -177,7 +179,7 @@ class LossBaseline(Baseline):
         """True for the first six points, which have too few residuals to measure the noise."""
         return len(self.residuals) < 4
 
-    def size(self, level: float) -> float:
+    def reference_loss(self, level: float) -> float:
         """Return the loss of which shares are taken at ``level``: the level itself, or something larger if it is near zero."""
         # Near zero, a fiftieth of the fall since the start replaces the level.
         first = level if self.first is None else self.first
@@ -187,11 +189,11 @@ class LossBaseline(Baseline):
             fall = 1.0
         return max(abs(level), 0.02 * fall, 1e-12)
 
-    def scale(self, level: float) -> float:
-        """Return the number by which a residual at ``level`` is divided: the size of the loss, plus five times the noise."""
+    def residual_scale(self, level: float) -> float:
+        """Return the number by which a residual at ``level`` is divided: the reference loss, plus five times the noise."""
         # If the noise is larger than the loss, as near zero, a share of the loss alone would be huge.
         noise = self.noise.quantile(0.5) if len(self.noise) > 0 else 0.0
-        return self.size(level) + 5 * noise
+        return self.reference_loss(level) + 5 * noise
 
     def unit(self) -> float:
         """Return the unit: an estimate of the noise that corresponds to one standard deviation. It is the largest of three."""
@@ -202,21 +204,21 @@ class LossBaseline(Baseline):
         # A point is high from three units on. With a third of the deepest dip, a rise of the same size is just not high.
         if len(self.dip_depths) > 0:
             deepest = self.dip_depths.quantile(1.0)
-            units.append(min(deepest / 3, MAX_UNIT_OF_DIPS) * self.size(self.level()))
+            units.append(min(deepest / 3, MAX_UNIT_OF_DIPS) * self.reference_loss(self.level()))
         return max(units)
 
     def residual_unit(self) -> float:
         """Return the unit from the residuals alone. A loss that rises slowly does not make it larger."""
         level = self.level()
-        size = self.size(level)
+        reference = self.reference_loss(level)
         # Before the noise is known, only a loss of twice the level is high: three of these units above it.
         if self.has_no_noise:
-            return size / 3
+            return reference / 3
         missing_history = 1 - len(self.residuals) / self.level_points
-        scale = self.scale(level)
+        scale = self.residual_scale(level)
         units = [
-            self.smallest_unit * size,
-            self.smallest_unit_at_start * size * missing_history,
+            self.smallest_unit * reference,
+            self.smallest_unit_at_start * reference * missing_history,
             scale * self.upper_unit(),
             # Residuals of both signs. A unit from positive residuals alone, once too small, would reject the points that could
             # correct it.
@@ -247,14 +249,16 @@ class LossBaseline(Baseline):
 
     def _follow_dip(self, value: float) -> float:
         """Return the depth of the dip that ends with this value, as a share of the loss; 0 if none ends here."""
+        # Outside of a dip: a dip begins with this value if the value is far below the level.
         if not self.dip:
             level = self.accepted.quantile(0.5)
             # Compare with the smallest unit first, since the unit itself takes longer to compute.
-            is_possible = level - value > 3 * self.smallest_unit * self.size(level)
+            is_possible = level - value > 3 * self.smallest_unit * self.reference_loss(level)
             if is_possible and level - value > 3 * self.residual_unit():
                 self.dip = [value]
                 self.dip_level = level
             return 0.0
+        # Inside a dip: it goes on as long as the values are below its level by more than the noise.
         if value < self.dip_level - self.residual_unit():
             self.dip.append(value)
             # The loss has stayed low for too long for a dip: it has fallen to a new level.
@@ -264,11 +268,11 @@ class LossBaseline(Baseline):
         # The loss is back. The depth is that of the second lowest value, since a single batch may have a much lower loss.
         second_lowest = sorted([*self.dip, self.dip_level])[1]
         self.dip = []
-        return (self.dip_level - second_lowest) / self.size(self.dip_level)
+        return (self.dip_level - second_lowest) / self.reference_loss(self.dip_level)
 
     def learn(self, residual: float, trend: float) -> None:
         self.noise.add(abs(residual))
-        share = residual / self.scale(trend)
+        share = residual / self.residual_scale(trend)
         super().learn(share, trend)
         self.residual_sizes.add(abs(share))
 

@@ -127,7 +127,7 @@ class Detector:
             self.excursion = Excursion(**excursion)
 
     def state(self) -> dict[str, Any]:
-        """Return the complete state, JSON-ready."""
+        """Return the complete state, JSON-ready. Keys keep their names, since checkpoints of earlier versions have them."""
         return {
             "loss": self.loss.state(),
             "norm": self.norm.state(),
@@ -233,6 +233,7 @@ class Detector:
         losses = excursion.losses[-self.settings.level_points :]
         self.close_excursion(losses)
         level = self.loss.level()
+        # Their distances from the new level are its noise.
         for loss in losses:
             self.loss.learn(loss - level, level)
         # Do not compare later losses with the best level from before the new one.
@@ -245,13 +246,13 @@ class Detector:
         count = len(self.not_finite)
         # The update was applied although the loss is not finite, so the weights are damaged.
         if not point.is_skipped:
-            return [self._finding("divergence", point, "the loss is not finite")]
+            return [self._make_finding("divergence", point, "the loss is not finite")]
         # The optimizer skipped the update, so a single such step changes nothing.
         if count == 1:
-            return [self._finding("outlier", point, "the gradient is not finite; the step was not applied")]
+            return [self._make_finding("outlier", point, "the gradient is not finite; the step was not applied")]
         # A longer series is reported once, when it is too long for an outlier.
         if count == self.settings.outlier_steps + 1:
-            return [self._finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
+            return [self._make_finding("divergence", point, f"the gradient was not finite in {count} steps in a row")]
         return []
 
     def is_dead(self, point: Point) -> bool:
@@ -270,7 +271,7 @@ class Detector:
         if len(self.zeros) < needed_points:
             return []
         reason = f"the loss was exactly 0 at {needed_points} points in a row, where {self.loss.level():.4g} was usual"
-        return [self._finding("divergence", point, reason)]
+        return [self._make_finding("divergence", point, reason)]
 
     def _process_zero_gradient(self, point: Point) -> list[Finding]:
         """Report a long series of gradients of exactly 0: the weights are destroyed, and do not learn any more."""
@@ -284,9 +285,10 @@ class Detector:
         self.still.append(point.step)
         if len(self.still) < STILL_STEPS:
             return []
-        return [self._finding("divergence", point, f"the gradient was exactly 0 at {STILL_STEPS} points in a row")]
+        return [self._make_finding("divergence", point, f"the gradient was exactly 0 at {STILL_STEPS} points in a row")]
 
     # --- the gradient norm, which often moves first
+    # Arms the detector if the gradient norm is far too high, and remembers the level of the loss before a shock.
     def _process_norm(self, point: Point) -> list[Finding]:
         settings = self.settings
         # Disarm if no spike has followed. The level before a shock is remembered for longer.
@@ -303,6 +305,7 @@ class Detector:
         if len(self.norm.accepted) < settings.level_points:
             self.norm.accept(log_norm)
             return []
+        # The logarithm of the ratio of the norm to its level.
         excess = log_norm - self.norm.level()
         if excess < settings.precursor * max(self.norm.upper_unit(), settings.min_norm_unit):
             self.norm.accept(log_norm)
@@ -323,7 +326,7 @@ class Detector:
     def _arm(self, point: Point, reason: str) -> Finding:
         self.armed = point.step
         self.armed_at = self.seen
-        return self._finding("armed", point, reason)
+        return self._make_finding("armed", point, reason)
 
     def _disarm(self) -> None:
         self.armed = None
@@ -333,6 +336,7 @@ class Detector:
     # --- the loss
     def _process_loss(self, point: Point, stride: int) -> list[Finding]:
         excursion = self.excursion
+        # The first loss has no level to be compared with.
         if not self.has_level:
             self.loss.accept(point.loss)
             return []
@@ -349,6 +353,7 @@ class Detector:
 
     def _is_early_noise(self, loss: float) -> bool:
         """Return whether the loss of one of the first points is usual. The level may be several times too low by chance."""
+        # The last factor is for all later points, too.
         factor = EARLY_FACTORS[min(len(self.loss.accepted), len(EARLY_FACTORS)) - 1]
         return self.loss.has_no_noise and loss < factor * max(abs(self.loss.level()), EARLY_LEVEL)
 
@@ -360,8 +365,10 @@ class Detector:
 
     def _is_absurd(self, loss: float) -> bool:
         assert self.loss.first is not None
+        # It is also compared with 1 nat, since losses near 0 can have any ratio to each other.
         return loss > self.settings.absurd_factor * max(abs(self.loss.level()), abs(self.loss.first), 1.0)
 
+    # Reports a divergence at once. No later points are needed for this verdict.
     def _report_absurd(self, point: Point) -> Finding:
         excursion = self._extend_excursion(point)
         excursion.confirmed = True
@@ -467,8 +474,7 @@ class Detector:
         if new_run:
             return new_run
 
-        # The loss is back at the base. Two such points in a row end the spike.
-        # After a high spike, the loss need not come back as exactly.
+        # Two points in a row that are back at the base end the spike. After a high spike, they need not be as close to it.
         tolerance = max(2 * excursion.unit, min(0.1 * (excursion.peak - base), 0.25 * abs(base)))
         if point.loss - base < tolerance:
             excursion.back += 1
@@ -548,13 +554,13 @@ class Detector:
         if self.shock is not None:
             return None
         previous_level = excursion.base
-        loss_size = self.loss.size(previous_level)
+        reference = self.loss.reference_loss(previous_level)
         settings = self.settings
         # Several small rises add up to a large one, so compare with the lowest level since the last rise that was accepted.
         lowest_level = previous_level if self.lowest is None else min(previous_level, self.lowest)
         # The level of a young run lags behind a falling loss, so the true rise is larger, and half of it is allowed.
         max_share = settings.small_rise / 2 if self.loss.is_young else settings.small_rise
-        if new_level - lowest_level < max_share * loss_size:
+        if new_level - lowest_level < max_share * reference:
             return "a small rise, as other data cause"
         return self.explain_large_rise(previous_level, new_level, new_level - lowest_level)
 
@@ -568,14 +574,13 @@ class Detector:
         """
         return None
 
-    def close_excursion(self, level: list[float], *, is_settled: bool = True) -> None:
-        """End the excursion, and compute the level anew from some losses.
+    def close_excursion(self, losses: list[float], *, is_settled: bool = True) -> None:
+        """End the excursion, and compute the level anew from ``losses``.
 
         Args:
-            level: these losses.
             is_settled: whether the level is final, so that a shock is over too.
         """
-        self.loss.move(level)
+        self.loss.move(losses)
         self.excursion = None
         self.evidence = 0.0
         if is_settled or self.shock is None:
@@ -600,7 +605,10 @@ class Detector:
         if self.excursion is not None or len(self.loss.accepted) < settings.level_points:
             return []
         rise = level - self.lowest
-        is_far = rise > settings.slow_rise * self.loss.size(self.lowest) and rise > settings.high * self.loss.residual_unit()
+        is_far = (
+            rise > settings.slow_rise * self.loss.reference_loss(self.lowest)
+            and rise > settings.high * self.loss.residual_unit()
+        )
         # Count points in a row: a point that is not far above starts the count again.
         if is_far:
             self.risen += 1
@@ -609,7 +617,7 @@ class Detector:
         if self.risen < settings.level_points:
             return []
         # Other data do not cause a slow rise of twice this size.
-        is_divergence = rise > 2 * settings.slow_rise * self.loss.size(self.lowest)
+        is_divergence = rise > 2 * settings.slow_rise * self.loss.reference_loss(self.lowest)
         finding = Finding(
             kind="divergence" if is_divergence else "slow_rise",
             step=point.step,
@@ -625,7 +633,7 @@ class Detector:
         return [finding]
 
     # --- findings
-    def _finding(self, kind: str, point: Point, reason: str) -> Finding:
+    def _make_finding(self, kind: str, point: Point, reason: str) -> Finding:
         """Return a finding about a point that belongs to no excursion."""
         # If the loss or the gradient is not finite or 0, the finding is about the series of such points that ends here.
         steps = self.not_finite or self.zeros or self.still or [point.step]

@@ -85,7 +85,7 @@ class Preemption:
             if self.received is not None:
                 store.set(_SIGNAL_KEY, self.received)
             else:
-                self.received = _signal_in(store)
+                self.received = _read_signal(store)
             if self.received is None:
                 return False
             self._has_written_step = True
@@ -99,7 +99,7 @@ class Preemption:
         return self._last_step is not None and step >= self._last_step
 
 
-def _signal_in(store: dist.Store) -> str | None:
+def _read_signal(store: dist.Store) -> str | None:
     """Return the name of the signal that some rank has received; None if there is none."""
     if not store.check([_SIGNAL_KEY]):
         return None
