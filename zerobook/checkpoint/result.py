@@ -72,8 +72,8 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists()
 
 
+# Returns an adapter with the model that it was trained on, which its config names.
 def _read_adapter(adapter: Path) -> Result:
-    """Return an adapter with the model that it was trained on, which its config names."""
     file = adapter / "adapter_config.json"
     try:
         adapter_config = read_json(file)

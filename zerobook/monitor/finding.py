@@ -57,7 +57,6 @@ class Finding:
 
     @property
     def alarm(self) -> bool:
-        """True if it is reported as an alarm, with or without an action."""
         return self.kind in ("spike", "damage", "divergence", "slow_rise")
 
     @property
