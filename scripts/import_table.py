@@ -22,7 +22,7 @@ from io import StringIO
 from pathlib import Path
 
 from zerobook.cli.doctor import inspect_launch
-from zerobook.cli.import_config import launch_words, write
+from zerobook.cli.import_config import launch_words, write_import
 from zerobook.errors import ConfigError
 from zerobook.interop.configs.account import HEADINGS
 from zerobook.interop.configs.command_lines import Command, find_program, read_command
@@ -153,7 +153,7 @@ def doctor(imported: Imported, hardware: Hardware) -> list[str]:
     """Return the problems of the launch."""
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(StringIO()):
-            write(imported, Path(folder))
+            write_import(imported, Path(folder))
         _, strategy, *words = launch_words(imported, Path(folder))
         plan, problems, _, _ = inspect_launch(written_out(words, strategy), hardware)
     return problems + (plan.problems if plan else [])
