@@ -27,12 +27,10 @@ are 512 positions at a vocabulary of 128,000."""
 TILE = 128
 """Positions of a chunk are a multiple of this number, if that many fit: the kernels of matrix products compute tiles."""
 HALF_SCALE = 1024.0
-"""Factor of fp16 gradients of logits, which are probabilities: those under 6e-8 would round to 0. It is a power of 2, so it
-rounds nothing itself."""
-
-
+"""Factor of the gradients of logits in fp16. They are probabilities, and fp16 would round those under 6e-8 to 0. The factor is
+a power of 2, so a product with it is exact."""
 SUPERVISED = "supervised"
-"""Name of the positions in a batch that have a target: int64 [supervised], in the flattened rows."""
+"""Key in a batch of the positions that have a target: int64 [supervised], indices into the flattened rows."""
 
 
 def install(model: nn.Module) -> LossHead | None:
@@ -40,54 +38,63 @@ def install(model: nn.Module) -> LossHead | None:
 
     Other models are left as they are: those that scale or cap their logits (Gemma 2, Cohere) or add to them (BART), and those
     whose output layer is quantised, has an adapter or a hook (``device_map``), or was divided among processes while it was
-    loaded. Call it before the model is distributed. It computes nothing.
+    loaded.
+
+    Call this before the model is distributed. No layer of the model runs.
+
+    Returns:
+        The head, which is also the attribute ``loss_head`` of the model; None if the model is left as it is.
     """
-    owner: Any = getattr(model, "get_base_model", lambda: model)()
-    layer = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
-    # A forward of the instance is a hook, which moves tensors between devices.
+    # PEFT wraps the model that has the output layer.
+    base_model: Any = getattr(model, "get_base_model", lambda: model)()
+    layer = base_model.get_output_embeddings() if hasattr(base_model, "get_output_embeddings") else None
+    # accelerate's hook for ``device_map`` replaces the forward method of the instance.
     if type(layer) is not nn.Linear or hasattr(layer.weight, "device_mesh") or "forward" in vars(layer):
         return None
-    head = LossHead(layer)
-    if not _returned_unchanged(owner, layer):
-        del layer.forward
+    if not _has_unchanged_logits(base_model, layer):
         return None
-    # It is not a module, so it is not part of the state dict.
+    head = LossHead(layer)
+    # The head is not a module, so it is not part of the state dict.
     model.loss_head = head  # type: ignore[assignment]
     return head
 
 
-def _returned_unchanged(owner: Any, layer: nn.Linear) -> bool:
-    """Return whether the model's logits are the tensor that its output layer returns. The layers below do not run."""
+def _has_unchanged_logits(model: Any, layer: nn.Linear) -> bool:
+    """Return whether the model's logits are the tensor that its output layer returns.
+
+    Only the model's own forward method runs. The modules in it are replaced by functions that return zeros.
+    """
     from transformers.modeling_outputs import BaseModelOutput
 
-    class Output(BaseModelOutput):
-        """Output of the layers below. What else a model asks for is None."""
+    class HiddenStates(BaseModelOutput):
+        """Output of every module below the output layer. Attributes that it does not have are None."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("_"):
                 raise AttributeError(name)
 
     logits = torch.zeros(1, 1, 1)
-    states = Output(last_hidden_state=torch.zeros(1, 1, layer.in_features))
+    states = HiddenStates(last_hidden_state=torch.zeros(1, 1, layer.in_features))
     ids = torch.zeros(1, 1, dtype=torch.int64)
     inputs = {"input_ids": ids}
-    if owner.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     with ExitStack() as stack:
-        for module in owner.modules():
-            if module is not owner:
+        for module in model.modules():
+            if module is not model:
                 stack.enter_context(replaced(module, "forward", lambda *_, **__: states))
         stack.enter_context(replaced(layer, "forward", lambda *_, **__: logits))
         try:
-            output = owner.forward(**inputs, use_cache=False)
-        # Architectures raise different errors where they need more than that.
+            output = model.forward(**inputs, use_cache=False)
+        # A model that needs other inputs or other hidden states raises some error, and is left as it is.
         except Exception:
             return False
     return getattr(output, "logits", None) is logits
 
 
 class LossHead:
-    """The output layer of a model. It returns the loss inside of `computing`, and a part of the logits inside of `keeping`.
+    """The output layer of a model, which returns logits, and within two contexts something else instead: the loss within
+    `computing`, and the logits of some positions within `keeping`.
 
     The layer keeps its class, its hooks and its place in the model, so strategies gather its weight as before.
 
@@ -99,7 +106,7 @@ class LossHead:
         self.layer = layer
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
-        self._kept: slice | None = None
+        self._columns: slice | None = None
         layer.forward = self._forward  # type: ignore[assignment]  # of this instance
 
     @contextmanager
@@ -120,21 +127,21 @@ class LossHead:
 
     @contextmanager
     def keeping(self, columns: slice) -> Iterator[None]:
-        """Return a context in which the model's ``logits`` are those of some columns of the rows.
+        """Return a context in which the model's ``logits`` are those of some positions of each row.
 
         The logits of complete rows need more memory than a training step, which never has all of them.
         """
-        self._kept = columns
+        self._columns = columns
         try:
             yield
         finally:
-            self._kept = None
+            self._columns = None
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.layer.weight
         bias = self.layer.bias
-        if self._kept is not None:
-            hidden = hidden[:, self._kept]
+        if self._columns is not None:
+            hidden = hidden[:, self._columns]
         if self._targets is None:
             return linear(hidden, weight, bias)
         hidden = hidden.flatten(0, -2)
@@ -148,10 +155,10 @@ class LossHead:
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the summed cross-entropy of ``linear(hidden, weight, bias)``, without all of its logits in memory.
+    """Return the summed cross-entropy of the logits ``linear(hidden, weight, bias)``, which are never all in memory.
 
-    Products are computed in autocast's dtype or in that of ``weight``, the softmax and sums in fp32. The gradient can be
-    computed once.
+    Products are computed in autocast's dtype, or without autocast in that of ``weight``; the softmax and sums in fp32. Only
+    one backward pass is possible.
 
     Args:
         hidden: float [positions, width].
@@ -165,7 +172,7 @@ def linear_cross_entropy(
     if len(hidden) != len(targets):
         raise ValueError(f"{len(hidden)} positions have {len(targets)} targets")
     if not torch.is_grad_enabled():
-        # Autograd tells a function that a parameter needs a gradient here too.
+        # Under ``no_grad`` too, autograd tells the function that a parameter needs a gradient. It would be computed in vain.
         hidden = hidden.detach()
         weight = weight.detach()
         if bias is not None:
@@ -174,12 +181,13 @@ def linear_cross_entropy(
 
 
 def chunk_starts(positions: int, chunk_length: int) -> Iterable[int]:
-    """Return the first position of each chunk."""
+    """Return the first position of each chunk. The planner replaces this function, to run few chunks."""
     return range(0, positions, chunk_length)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps the gradients for a gradient of 1, and multiplies them by the real one in the backward pass."""
+    """Computes the gradients in the forward pass, for an output gradient of 1. The backward pass multiplies them by the real
+    output gradient."""
 
     @staticmethod
     def forward(
@@ -194,7 +202,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             gradients = _Gradients()
             if needs_hidden:
-                # fp16 gradients are made with a scale, which fp32 can take out again.
+                # In fp16, gradients are computed times `HALF_SCALE`, and then divided by it in fp32.
                 gradients.hidden = torch.empty_like(hidden, dtype=torch.float32 if dtype == torch.float16 else None)
             if needs_weight:
                 gradients.weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -208,26 +216,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 chunk = slice(start, start + chunk_length)
                 ignored = targets[chunk, None] == IGNORE
                 chunk_targets = targets[chunk, None].clamp(min=0)
-                # What is not finite would spread to the gradients of other positions.
+                # A value that is not finite at an ignored position would spread to the gradients of other positions.
                 inputs = hidden[chunk].to(dtype).masked_fill(ignored, 0.0)
                 # On a GPU, one kernel converts fp16 to fp32 and normalises. Other dtypes have an fp32 copy in between.
                 log_probabilities = log_softmax(linear(inputs, cast_weight, cast_bias), dim=-1, dtype=torch.float32)
                 target_log_probabilities = log_probabilities.gather(1, chunk_targets)
                 total -= target_log_probabilities.masked_fill(ignored, 0.0).sum()
                 if needs_hidden or needs_weight or needs_bias:
-                    # The gradient of the logits is the softmax, less 1 at the target. The difference is made in fp32.
-                    at_targets = target_log_probabilities.exp() - 1
-                    if dtype == torch.float16:
-                        log_probabilities += math.log(HALF_SCALE)
-                        at_targets *= HALF_SCALE
-                    logits_gradient = log_probabilities
-                    if dtype != torch.float32:
-                        logits_gradient = torch.empty_like(log_probabilities, dtype=dtype)
-                    torch.exp(log_probabilities, out=logits_gradient)
-                    logits_gradient.scatter_(1, chunk_targets, at_targets.to(dtype))
+                    logits_gradient = _gradient_of_logits(log_probabilities, target_log_probabilities, chunk_targets, dtype)
                     gradients.add(chunk, logits_gradient, inputs, cast_weight, ignored)
                     del logits_gradient
-                # Freed before the next chunk is made.
+                # The largest tensors are freed before those of the next chunk are made.
                 del log_probabilities
         ctx.gradients = gradients
         return total
@@ -243,8 +242,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return gradients.hidden, gradients.weight, gradients.bias, None
 
 
+def _gradient_of_logits(
+    log_probabilities: torch.Tensor, target_log_probabilities: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the gradient of the summed cross-entropy with respect to the logits: the softmax, less 1 at the target.
+
+    In fp16 it is multiplied by `HALF_SCALE`. To save memory, ``log_probabilities`` (fp32 [positions, vocabulary]) are
+    overwritten.
+    """
+    # The difference is computed in fp32, and rounded to ``dtype`` afterwards.
+    at_targets = target_log_probabilities.exp() - 1
+    if dtype == torch.float16:
+        # The exponential of a sum is a product, so this is the scale of the softmax.
+        log_probabilities += math.log(HALF_SCALE)
+        at_targets *= HALF_SCALE
+    gradient = log_probabilities
+    if dtype != torch.float32:
+        gradient = torch.empty_like(log_probabilities, dtype=dtype)
+    torch.exp(log_probabilities, out=gradient)
+    return gradient.scatter_(1, targets, at_targets.to(dtype))
+
+
 class _Gradients:
-    """The gradients with respect to the layer's input, weight and bias; None if one is not needed."""
+    """The gradients with respect to the layer's input, weight and bias, each None if it is not needed."""
 
     hidden: torch.Tensor | None = None
     weight: torch.Tensor | None = None
@@ -253,28 +273,28 @@ class _Gradients:
     def add(
         self, chunk: slice, logits_gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, ignored: torch.Tensor
     ) -> None:
-        """Add a chunk of positions.
+        """Write the gradient of the inputs of a chunk of positions, and add the chunk to the gradients of weight and bias.
 
         Args:
             logits_gradient: [positions, vocabulary], in the dtype of ``weight``; times `HALF_SCALE` in fp16.
             inputs: [positions, width], in the dtype of ``weight``; 0 where ``ignored`` is true.
-            weight: the layer's.
+            weight: the layer's weight, in the dtype of the products.
             ignored: bool [positions, 1], true for positions without a target.
         """
         is_fp16 = weight.dtype == torch.float16
         scale = HALF_SCALE if is_fp16 else 1.0
-        on_tensor_cores = sums_in_fp32(weight)
+        can_return_fp32 = sums_in_fp32(weight)
         if self.hidden is not None:
-            # A sum of scaled fp16 gradients could exceed the range.
-            if is_fp16 and on_tensor_cores:
+            # A sum of scaled gradients could exceed the range of fp16, so it is made in fp32.
+            if is_fp16 and can_return_fp32:
                 product = torch.mm(logits_gradient, weight, out_dtype=torch.float32).div_(scale)
             elif is_fp16:
                 product = (logits_gradient.float() @ weight.float()).div_(scale)
             else:
                 product = logits_gradient @ weight
             self.hidden[chunk] = product.masked_fill_(ignored, 0.0)
-        # Sums over chunks are in fp32.
-        if self.weight is not None and on_tensor_cores:
+        # The sum over chunks is in fp32. A product that torch cannot return in fp32 is added in bf16, or computed in fp32.
+        if self.weight is not None and can_return_fp32:
             options: dict[str, Any] = {"out_dtype": torch.float32, "alpha": 1 / scale, "out": self.weight}
             torch.addmm(self.weight, logits_gradient.T, inputs, **options)
         elif self.weight is not None and weight.dtype == torch.bfloat16:
@@ -282,7 +302,8 @@ class _Gradients:
         elif self.weight is not None:
             self.weight.addmm_(logits_gradient.T.float(), inputs.float(), alpha=1 / scale)
         if self.bias is not None:
-            # The product sums the rows that are not ignored, without a masked copy of all logits.
+            # The gradient of the bias is the sum over positions. As a product with a vector of 0 and 1, it leaves out ignored
+            # positions without a masked copy of all logits.
             self.bias.addmv_(logits_gradient.T.float(), (~ignored).float().squeeze(1), alpha=1 / scale)
 
     def multiply_(self, factor: torch.Tensor) -> None:
@@ -293,5 +314,9 @@ class _Gradients:
 
 
 def sums_in_fp32(tensor: torch.Tensor) -> bool:
-    """Return whether a product of matrices in the dtype of ``tensor`` can have an fp32 result, which torch 2.8 can on CUDA."""
+    """Return whether torch can return a product of half-precision matrices in fp32, as it can on CUDA from 2.8 on.
+
+    Args:
+        tensor: one of the matrices.
+    """
     return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(torch.ops.aten.addmm, "dtype_out")
