@@ -46,7 +46,7 @@ def traced_as_it_ran(facts: dict[str, Any]) -> Iterator[None]:
         if "layers" in program:
             stack.enter_context(_fused_layers())
         if "loss" in program:
-            stack.enter_context(replaced(objective, "_summed", _LOSSES[program["loss"]]))
+            stack.enter_context(replaced(objective, "_sum_cross_entropy", _LOSSES[program["loss"]]))
         if "loss_chunks" in program:
             tokens = facts["seq_len"] * facts["micro_batch"]
             logits_of_chunk = tokens // program["loss_chunks"] * facts["arch"]["vocab"]

@@ -29,7 +29,7 @@ from zerobook.health.position import here
 from zerobook.models.generation_config import RULES, decoding
 from zerobook.models.load import check_positions, load_model
 from zerobook.objective import TargetTokens
-from zerobook.objective import _summed as seq2seq_loss
+from zerobook.objective import _sum_cross_entropy as seq2seq_loss
 from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan
 

@@ -19,7 +19,7 @@ from zerobook.constants import IGNORE
 from zerobook.data.collate import CausalCollator, DecoderInput, Seq2SeqCollator
 from zerobook.data.embedded import rows as embedded_rows
 from zerobook.errors import ConfigError
-from zerobook.objective import _summed as seq2seq_loss
+from zerobook.objective import _sum_cross_entropy as seq2seq_loss
 from zerobook.objective import causal_lm_loss
 from zerobook.training.schedule import learning_rate_schedule
 

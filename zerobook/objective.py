@@ -39,7 +39,7 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         Scalar. 0, with a gradient of 0, if nothing is supervised.
     """
     # The labels are shifted, not the logits: leaving out each row's last position would copy all other logits.
-    return _summed(logits, shifted(labels))
+    return _sum_cross_entropy(logits, shifted(labels))
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -51,11 +51,11 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
-def _summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum the cross-entropy over positions, in fp32.
+def _sum_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy summed over all positions, a scalar in fp32.
 
-    Without a gradient, `FP32_LOGITS` are converted at a time, and no chunk is kept. With a gradient, all at once, since
-    autograd keeps the log-probabilities of every position anyway.
+    If no gradient is needed, at most `FP32_LOGITS` logits are converted to fp32 at once, to save memory. Otherwise all are
+    converted at once, since autograd keeps the log-probabilities of every position anyway.
 
     Args:
         logits: float [rows, length, vocabulary].
@@ -85,7 +85,7 @@ def model_loss(model: nn.Module, inputs: dict[str, Any], targets: torch.Tensor, 
     head: LossHead | None = getattr(unwrap(model), "loss_head", None)
     if head is None:
         output = model(**inputs, **options)
-        return _summed(output.logits, targets), output
+        return _sum_cross_entropy(output.logits, targets), output
     with head.computing(targets, positions):
         output = model(**inputs, **options)
     return output.logits, output
@@ -97,10 +97,10 @@ class Objective(ABC):
     The weights are counted once, when the data is prepared. The divisor of a step, over all ranks and micro-batches, is
     therefore known on every rank without communication, and the training does not depend on how a batch is cut.
 
-    All blocks of running text have one weight: ``weight`` is asked about a row of that length, whose ids mean nothing.
+    All blocks of running text have the same weight: ``weight`` is called once, with a row of their length and arbitrary ids.
 
-    A batch that lacks rows is filled up with rows in which every array whose name ends with ``labels`` is `IGNORE`
-    throughout. ``loss`` must be 0 for them.
+    A batch with too few rows is filled up with rows in which every array whose name ends with ``labels`` contains only
+    `IGNORE`. ``loss`` must be 0 for them.
 
     An objective is sent to the processes that prepare data, so it must be picklable.
     """
@@ -183,23 +183,23 @@ class NextToken(Objective):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, Metrics]:
         inputs, targets = with_targets(batch)
-        balance = self._balance(model)
-        if balance == 0:
+        balance_factor = self._balance_factor(model)
+        if balance_factor == 0:
             return model_loss(model, inputs, targets)[0]
         loss, output = model_loss(model, inputs, targets, output_router_logits=True)
-        supervised = (targets != IGNORE).sum()
-        # Do this even if no token is supervised: the backward passes of all ranks must run the same modules.
-        router = output.aux_loss.to(loss.device) * supervised
-        metrics = {"router_aux_loss": router.detach()}
-        experts = experts_per_token(unwrap(model).config)
-        if experts:
-            load = expert_load(output.router_logits, experts, inputs.get("attention_mask"))
-            metrics["expert_load"] = load.to(router.device) * supervised
-        return loss + balance * router, metrics
+        supervised_count = (targets != IGNORE).sum()
+        # Also without supervised tokens: the backward passes of all ranks must run the same modules.
+        router_loss = output.aux_loss.to(loss.device) * supervised_count
+        metrics = {"router_aux_loss": router_loss.detach()}
+        experts_taken = experts_per_token(unwrap(model).config)
+        if experts_taken:
+            load = expert_load(output.router_logits, experts_taken, inputs.get("attention_mask"))
+            metrics["expert_load"] = load.to(router_loss.device) * supervised_count
+        return loss + balance_factor * router_loss, metrics
 
     def needs_attention_mask(self, model: nn.Module) -> bool:
-        # transformers counts padding as load if no mask says that it is padding.
-        return self._balance(model) != 0
+        # Without a mask, transformers counts padding as load of the experts.
+        return self._balance_factor(model) != 0
 
     @property
     def is_cross_entropy(self) -> bool:
@@ -212,11 +212,11 @@ class NextToken(Objective):
         return type(self).loss is NextToken.loss
 
     def splits_tokens(self, model: nn.Module) -> bool:
-        # A subclass may have another loss, and the load of experts is that of a micro-batch of full rows.
-        return type(self).loss is NextToken.loss and self._balance(model) == 0
+        # A subclass may have another loss. The balancing loss depends on all tokens of a micro-batch, not on those of a part.
+        return type(self).loss is NextToken.loss and self._balance_factor(model) == 0
 
-    def _balance(self, model: nn.Module) -> float:
-        """Return the factor of the loss that balances experts; 0 if it is left out."""
+    def _balance_factor(self, model: nn.Module) -> float:
+        """Return the factor of the loss that balances experts; 0 if this loss is left out."""
         config = getattr(unwrap(model), "config", None)
         coefficient = router_coefficient(config)
         if coefficient is None or not model.training:
@@ -293,6 +293,7 @@ class TargetTokens(Objective):
     The labels are not shifted, since the decoder's input is (see `zerobook.data.collate.Seq2SeqCollator`).
     """
 
+    # Every label is a target, also the first.
     shifted = False
 
     @property
@@ -318,6 +319,7 @@ def with_targets(batch: Mapping[str, Any]) -> tuple[dict[str, Any], torch.Tensor
     """Return (the model's inputs, the token that each position predicts), of whole rows or of a part of their tokens."""
     inputs = dict(batch)
     if TARGETS in inputs:
+        # The strategy has shifted the labels before it split the rows.
         return inputs, inputs.pop(TARGETS)
     return inputs, shifted(inputs.pop("labels"))
 

@@ -53,8 +53,8 @@ class OptimizerSpec(ABC):
     def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         """Create the state of ``parameter``, which has none yet, as the first step would: zeros.
 
-        Override it if ``step`` creates the whole state, with a step count, only while the state is empty. After this method
-        the state is not empty, so the count must be created here.
+        Override it if ``step`` creates the state and its step count only for a weight whose state is empty. After this method
+        the state is not empty, so the override has to create the count as well.
         """
         import torch
 
@@ -83,7 +83,7 @@ class OptimizerSpec(ABC):
         return None
 
     def set_step(self, optimizer: torch.optim.Optimizer, n: int) -> None:
-        """Set the optimizer's step count to ``n``. Its state has been created."""
+        """Set the optimizer's step count to ``n``. It is called when the state of every weight exists."""
         return None
 
 
@@ -206,7 +206,8 @@ class PagedAdamW(_Counting):
 
     bits: ClassVar[int] = 32
     paged: ClassVar[bool] = True
-    step_bytes = 0  # an integer
+    # The count is an integer of Python.
+    step_bytes = 0
 
     def build(self, groups: list[dict[str, Any]], config: RecipeConfig) -> torch.optim.Optimizer:
         from bitsandbytes.optim import AdamW as BitsandbytesAdamW
@@ -225,6 +226,7 @@ class PagedAdamW(_Counting):
         return {"exp_avg": shape, "exp_avg_sq": shape}
 
     def init_state(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        # bitsandbytes creates the state of a parameter by its position among the groups.
         for group_index, group in enumerate(optimizer.param_groups):
             for index, member in enumerate(group["params"]):
                 if member is parameter:
@@ -241,7 +243,7 @@ class AdamW8bit(PagedAdamW):
     """bitsandbytes' AdamW with moments in 8 bits (Dettmers et al., 2022): each block of `BLOCK` numbers of a flattened weight
     has an fp32 scale, its largest absolute value. Weights under `SMALLEST_8BIT` numbers have fp32 moments.
 
-    Checkpoints hold the moments in fp32, and the scales, with which the same bits are found again.
+    Checkpoints hold the moments in fp32 and the scales. With both, a resume computes the same 8-bit codes again.
     """
 
     bits = 8
@@ -274,20 +276,24 @@ class AdamW8bit(PagedAdamW):
         if state.dtype != torch.uint8:
             state.copy_(value)
             return
-        # bitsandbytes would compute a new scale. Its codes do not hold -1, so a negative largest number would shrink.
+        # Quantise with the scales of the checkpoint. bitsandbytes would compute new ones, and they would become smaller: -1 is
+        # not among its 256 values, so the largest number of a block loses a little if it is negative.
         values, scale = self._values_and_scale(optimizer, parameter, key)
-        shares = value.to(scale.device).flatten() / scale.repeat_interleave(BLOCK)[: value.numel()]
-        # The nearest of the 256 values is found by the midpoints between them.
+        normalised = value.to(scale.device).flatten() / scale.repeat_interleave(BLOCK)[: value.numel()]
+        # The code of a number is the index of the nearest value, which the midpoints between the values delimit. A block of
+        # zeros has the scale 0, and 0 / 0 is nan.
         midpoints = (values[1:] + values[:-1]) / 2
-        codes = torch.bucketize(shares.nan_to_num(0.0), midpoints)
+        codes = torch.bucketize(normalised.nan_to_num(0.0), midpoints)
         state.copy_(codes.view(state.shape))
 
     def _values_and_scale(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the 256 values of the 8-bit type, ascending, and the scale of each block."""
+        """Return the 256 values that an 8-bit code can stand for, ascending, and the scale of each block."""
         state = optimizer.state[parameter]
-        return state[_BITSANDBYTES[key].replace("state", "qmap")], state[_BITSANDBYTES[f"{key}_scale"]]
+        # bitsandbytes keeps the values of the codes in ``state1`` as ``qmap1``.
+        values = state[_BITSANDBYTES[key].replace("state", "qmap")]
+        return values, state[_BITSANDBYTES[f"{key}_scale"]]
 
     def held_bytes(self, shapes: Iterable[tuple[int, ...]]) -> int:
         bytes_of_state = 0
@@ -317,6 +323,7 @@ BLOCK = 256
 """Numbers that share a scale in bitsandbytes' 8-bit state."""
 SMALLEST_8BIT = 4096
 """Numbers of the smallest weight whose state bitsandbytes keeps in 8 bits."""
+# Key of a state tensor in checkpoints -> its key in bitsandbytes' optimizers.
 _BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2", "exp_avg_scale": "absmax1", "exp_avg_sq_scale": "absmax2"}
 
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
@@ -335,11 +342,11 @@ RESUMES = {
     "adamw_8bit": ("paged_adamw_8bit",),
     "paged_adamw_8bit": ("adamw_8bit",),
 }
-"""Optimizer -> others whose checkpoints hold its whole state."""
+"""Optimizer -> other optimizers whose checkpoints it can resume from, since they hold all of its state."""
 
 _ADAMS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")
 SETTINGS = {"adam_beta1": _ADAMS, "adam_beta2": _ADAMS, "adam_epsilon": _ADAMS, "momentum": ("sgd",)}
-"""Config key -> the optimizers of `OPTIMIZERS` that read it. A user's own class may read any."""
+"""Config key -> the optimizers of `OPTIMIZERS` that read it. A class of the user may read any key."""
 
 
 def optimizer_spec(optimizer: str) -> OptimizerSpec:
@@ -371,7 +378,7 @@ def optimizer_name(optimizer: str) -> str:
 
 
 def names_code_in_yaml(config: RecipeConfig, sources: ConfigSources) -> bool:
-    """Return whether the optimizer is a class of somebody's own, and only a recipe's YAML names it."""
+    """Return whether the optimizer is a class in somebody's file, and the recipe's YAML, not a flag, names it."""
     return config.optimizer not in OPTIMIZERS and sources.is_from_yaml("optimizer")
 
 
@@ -391,7 +398,7 @@ def unused_settings(optimizer: str, keys: Iterable[str]) -> list[str]:
 
 
 def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return how many numbers a checkpoint holds of the optimizer's state for weights of ``shapes``."""
+    """Return the number of elements of the optimizer's state for weights of ``shapes``, as a checkpoint holds it."""
     numbers = 0
     for shape in shapes:
         # The planner passes plain tuples, so that it need not import torch.
@@ -404,8 +411,8 @@ def refused_by(strategy: str, kind: str, offload: str, optimizer: str) -> str | 
     """Return why a strategy cannot use an optimizer, and the way out; None if it can.
 
     Args:
-        strategy: its name in messages.
-        kind: ``single``, ``ddp``, ``deepspeed`` or ``fsdp``.
+        strategy: the strategy's name in messages.
+        kind: of the strategy: ``single``, ``ddp``, ``deepspeed`` or ``fsdp``.
         offload: where the optimizer's state is kept: ``none``, ``cpu`` or ``nvme``.
         optimizer: the value of ``--optimizer``.
 

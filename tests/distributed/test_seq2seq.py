@@ -165,7 +165,7 @@ def answering(tiny, tmp_path_factory):
 
     from tests.tiny import seq2seq_rows
     from zerobook.data.collate import DecoderInput, Seq2SeqCollator
-    from zerobook.objective import _summed as seq2seq_loss
+    from zerobook.objective import _sum_cross_entropy as seq2seq_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
