@@ -77,21 +77,21 @@ class _Keys(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_value(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = _kinds(cls.model_fields[str(info.field_name)].annotation)
+        types = _union_members(cls.model_fields[str(info.field_name)].annotation)
         # pydantic would take ``true`` as 1.
-        if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
+        if isinstance(value, bool) and bool not in types and types & {int, float}:
             raise PydanticCustomError("number", "Input should be a number")
-        if type(None) in kinds and is_none(value):
+        if type(None) in types and is_none(value):
             return None
-        lists = [kind for kind in kinds if get_origin(kind) is list]
-        if lists:
-            has_choices = get_origin(get_args(lists[0])[0]) is Literal
-            # A list in YAML may hold the word; where the items are free text, it may be one of them.
+        list_types = [kind for kind in types if get_origin(kind) is list]
+        if list_types:
+            has_choices = get_origin(get_args(list_types[0])[0]) is Literal
+            # In YAML, [none] means an empty list. If the items are free text, none may be one of them.
             if has_choices and value == ["none"]:
                 return []
             return as_list(value)
-        # Flags and YAML give a whole number as 1e3 too, which pydantic takes for a float alone.
-        return as_whole_number(value) if int in kinds else value
+        # In flags and YAML, a whole number may be written as 1e3, which pydantic refuses for an int.
+        return as_whole_number(value) if int in types else value
 
 
 def _number(value: Any) -> float | None:
@@ -104,8 +104,8 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the classes in a union."""
+def _union_members(annotation: Any) -> set[Any]:
+    """Return the types in a union. Another type is returned as the only one."""
     if get_origin(annotation) in (Union, UnionType):
         return set(get_args(annotation))
     return {annotation}
@@ -131,7 +131,8 @@ class DatasetSpec(_Keys):
 
     def model_post_init(self, context: Any) -> None:
         name = self.name or Path(self.path.removeprefix("embedded:")).absolute().name.split(".")[0]
-        self.name = plain(name, lines=False)  # it begins lines of the output
+        # Lines of the output begin with the name, so control characters are removed from it.
+        self.name = plain(name, lines=False)
 
 
 @dataclass(frozen=True)
@@ -385,12 +386,13 @@ class RecipeConfig(_Keys):
 
     @property
     def trains_adapters(self) -> bool:
-        """Return whether the loaded weights are frozen, and adapters are trained beside them."""
+        """Whether the loaded weights are frozen, and adapters are trained beside them."""
         return False
 
     @property
     def base_format(self) -> str | None:
-        """The format that frozen weights are quantised to while loading: ``nf4`` or ``int8``; None if they are not."""
+        """The format that frozen weights are quantised to while they are loaded: ``nf4`` or ``int8``; None if they are not
+        quantised."""
         return None
 
     @property
@@ -405,8 +407,8 @@ class RecipeConfig(_Keys):
             return value
         if info.field_name == "chat_template" and re.search(r"{[{%#]|\n", value):
             raise PydanticCustomError("choice", "Input should be a file: write the template into FILE.jinja, and name that")
-        # An empty text is mostly a variable that a script has not set: it would mean the working folder, or nothing.
-        # The system answers a longer name with an error of its own.
+        # An empty text is mostly a shell variable that is not set, and a path without characters is the working folder. With a
+        # NUL or a name that is too long, the operating system raises an error that does not name the key.
         if not value or "\0" in value or any(len(name.encode()) > LONGEST_NAME for name in value.split("/")):
             raise PydanticCustomError("choice", "Input should be a path")
         return value
@@ -419,7 +421,7 @@ class RecipeConfig(_Keys):
     @field_validator("mixed_precision", mode="before")
     @classmethod
     def _read_mixed_precision(cls, value: Any) -> Any:
-        # Others write none and false for it. Here none would mean unset, and another file might turn half precision on.
+        # Other trainers write none and false for fp32. Here none would mean unset, and the strategy file would then decide.
         if value is False or value in ("none", "false", "off"):
             return "no"
         return value
@@ -427,6 +429,7 @@ class RecipeConfig(_Keys):
     @field_validator("new_tokens", mode="before")
     @classmethod
     def _refuse_joined_tokens(cls, value: Any) -> Any:
+        # One text with a comma inside may be a token, or several tokens that were joined.
         if as_list(value) == [value] and re.search("[^,],[^,]", str(value)):
             raise PydanticCustomError(
                 "choice", "Input should be a list, since a token may have a comma: [A, B] in YAML, --new_tokens A B as a flag"
@@ -438,6 +441,7 @@ class RecipeConfig(_Keys):
     def _read_profile(cls, value: Any) -> Any:
         if is_none(value):
             return None
+        # The first step, and the last one if there is a range.
         steps = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", str(value))
         if steps is None or int(steps[1]) > int(steps[2] or steps[1]):
             raise PydanticCustomError("choice", "Input should be a step or a range of steps, such as 12 or 10-12")
@@ -446,12 +450,12 @@ class RecipeConfig(_Keys):
     @field_validator("resume_from_checkpoint", mode="before")
     @classmethod
     def _read_resume(cls, value: Any) -> Any:
-        """Read true and false as transformers' scripts do: the newest checkpoint, and none."""
+        """Read true and false as transformers' scripts do: true is the newest checkpoint, false is no checkpoint."""
         return {"true": AUTOMATIC, "false": None}.get(str(value).lower(), value)
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
-        """The first and the last step to profile; None for none."""
+        """The first and the last step to profile; None if no step is profiled."""
         if self.profile is None:
             return None
         first, _, last = self.profile.partition("-")
@@ -488,10 +492,11 @@ class RecipeConfig(_Keys):
         return value
 
     def loaded_dtype(self, precision: str) -> Dtype:
-        """Return the dtype that the model is loaded in: ``dtype`` where the user set it, or where its weights are trained.
+        """Return the dtype that the model is loaded in.
 
-        A frozen base has no use for fp32 in mixed precision, which computes in half precision anyway. In a 4-bit base,
-        the weights that are not quantised decide the dtype of the activations between its layers.
+        It is ``dtype`` if the user set it, or if the loaded weights are trained. A frozen base is loaded in the half precision
+        of the run, since mixed precision computes in it anyway. In a 4-bit base, the weights that are not quantised decide the
+        dtype of the activations between its layers.
 
         Args:
             precision: of the run: ``no``, ``bf16`` or ``fp16``.
@@ -502,7 +507,7 @@ class RecipeConfig(_Keys):
         return halves.get(precision, self.dtype)
 
     def accumulation_on(self, readers: int) -> int:
-        """Return the micro-batches of a step where ``readers`` processes read different samples."""
+        """Return the micro-batches of a step on each process, if ``readers`` processes read different samples."""
         if self.global_batch_size is None:
             return self.gradient_accumulation_steps
         return max(1, self.global_batch_size // (self.per_device_train_batch_size * readers))
@@ -512,11 +517,12 @@ class RecipeConfig(_Keys):
         return self.num_warmup_steps or math.ceil(self.warmup_ratio * total)
 
     def dependent_defaults(self) -> dict[str, Any]:
-        """Return defaults that depend on other keys, and replace the class's if the user gave none."""
+        """Return key -> default, for defaults that depend on other keys. A value of the user replaces them."""
         return {}
 
     def model_post_init(self, context: Any) -> None:
-        # They are not fields that the user set, so they are not in `model_fields_set`; the config is frozen for all others.
+        # Write past pydantic: the config is frozen, and an assignment would add the key to `model_fields_set`, which are the
+        # keys that the user set.
         for key, value in self.dependent_defaults().items():
             if key not in self.model_fields_set:
                 vars(self)[key] = value
@@ -532,8 +538,10 @@ class RecipeConfig(_Keys):
         """Return the config with other revisions of its training datasets, in the order of `dataset_specs`."""
         if not self.datasets:
             return self.model_copy(update={"dataset_revision": revisions[0]})
-        pairs = zip(self.datasets, revisions, strict=True)
-        return self.model_copy(update={"datasets": [spec.model_copy(update={"revision": new}) for spec, new in pairs]})
+        datasets = []
+        for spec, revision in zip(self.datasets, revisions, strict=True):
+            datasets.append(spec.model_copy(update={"revision": revision}))
+        return self.model_copy(update={"datasets": datasets})
 
     def validation_spec(self) -> DatasetSpec:
         """Return the validation file as a dataset of its own, all of it held out."""
@@ -543,7 +551,10 @@ class RecipeConfig(_Keys):
         return DatasetSpec(**keys, format=self.format, text_column=self.text_column, summary_column=self.summary_column)
 
     def problems(self) -> list[str]:
-        """Return disagreements between keys, and files that are not there. Subclasses add their own."""
+        """Return a sentence for each pair of keys that contradict each other, and for each file that does not exist.
+
+        Subclasses add their own problems.
+        """
         problems = [*self._data_problems(), *self._row_problems()]
         if self.streaming:
             problems += self._streaming_problems()
@@ -562,7 +573,7 @@ class RecipeConfig(_Keys):
         problems = []
         for entry in self.expect:
             event = re.fullmatch(r"(\d{1,9}) \S.*", entry)
-            # A text with a later step is several events, which a list would tell apart.
+            # If a later step follows a comma, several events were written as one entry.
             numbers = re.findall(r", *(\d{1,9}) ", entry)
             if event is None or any(int(number) > int(event[1]) for number in numbers):
                 problems.append(
@@ -581,7 +592,7 @@ class RecipeConfig(_Keys):
         return problems
 
     def _data_problems(self) -> list[str]:
-        """Return a problem for data that are named twice, or alike."""
+        """Return a problem if several keys name training data, and for each name that several datasets of a mixture have."""
         problems = []
         settings = [f"{key}={getattr(self, key)!r}" for key in DATA if getattr(self, key)]
         if len(settings) > 1:
@@ -594,7 +605,7 @@ class RecipeConfig(_Keys):
         return problems
 
     def _row_problems(self) -> list[str]:
-        """Return a problem for each two settings of rows that do not go together."""
+        """Return a problem for each pair of settings of rows that exclude each other."""
         problems = []
         if self.packing and self.group_by_length:
             problems.append(
@@ -629,27 +640,28 @@ class RecipeConfig(_Keys):
         return problems
 
     def _missing_files(self) -> list[str]:
-        """Return a problem for each file or folder that is named and not there."""
+        """Return a problem for each file or folder that a key names and that does not exist."""
         problems = []
-        # Not every recipe has all of the keys.
+        # Not every recipe has all of these keys.
         for key in ("train_file", "validation_file", "model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
             value = getattr(self, key, None) or ""
-            # Other keys may have a name on the hub. Only what cannot be such a name is looked up here.
+            # The other keys may name a model or dataset of the hub. Their value is looked up on the disk only if no name on the
+            # hub has this form.
             names_file = key.endswith("_file") and not value.startswith("embedded:")
             if value and (names_file or hub.is_path(value)):
                 problems += _missing_path(key, value)
         template = self.chat_template
         if template and not template_file(template).exists():
-            # It may be the misspelt name of a shipped template.
+            # The value may be the misspelt name of a shipped template, such as chatml.
             near = nearest(template, set(NAMES))
             problems.append(f"chat_template: no such file or folder: {template}, looked for in {Path.cwd()}.{near}")
         return problems
 
     def _missing_code(self) -> list[str]:
-        """Return a problem for each tracker, hook and task that the run would not be able to use."""
+        """Return a problem for each tracker, hook and evaluation task that is not installed or does not exist."""
         problems = []
         for tracker in self.report_to:
-            # accelerate leaves out a tracker that is not installed.
+            # accelerate would leave out such a tracker without an error.
             if importlib.util.find_spec(tracker) is None:
                 problems.append(f"report_to: {tracker} is not installed. Run: pip install {tracker.replace('_', '-')}")
         for spec in self.hooks:
@@ -668,7 +680,7 @@ class RecipeConfig(_Keys):
         return problems
 
     def _schedule_problems(self) -> list[str]:
-        """Return a problem for each two settings of the rate, the steps and the evaluations that do not go together."""
+        """Return a problem for each pair of settings of the rate, the steps and the evaluations that exclude each other."""
         problems = []
         if self.num_warmup_steps and self.warmup_ratio:
             problems.append(
@@ -693,7 +705,7 @@ class RecipeConfig(_Keys):
 
     @cached_property
     def chat_template_text(self) -> str | None:
-        """The text of ``chat_template``; None if the tokenizer's own is used. The file is read once.
+        """The text of ``chat_template``; None if the tokenizer's template is used. The file is read once.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -709,7 +721,8 @@ class RecipeConfig(_Keys):
     def with_chat_template(self, name: str) -> Self:
         """Return the config with another ``chat_template``."""
         changed = self.model_copy(update={"chat_template": name})
-        vars(changed).pop("chat_template_text", None)  # cached for the value before
+        # The copy has the cached text of the previous template.
+        vars(changed).pop("chat_template_text", None)
         return changed
 
     def names_data(self) -> bool:
@@ -718,35 +731,42 @@ class RecipeConfig(_Keys):
 
     @property
     def limits_checkpoints_itself(self) -> bool:
-        """Whether the run decides when to save and how many checkpoints it keeps: nobody has set either."""
+        """Whether the run decides when to save and how many checkpoints it keeps, since the user has set neither."""
         return self.save_total_limit is None and self.save_steps == AUTOMATIC
 
     @property
     def kept_checkpoints(self) -> int | None:
-        """The most checkpoints that are kept, besides those that are protected; None for all."""
+        """The maximum number of checkpoints that are kept besides the protected ones; None if all are kept."""
         return KEPT_AUTOMATICALLY if self.limits_checkpoints_itself else self.save_total_limit
 
     def checkpoints_at_once(self, steps: int | None, *, share_left: float = 1.0, has_held_out: bool = True) -> int | None:
-        """Return how many new checkpoints are on the disk at the same time; None if that depends on the number of steps.
+        """Return the largest number of new checkpoints that are on the disk at the same time.
+
+        None if all are kept, and their number depends on a number of steps that is not known.
 
         Args:
-            steps: that are left of the run; None if they are not known.
-            share_left: ``steps`` as a share of the run.
-            has_held_out: there are held-out data, so that one checkpoint is the best.
+            steps: remaining steps of the run; None if their number is not known.
+            share_left: the remaining steps as a share of the run.
+            has_held_out: there are held-out data, so one checkpoint is the best.
         """
-        saves = self._saves(steps, share_left)
+        saves = self._most_saves(steps, share_left)
         if self.kept_checkpoints is None:
             return saves
-        # The best and the newest that is proven good are protected as well; one more is there while it is written.
-        goes_back = self.on_spike in ("rollback", "lower_rate")
-        has_best = has_held_out and self.eval_steps != 0
-        most = self.kept_checkpoints + has_best + goes_back + 1
-        if saves is None:
-            return most
-        return min(saves, most)
+        # One more checkpoint than are kept exists while it is written.
+        most = self.kept_checkpoints + 1
+        # The best checkpoint is protected.
+        if has_held_out and self.eval_steps != 0:
+            most += 1
+        # The newest proven good checkpoint is protected if a rollback may need it.
+        if self.on_spike in ("rollback", "lower_rate"):
+            most += 1
+        return most if saves is None else min(saves, most)
 
-    def _saves(self, steps: int | None, share_left: float) -> int | None:
-        """Return the most checkpoints that a run writes in its last ``steps`` steps. Its end is always saved."""
+    def _most_saves(self, steps: int | None, share_left: float) -> int | None:
+        """Return the largest number of checkpoints that a run writes in its remaining steps, the one at its end included.
+
+        None if that depends on ``steps``, and ``steps`` is None. See `checkpoints_at_once`.
+        """
         if self.save_steps == 0:
             return 1
         if isinstance(self.save_steps, float):
@@ -755,13 +775,13 @@ class RecipeConfig(_Keys):
             return max(1, math.ceil(self.num_train_epochs * share_left))
         if steps is None:
             return None
-        # An automatic interval may be a single step, and so may an epoch.
+        # The shortest interval counts: an automatic interval and an epoch may both be a single step.
         interval = self.save_steps if isinstance(self.save_steps, int) else 1
         return 1 + max(steps - 1, 0) // interval
 
 
 def _missing_path(key: str, value: str) -> list[str]:
-    """Return a problem if ``value`` is not a file or folder, else an empty list."""
+    """Return a problem if no file or folder ``value`` exists, else an empty list."""
     path = Path(value).expanduser()
     if path.exists():
         return []
@@ -769,9 +789,9 @@ def _missing_path(key: str, value: str) -> list[str]:
 
 
 def _output_folder_problems(key: str, path: str) -> list[str]:
-    """Return why ``path``, which may not exist yet, cannot be a folder to write to; an empty list where it can."""
+    """Return a problem if the folder ``path``, which may not exist yet, cannot be made or written to; else an empty list."""
     folder = Path(path).absolute()
-    # The nearest folder that exists decides.
+    # Missing folders are made in the nearest folder above that exists.
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
