@@ -24,9 +24,10 @@ from zerobook.utils.yaml_text import load_yaml_as_text, read_mapping
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 PYTHON = "Python"
 """Source of a value that was set in Python."""
+# Keys whose items may be paths, and which a YAML may write as one text with commas.
 LISTS_OF_PATHS = ("eval_tasks", "hooks")
 LAUNCH_KEYS = ("strategy", "num_processes")
-"""Keys of a recipe's YAML that are for ``zerobook launch``, which reads them before there are processes."""
+"""Keys of a recipe's YAML that ``zerobook launch`` reads, before it starts the processes."""
 LONGEST_SHOWN = 200
 """Characters of a wrong value that a message repeats."""
 
@@ -49,12 +50,12 @@ class ConfigSources(dict[str, str]):
 
 @dataclass(frozen=True)
 class Parsed(Generic[ConfigT]):
-    """Flags and YAML, read.
+    """What flags and a YAML file contain.
 
     Attributes:
         config: the config of all values that are valid.
         sources: the source of each of its values.
-        dry_run: ``--dry-run`` was given.
+        dry_run: whether ``--dry-run`` is among the flags.
         problems: every unknown key, wrong type, missing file and disagreement.
         launch_keys: the `LAUNCH_KEYS` of the YAML.
     """
@@ -84,51 +85,47 @@ def parse(
 
 
 def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bool = True) -> Parsed[ConfigT]:
-    """Read flags and the YAML they name, and gather the problems: those of the launch can then be told together with them.
+    """Read flags and the YAML that they name. Problems are returned, so that the caller can report others with them.
 
     Args:
         config_class: the recipe's config.
         argv: the flags, without the program's name; ``sys.argv[1:]`` when None.
-        data: training data has to be named.
+        data: whether training data has to be named.
 
     Raises:
-        ConfigError: the YAML cannot be read. What it would have set is not known, so only the flags themselves are checked.
+        ConfigError: the YAML cannot be read. Since its values are not known, only those of the flags are checked as well.
     """
     if argv is None:
         argv = sys.argv[1:]
-    arguments, other_words, problems = _read_flags(_parser(config_class), argv)
-    # Flags that are not given are not attributes, so these are the user's alone.
+    arguments, other_words, problems = _read_flags(_make_parser(config_class), argv)
+    # The parser has no defaults, so every attribute is a flag that the user gave.
     flags = {key: value for key, value in vars(arguments).items() if key not in ("config", "dry_run")}
-    flag_values = _single_values(flags)
+    flag_values = _without_lists_of_one(flags)
     flag_sources = {key: f"flag --{key}" for key in flags}
     problems += _problems_of_words(other_words, config_class)
 
+    # Read the YAML file.
     values: dict[str, Any] = {}
-    launch_keys = {}
+    launch_keys: dict[str, str] = {}
     sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
     if arguments.config:
         try:
             # An empty file sets nothing.
             file_values = read_mapping(arguments.config, "config", lambda text: load_yaml_as_text(text) or {}, may_be_pipe=True)
         except ConfigError as error:
-            _, invalid = _valid(config_class, flag_values, ConfigSources(flag_sources))
+            _, invalid = _validate(config_class, flag_values, ConfigSources(flag_sources))
             raise ConfigError([*error.problems, *problems, *invalid]) from None
-        # A recipe may have a key of such a name.
-        for key in LAUNCH_KEYS:
-            if key in file_values and key not in config_class.model_fields:
-                value = file_values.pop(key)
-                if value is not None:
-                    launch_keys[key] = str(value)
-        values, file_problems = _name_values(arguments.config, file_values, config_class)
+        launch_keys = _take_launch_keys(file_values, config_class)
+        values, file_problems = _resolve_keys(arguments.config, file_values, config_class)
         problems += file_problems
         sources.update(dict.fromkeys(values, arguments.config))
+
     # Flags override the file.
     values |= flag_values
     sources.update(flag_sources)
-
-    config, invalid = _valid(config_class, values, sources)
+    config, invalid = _validate(config_class, values, sources)
     problems += invalid
-    # What is missing may be there under a wrong name, or with a wrong value.
+    # If a problem is about a key of the data, the user has named data, under a wrong key or with a wrong value.
     if data and not config.names_data() and not any(_is_about(key, problems) for key in DATA):
         problems.append("dataset_name: no training data is named. Give --dataset_name, --train_file, or datasets in the YAML.")
     # A refused value was replaced by its default, so a second problem of that key would be about the default.
@@ -136,24 +133,43 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     return Parsed(config, sources, arguments.dry_run, problems, launch_keys)
 
 
+# Remove the `LAUNCH_KEYS` from the values of a YAML file, and return them as text. Those that are null are left out.
+def _take_launch_keys(file_values: dict[str, Any], config_class: type[RecipeConfig]) -> dict[str, str]:
+    launch_keys = {}
+    for key in LAUNCH_KEYS:
+        # A key that the recipe has too is the recipe's.
+        if key in file_values and key not in config_class.model_fields:
+            value = file_values.pop(key)
+            if value is not None:
+                launch_keys[key] = str(value)
+    return launch_keys
+
+
 def _problems_of_words(words: list[str], config_class: type[RecipeConfig]) -> list[str]:
-    """Return a problem for each word of a command line that is not a flag of the recipe, nor a value of one."""
+    """Return a problem for each unknown flag among the words of a command line that the parser did not take.
+
+    If none of the words is a flag, there is one problem for all of them.
+    """
     names = set(config_class.model_fields) | set(ALIASES)
     problems = []
     for word in words:
         if word.startswith("--"):
             name = word.lstrip("-").split("=")[0].replace("-", "_")
             problems.append(f"{word}: no such flag.{_hint(name, names, '--')}")
-    # Words behind an unknown flag are its values.
+    # Words after an unknown flag are its values.
     if words and not problems:
         problems.append(f"{' '.join(words)}: a value without a flag. Flags look like --learning_rate 5e-4.")
     return problems
 
 
-def _name_values(
+def _resolve_keys(
     yaml_file: str, file_values: dict[str, Any], config_class: type[RecipeConfig]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of a YAML file under their names, without aliases, and a problem for each key that is not taken."""
+    """Replace the aliases among the keys of a YAML file, and resolve the paths among its values.
+
+    Returns:
+        (field of the config -> value, a problem for each key that is unknown or occurs twice).
+    """
     names = set(config_class.model_fields) | set(ALIASES)
     values: dict[str, Any] = {}
     problems = []
@@ -166,12 +182,15 @@ def _name_values(
         else:
             if name in LISTS_OF_PATHS:
                 value = as_list(value)
-            values[name] = _beside(yaml_file, name, value)
+            values[name] = _resolve_paths(yaml_file, name, value)
     return values, problems
 
 
-def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigSources) -> tuple[ConfigT, list[str]]:
-    """Return the config of the values that are valid, and a problem for each that is not. Takes its source away."""
+def _validate(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigSources) -> tuple[ConfigT, list[str]]:
+    """Return the config of the valid values, and a problem for each other value.
+
+    A value that is not valid is replaced by its default, and so is its entry in ``sources``.
+    """
     try:
         return config_class(**values), []
     except ValidationError as error:
@@ -179,20 +198,20 @@ def _valid(config_class: type[ConfigT], values: dict[str, Any], sources: ConfigS
     problems = [_explain(error, sources) for error in errors]
     invalid_keys = {str(error["loc"][0]) for error in errors}
     sources.update(dict.fromkeys(invalid_keys, "default"))
-    # Disagreements between keys are looked for in the config of what is left.
+    # The caller looks for disagreements among the valid values, which need a config.
     valid_values = {key: value for key, value in values.items() if key not in invalid_keys}
-    config, _ = _valid(config_class, valid_values, sources)
+    config, _ = _validate(config_class, valid_values, sources)
     return config, problems
 
 
 def _is_about(key: str, problems: list[str]) -> bool:
-    """Return whether one of ``problems`` is about a key, or says that it was meant."""
+    """Return whether one of ``problems`` begins with ``key``, or suggests it for a misspelt key ("Did you mean KEY?")."""
     pattern = re.compile(rf"(^|mean )(--)?{re.escape(key)}\b")
     return any(pattern.search(problem) for problem in problems)
 
 
 class ConfigDraft(Generic[ConfigT]):
-    """A config while its launch is resolved. A strategy file, or the checkpoint that is resumed, may set what no person set.
+    """A config while its launch is resolved. A strategy file or a resumed checkpoint may set keys that the user has not set.
 
     Attributes:
         config: the config with the values set so far. Configs are frozen, so each change makes another one.
@@ -209,7 +228,7 @@ class ConfigDraft(Generic[ConfigT]):
         self.sources.update(dict.fromkeys(values, source))
 
     def problems(self) -> list[str]:
-        """Validate the config again, and return a sentence for each value that it does not take."""
+        """Validate the config again, and return a sentence for each value that is not valid."""
         try:
             type(self.config)(**self.config.model_dump(exclude_unset=True))
         except ValidationError as error:
@@ -236,10 +255,16 @@ def from_python(config: RecipeConfig) -> ConfigSources:
 def changed(
     config: RecipeConfig, sources: ConfigSources, kind: type[ConfigT], changes: dict[str, Any]
 ) -> tuple[ConfigT, ConfigSources]:
-    """Return the values given for one recipe as another recipe's config; keys that the other does not have are left out.
+    """Return the values that the user set for one recipe, with changes, as a config of another recipe, and its sources.
+
+    Keys that the other recipe does not have are left out.
+
+    Args:
+        kind: config class of the other recipe.
+        changes: key -> value; its source is ``advice``.
 
     Raises:
-        ConfigError: with every disagreement, or every value that is not valid there.
+        ConfigError: with every value that is not valid in the other config, or else with every disagreement.
     """
     values = {key: getattr(config, key) for key in type(config).model_fields if sources.is_set(key)} | changes
     common_values = {key: value for key, value in values.items() if key in kind.model_fields}
@@ -255,7 +280,7 @@ def changed(
     return new_config, new_sources
 
 
-def _parser(config_class: type[RecipeConfig]) -> _Parser:
+def _make_parser(config_class: type[RecipeConfig]) -> _Parser:
     doc = sys.modules[config_class.__module__].__doc__ or ""
     parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
@@ -276,28 +301,29 @@ def _parser(config_class: type[RecipeConfig]) -> _Parser:
             # A list of mappings is written in YAML.
             continue
         extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        metavar = _kind(field.annotation)
+        metavar = _metavar(field.annotation)
         if "choices" in extra:
             metavar = "{" + ",".join(extra["choices"]) + "}"
-        # Without a default, a flag that is not given cannot hide the value of the YAML. pydantic converts the text.
+        # Without a default, a flag that is not given cannot override the YAML. Values stay text, which pydantic converts.
         options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "metavar": metavar}
         if field.annotation is bool or "bare" in extra:
             options |= {"nargs": "?", "const": extra.get("bare", "true")}
         elif get_origin(field.annotation) is list or "list[" in str(field.annotation):
             options |= {"nargs": "*"}
-        # argparse formats help texts with %.
+        # argparse formats help texts with the operator %, so a percent sign is doubled.
         help_text = f"{field.description or ''} (default: {field.default})".replace("%", "%%")
         parser.add_argument(f"--{name}", *alias_flags.get(name, []), help=help_text, **options)
     return parser
 
 
-def _kind(annotation: Any) -> str:
+# Return the word for a flag's value in the help, such as INT or {no,bf16,fp16}.
+def _metavar(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(map(str, get_args(annotation))) + "}"
-    # The first type of a union or a list says enough.
-    inner = [argument for argument in get_args(annotation) if argument is not type(None)]
-    if inner:
-        return _kind(inner[0])
+    # A union is shown as its first type, and a list as the type of its items.
+    inner_types = [argument for argument in get_args(annotation) if argument is not type(None)]
+    if inner_types:
+        return _metavar(inner_types[0])
     return getattr(annotation, "__name__", str(annotation)).upper()
 
 
@@ -306,44 +332,48 @@ class _FlagError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    # argparse would print the message and exit.
     def error(self, message: str) -> NoReturn:
         raise _FlagError(message)
 
 
 def _read_flags(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the flags, the words that are none, and a problem for each flag without its value."""
+    """Return the flags, the words that are not known, and a problem for each flag without its value."""
     problems: list[str] = []
     words = list(argv)
-    # argparse stops at the first of them, so that one is taken away and the rest is read again.
+    # argparse stops at the first flag without a value. Remove this flag and read the other words again, to find all of them.
     while True:
         try:
             arguments, other_words = parser.parse_known_args(words)
         except _FlagError as error:
-            flags = words
             reason = str(error)
-            # The flag is named with all its spellings: "argument --max_train_steps/--max_steps: expected one argument".
+            # If the message does not name a flag, any word may be the one that is refused.
+            spellings = words
+            # It names a flag by all its spellings: "argument --max_train_steps/--max_steps: expected one argument".
             refusal = re.match(r"argument ([^:]+): (.*)", reason, re.S)
             if refusal:
-                flags = refusal[1].split("/")
+                spellings = refusal[1].split("/")
                 reason = refusal[2]
-            words, removed = _without_first(words, flags)
+            words, removed = _remove_flag_without_value(words, spellings)
             problems.append(f"{removed}: {reason}.")
         else:
             return arguments, other_words, problems
 
 
-def _without_first(words: list[str], flags: list[str]) -> tuple[list[str], str]:
-    """Return the words without the first of ``flags`` that has no value, and that one."""
+def _remove_flag_without_value(words: list[str], spellings: list[str]) -> tuple[list[str], str]:
+    """Return the words without the first one that is among ``spellings`` and has no value, and this word.
+
+    If there is no such word, return no words, and all of them as one text.
+    """
     for index, word in enumerate(words):
-        following = words[index + 1 : index + 2]
-        has_value = bool(following) and not following[0].startswith("--")
-        if word in flags and not has_value:
+        is_last = index + 1 == len(words)
+        if word in spellings and (is_last or words[index + 1].startswith("--")):
             return words[:index] + words[index + 1 :], word
     return [], " ".join(words)
 
 
-def _single_values(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of flags, where a list of one text is that text: it may be a list of its own."""
+def _without_lists_of_one(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of flags, with the item itself for a list of one item, since a text may stand for a list: ``a,b``."""
     values = dict(flags)
     for key, value in flags.items():
         if isinstance(value, list) and len(value) == 1:
@@ -351,35 +381,35 @@ def _single_values(flags: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _beside(yaml_file: str, key: str, value: Any) -> Any:
-    """Return a value of a YAML file whose relative paths start beside that file, where nothing of that name is in the working
-    folder."""
+def _resolve_paths(yaml_file: str, key: str, value: Any) -> Any:
+    """Return a value of a YAML file, in which paths that exist only relative to the file's folder begin with that folder."""
     if isinstance(value, list):
-        return [_beside(yaml_file, key, item) for item in value]
+        return [_resolve_paths(yaml_file, key, item) for item in value]
     if key == "datasets" and isinstance(value, dict) and isinstance(value.get("path"), str):
-        return value | {"path": _path_beside(yaml_file, value["path"])}
-    # `optimizer` is the name of a shipped one, or code.
+        return value | {"path": _resolve_path(yaml_file, value["path"])}
+    # `optimizer` is the name of a shipped optimizer, or a class in a file.
     if isinstance(value, str) and (key in PATHS or (key == "optimizer" and ".py:" in value)):
-        return _path_beside(yaml_file, value)
+        return _resolve_path(yaml_file, value)
     return value
 
 
-def _path_beside(yaml_file: str, name: str) -> str:
+def _resolve_path(yaml_file: str, name: str) -> str:
     path = name
     class_name = ""
     # Code is named as FILE.py:Class.
     if ".py:" in name:
         path, _, class_name = name.partition(":")
-    path_beside = Path(yaml_file).expanduser().parent / path
-    if Path(path).expanduser().exists() or Path(path).is_absolute() or not path_beside.exists():
+    path_beside_yaml = Path(yaml_file).expanduser().parent / path
+    # A path that exists in the working folder comes first.
+    if Path(path).expanduser().exists() or Path(path).is_absolute() or not path_beside_yaml.exists():
         return name
     if class_name:
-        return f"{path_beside}:{class_name}"
-    return str(path_beside)
+        return f"{path_beside_yaml}:{class_name}"
+    return str(path_beside_yaml)
 
 
 def _hint(name: str, names: set[str], prefix: str = "") -> str:
-    """Return a sentence about the key that is meant: by its name in another trainer, or by its spelling."""
+    """Return a sentence with the key that the user may mean by ``name``: its name in another trainer, or a misspelt key."""
     translation = other_trainers.translate(name, names, prefix)
     if translation:
         return f" {translation}"
@@ -396,7 +426,7 @@ def _explain(error: Any, sources: ConfigSources) -> str:
         return f"{source}: {path}: the key is missing."
     # Keep the first half of "a valid number, unable to parse string as a number".
     message = error["msg"].removeprefix("Input should be ").partition(", unable to parse")[0].rstrip(".")
-    # The value may be a file's content in the place of its name.
+    # The value may be long, such as a file's content instead of its name.
     shown = repr(error["input"])
     if len(shown) > LONGEST_SHOWN:
         shown = f"{shown[:LONGEST_SHOWN]}..."
