@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with short errors that name the nearest flag or word, and a docstring as its description."""
+    """argparse's parser, with short errors that name the nearest flag or word. A docstring can be its description."""
 
-    def __init__(self, prog: str, *, description: str | None = None, **options: Any):
-        super().__init__(prog, description=description and description.replace("``", ""), **options)
+    def __init__(self, prog: str, *, description: str = "", **options: Any):
+        # In a docstring, code is between double backticks.
+        super().__init__(prog, description=description.replace("``", ""), **options)
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and exit with 2."""
-        # argparse says what is wrong only in its message, so the words are read from there.
+        # argparse names the wrong words only in its message. Read them from there.
         choices = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choices is not None:
             wrong_words = [choices[1]]
@@ -43,7 +44,7 @@ def _unrecognized_flags(message: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """Return an integer of at least 1; argparse prints the error of another text."""
+    """Return the text of a flag as an integer of at least 1. argparse reports the error for any other text."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")

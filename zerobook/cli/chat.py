@@ -45,7 +45,7 @@ def chat(argv: list[str]) -> int:
         "--max_new_tokens", type=positive, help="maximum number of tokens in an answer (default: the model's own, or 256)"
     )
     parser.add_argument(
-        "--temperature", type=_temperature, default=0.0, help="sampling temperature; 0: greedy decoding (default: 0)"
+        "--temperature", type=_parse_temperature, default=0.0, help="sampling temperature; 0: greedy decoding (default: 0)"
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
@@ -61,22 +61,23 @@ def chat(argv: list[str]) -> int:
     return 0
 
 
-def _temperature(text: str) -> float:
+def _parse_temperature(text: str) -> float:
     number = float(text)
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return number
 
 
+# Read messages and commands from stdin, and print answers, until the input ends.
 def _talk(conversation: Conversation) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        # Not every Python has readline. Its import gives input() arrow keys and a history.
+        # The import of readline gives ``input()`` arrow keys and a history. Not every Python has the module.
         with suppress(ImportError):
             import readline  # noqa: F401
         print("/help lists the commands, Ctrl-C stops an answer")
     else:
-        # A pipe may hold bytes that are not text.
+        # A pipe may hold bytes that are not UTF-8.
         cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     while True:
         try:
@@ -117,11 +118,14 @@ class _Answer(TextStreamer):
 class Conversation:
     """A model and the turns so far.
 
-    A causal model with a chat template gets the turns in its template. A causal model without one continues the turns' text,
-    joined by newlines. A seq2seq model gets this text after ``source_prefix``.
+    A causal model with a chat template gets the turns in its template. A causal model without a template continues the text of
+    the turns, joined by newlines. A seq2seq model gets this text after ``source_prefix``.
+
+    Args:
+        max_new_tokens: maximum number of tokens in an answer; None: the model's setting, or `_NEW_TOKENS`.
 
     Raises:
-        ConfigError: the template refuses the system message, or it names a special token.
+        ConfigError: the system message contains a special token. `answer` raises it if the template refuses the conversation.
     """
 
     def __init__(self, loaded: Loaded, system: str | None, source_prefix: str, max_new_tokens: int | None, temperature: float):
@@ -137,7 +141,8 @@ class Conversation:
         self.source_prefix = source_prefix
         self.turns: list[dict[str, str]] = []
         self.new_tokens = max_new_tokens or self.model.generation_config.max_new_tokens or _NEW_TOKENS
-        # An encoder has its positions to itself. A decoder continues the prompt, which gets at least half of them.
+        # A prompt and an answer may each fill the context of an encoder-decoder. A decoder has one context for both, and the
+        # prompt gets at least half of it.
         context = loaded.context
         longest_answer = context
         if context is not None and not self.is_seq2seq:
@@ -154,9 +159,12 @@ class Conversation:
         self.turns = []
 
     def answer(self, line: str) -> str:
-        """Print the answer to ``line`` as it is made, and return it. Ctrl-C ends it early; the turn is kept."""
+        """Print the answer to ``line`` while it is generated, and return it.
+
+        After Ctrl-C, the answer so far is a turn of the conversation. The return value is empty if the message is refused.
+        """
+        # In training, too, a message is text, in which special tokens are not allowed.
         refusal = self._control_tokens.refusal("this message", line)
-        # In training, too, a message is text and may hold no control token.
         if refusal:
             _print_note(f"{refusal}; leave it out")
             return ""
@@ -167,7 +175,7 @@ class Conversation:
             self.turns.pop()
             return ""
         streamer = _Answer(self.tokenizer)
-        # With beams, the words are known only at the end.
+        # A beam search knows the words only at its end.
         is_streamed = self.options["num_beams"] == 1
         try:
             sequences = cast("Generates", self.model).generate(
@@ -189,11 +197,11 @@ class Conversation:
 
     # --- what the model sees
     def fitting_prompt(self) -> torch.Tensor | None:
-        """Return token ids [1, length] of the conversation, without its oldest turns where it is too long.
+        """Return token ids [1, length] of the conversation. If it is too long, its oldest turns are dropped.
 
         None if the last message alone does not fit.
         """
-        # A question and its answer go together: templates need both.
+        # Drop a question together with its answer, since templates need both.
         for start in range(0, len(self.turns), 2):
             prompt = self.prompt(self.turns[start:])
             if self.longest_prompt is None or prompt.shape[1] <= self.longest_prompt:
@@ -207,7 +215,7 @@ class Conversation:
     def prompt(self, turns: list[dict[str, str]]) -> torch.Tensor:
         """Return token ids [1, length] of the turns, on the model's device."""
         if self.has_template:
-            # The template writes special tokens itself.
+            # The text of a template has all special tokens, so none are added below.
             text = self._render(turns)
         else:
             texts = [turn["content"] for turn in turns]
@@ -225,14 +233,17 @@ class Conversation:
             return render_prompt(self.tokenizer, system + turns)
         except DataError:
             raise
-        except Exception as error:  # Jinja's, and whatever the template raises
+        # The template may raise errors of any type.
+        except Exception as error:
             raise ConfigError(f"the model's chat template refuses the conversation: {error}") from error
 
-    # --- how it answers
+    # --- how the model answers
+    # Return further arguments of ``generate``.
     def _generation_options(self, temperature: float) -> dict[str, Any]:
         saved = self.model.generation_config
         beams = 1
-        # An encoder-decoder takes the beams of its run's evaluation. Chats are printed word by word, which beams do not allow.
+        # An encoder-decoder uses the number of beams of its run's evaluation. Other models have no beams, so that their answers
+        # can be printed word by word.
         if self.is_seq2seq and temperature == 0:
             beams = saved.num_beams or 1
         options: dict[str, Any] = {
@@ -242,5 +253,5 @@ class Conversation:
         }
         if temperature > 0:
             return options | {"do_sample": True, "temperature": temperature}
-        # A saved config may set these, and transformers warns about them if nothing is sampled.
+        # transformers warns if a saved config sets these and nothing is sampled.
         return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -43,7 +43,7 @@ def checkpoint(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="list, verify, inspect: print JSON")
     flags = parser.parse_args(arguments)
-    # A pin is a file beside the checkpoint, called after it, and the path ``.`` has no name.
+    # A pin is a file beside the checkpoint with the checkpoint's name in its name, which a path such as ``.`` does not have.
     path = Path(os.path.abspath(Path(flags.path).expanduser()))
     if flags.json and flags.action not in ("list", "verify", "inspect"):
         raise CheckpointError(f"zerobook checkpoint {flags.action}: it prints no JSON. list, verify and inspect do.")
@@ -51,7 +51,7 @@ def checkpoint(arguments: list[str]) -> int:
         _list(_checkpoints_folder(path), as_json=flags.json)
         return 0
     if flags.action == "verify":
-        return _verify(_one_or_all(path), as_json=flags.json)
+        return _verify(_checkpoints_at(path), as_json=flags.json)
     if flags.action == "prune":
         _prune(path, flags.keep)
         return 0
@@ -62,16 +62,16 @@ def checkpoint(arguments: list[str]) -> int:
     if not (path / store.MANIFEST).exists():
         raise CheckpointError(f"{path}: this is not a checkpoint. A run's checkpoints are in OUTPUT_DIR/checkpoints.")
     if flags.action == "inspect" and flags.json:
-        print(json.dumps(_facts(path, store.find_best(path.parent)), indent=2))
+        print(json.dumps(_describe_as_json(path, store.find_best(path.parent)), indent=2))
     elif flags.action == "inspect":
         _inspect(path)
     elif flags.action == "export":
         _export(path, flags.output, flags.to)
     elif flags.action == "pin":
-        _pin(path, True)
+        _set_pin(path, True)
         say(f"{path} is pinned: it is never pruned")
     else:
-        _pin(path, False)
+        _set_pin(path, False)
         say(f"{path} is no longer pinned: it can be pruned")
     return 0
 
@@ -117,15 +117,16 @@ def _prune(path: Path, keep: int | None) -> None:
                 f"{checkpoints}: a run on another host has written its log within the last three minutes, and prunes its own "
                 "checkpoints. Wait until it ends."
             )
-    # A run that trains prunes its own checkpoints, and owns the folder.
+    # A run that trains holds this lock, and prunes its own checkpoints. Do not wait for its end.
     with store.locked(checkpoints, wait=0):
         deleted = store.prune(checkpoints, keep)
     say("\n".join(f"deleted {checkpoint}" for checkpoint in deleted) or "nothing to delete")
 
 
-def _pin(checkpoint: Path, pinned: bool) -> None:
-    """Pin a checkpoint, or unpin it. A run may train meanwhile: pruning looks for the pin just before it deletes."""
+def _set_pin(checkpoint: Path, pinned: bool) -> None:
+    """Pin a checkpoint, or unpin it. The run may train meanwhile: it looks for the pin just before it deletes a checkpoint."""
     store.pin(checkpoint, pinned)
+    # If the run was faster, remove the pin.
     if not (checkpoint / store.MANIFEST).exists():
         store.pin(checkpoint, False)
         raise CheckpointError(
@@ -134,15 +135,16 @@ def _pin(checkpoint: Path, pinned: bool) -> None:
 
 
 def _checkpoints_folder(path: Path) -> Path:
-    """Return the folder of a run's checkpoints: ``path`` itself, or the one in it."""
+    """Return the folder of a run's checkpoints: ``path`` itself, or the folder of checkpoints in the run's ``path``."""
     for folder in (store.folder_of(path), path):
         if store.list_candidates(folder) or store.list_unreadable(folder):
             return folder
     raise CheckpointError(f"{path}: there are no checkpoints. Give a run's output_dir.")
 
 
-def _one_or_all(path: Path) -> list[Path]:
-    # A damaged checkpoint may lack its manifest, and still has the name of one.
+# Return ``path`` if it is a checkpoint; otherwise all checkpoints of the run, also those that were set aside as unreadable.
+def _checkpoints_at(path: Path) -> list[Path]:
+    # A damaged checkpoint may lack its manifest. Its name still has a step, and a run's folder has none (-1).
     if (path / store.MANIFEST).exists() or store.step_of(path) >= 0:
         return [path]
     folder = _checkpoints_folder(path)
@@ -154,7 +156,7 @@ def _list(folder: Path, *, as_json: bool) -> None:
 
     best = store.find_best(folder)
     if as_json:
-        print(json.dumps([_facts(checkpoint, best) for checkpoint in store.list_candidates(folder)], indent=2))
+        print(json.dumps([_describe_as_json(checkpoint, best) for checkpoint in store.list_candidates(folder)], indent=2))
         return
     figures = ("step", "samples", "held-out loss", "size")
     table = make_table(str(folder), (*figures, "written", "by", ""), numbers=figures)
@@ -162,13 +164,14 @@ def _list(folder: Path, *, as_json: bool) -> None:
     for checkpoint in sorted({*store.list_candidates(folder), *store.list_aside(folder, "abandoned"), *unreadable}):
         reason = unreadable.get(checkpoint) or store.find_damage(checkpoint)
         if reason is None:
-            table.add_row(*_row(checkpoint, is_best=checkpoint == best))
+            table.add_row(*_table_row(checkpoint, is_best=checkpoint == best))
         else:
-            table.add_row(_step(checkpoint), "", "", "", "", "", Text.assemble(("damaged", "red"), f": {plain(reason)}"))
+            mark = Text.assemble(("damaged", "red"), f": {plain(reason)}")
+            table.add_row(_format_step(checkpoint), "", "", "", "", "", mark)
     console().print(table)
 
 
-def _row(checkpoint: Path, *, is_best: bool) -> list[str]:
+def _table_row(checkpoint: Path, *, is_best: bool) -> list[str]:
     """Return the cells of an undamaged checkpoint in the table of `_list`."""
     loss = store.eval_loss(checkpoint)
     written = datetime.fromtimestamp((checkpoint / store.MANIFEST).stat().st_mtime)
@@ -177,7 +180,7 @@ def _row(checkpoint: Path, *, is_best: bool) -> list[str]:
     if store.is_pinned(checkpoint):
         marks.append("pinned")
     return [
-        _step(checkpoint),
+        _format_step(checkpoint),
         f"{store.read_json(checkpoint / store.PROGRESS)['samples']:,}",
         "" if loss is None else f"{loss:.4f}",
         size(store.bytes_of(checkpoint)),
@@ -187,8 +190,12 @@ def _row(checkpoint: Path, *, is_best: bool) -> list[str]:
     ]
 
 
-def _facts(checkpoint: Path, best: Path | None) -> dict[str, Any]:
-    """Return a checkpoint as JSON values."""
+def _describe_as_json(checkpoint: Path, best: Path | None) -> dict[str, Any]:
+    """Return what is known of a checkpoint, as JSON values.
+
+    Args:
+        best: the run's checkpoint with the lowest held-out loss.
+    """
     reason = store.find_damage(checkpoint)
     if reason is not None:
         return {"folder": str(checkpoint), "damage": reason}
@@ -204,8 +211,8 @@ def _facts(checkpoint: Path, best: Path | None) -> dict[str, Any]:
     }
 
 
-def _step(checkpoint: Path) -> str:
-    """Return ``12``, or ``12 abandoned`` for ``step-000012.abandoned``."""
+def _format_step(checkpoint: Path) -> str:
+    """Return ``12`` for the checkpoint ``step-000012``, and ``12 abandoned`` for ``step-000012.abandoned``."""
     step, _, kind = checkpoint.name.removeprefix("step-").partition(".")
     return f"{int(step)} {kind}".strip()
 
@@ -216,14 +223,14 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
 
     total = 0
     for checkpoint in checkpoints:
-        # The progress bar needs the number of all bytes in advance.
+        # The progress bar needs the number of all bytes in advance. A run that trains may prune a checkpoint meanwhile.
         with suppress(FileNotFoundError):
             total += sum(file.stat().st_size for file in checkpoint.iterdir() if file.is_file())
     damage = {}
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
         for checkpoint in checkpoints:
             reason = store.find_damage(checkpoint, thorough=True, tell=bar.update)
-            # A run that trains may have pruned it meanwhile.
+            # A checkpoint that the run has pruned meanwhile is not damaged, unless the user named this checkpoint.
             if os.path.lexists(checkpoint) or len(checkpoints) == 1:
                 damage[checkpoint] = reason
     if as_json:
@@ -237,11 +244,12 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
 
 def _inspect(checkpoint: Path) -> None:
     """Print the record of a checkpoint: who wrote it, its size, and the progress of the run."""
-    facts = _facts(checkpoint, store.find_best(checkpoint.parent))
-    if facts["damage"] is not None:
-        raise CheckpointError(facts["damage"])
+    description = _describe_as_json(checkpoint, store.find_best(checkpoint.parent))
+    if description["damage"] is not None:
+        raise CheckpointError(description["damage"])
     table = make_table(str(checkpoint), ("what", "value"))
-    progress = facts.pop("progress")
-    for key, value in (facts | progress).items():
+    # Each entry of the progress has a row.
+    progress = description.pop("progress")
+    for key, value in (description | progress).items():
         table.add_row(key, str(value))
     console().print(table)

@@ -15,15 +15,16 @@ from zerobook.runlog.history import History, add_log_name_to_errors
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import count, counted, size
 
+# Columns of the table if the output is not a terminal.
 WIDTH = 80
-"""Columns of the table if the output is not a terminal."""
 LABEL_COLUMNS = 22
+# Minimum width of the column of a run. Runs that do not fit beside each other are printed in further tables.
 RUN_COLUMNS = 11
-"""Minimum width of a run's column. Runs that do not fit go into further tables."""
+# Settings that usually differ between two runs, and that do not change what the runs compute.
 IGNORED_SETTINGS = {"output_dir", "resume_from_checkpoint"}
-"""Settings that differ between any two runs, and change nothing in what they compute."""
 SAME_SETTINGS = "The settings, the launch and the versions are the same."
 
+# Label of a row of results -> the text of a run's cell.
 RESULTS: dict[str, Callable[[Any], str]] = {
     "held-out loss": lambda run: _text(run["loss"], "{:.4f}".format),
     "lowest held-out loss": lambda run: _text(run["best_loss"], "{:.4f}".format),
@@ -34,7 +35,6 @@ RESULTS: dict[str, Callable[[Any], str]] = {
     "trained parameters": lambda run: _text(run["trained_parameters"], count),
     "state": lambda run: run["state"],
 }
-"""Label of a row of results -> the text of a run's cell."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,21 +48,23 @@ def compare_runs(flags: argparse.Namespace) -> None:
     print from which step on the losses differ."""
     histories = [History.read(run) for run in flags.runs]
     if flags.attempts is not None and len(histories) > 1:
-        raise RunLogError(f"zerobook runlog compare --attempts: they are of one run, and {len(histories)} are given.")
+        raise RunLogError(
+            f"zerobook runlog compare --attempts: it compares attempts of one run, and {len(histories)} are given."
+        )
     if flags.attempts is None and len(histories) < 2:
         raise RunLogError(
             f"zerobook runlog compare: {flags.runs[0]} is one run. Give two or more, or --attempts with the numbers of two."
         )
     if flags.attempts is not None:
-        compared = _attempts(flags.runs[0], histories[0], flags.attempts)
+        compared = _read_attempts(flags.runs[0], histories[0], flags.attempts)
     else:
-        compared = [_run(run, history) for run, history in zip(flags.runs, histories, strict=True)]
+        compared = [_read_run(run, history) for run, history in zip(flags.runs, histories, strict=True)]
     settings = _differing_settings([entry.settings for entry in compared])
     if flags.json:
         _print_json(compared, settings)
         return
     results = [entry.results for entry in compared if entry.results]
-    names = _names(compared)
+    names = _short_names(compared)
     _print_tables(names, settings, results)
     if results:
         _say_best(names, results)
@@ -72,7 +74,7 @@ def compare_runs(flags: argparse.Namespace) -> None:
 
 @dataclass(kw_only=True)
 class Compared:
-    """A run, or an attempt of one. An attempt has no ``results`` of its own."""
+    """A run, or an attempt of a run. Only a run has ``results``; those of an attempt are empty."""
 
     run: str
     attempt: int | None
@@ -81,20 +83,20 @@ class Compared:
     results: dict[str, Any]
 
 
-def _run(run: str, history: History) -> Compared:
-    # The settings of the newest attempt count.
+def _read_run(run: str, history: History) -> Compared:
+    # A run has the settings of its newest attempt.
     starts = history.of("run_start")
     with add_log_name_to_errors(history.folder):
         return Compared(
             run=run,
             attempt=None,
-            settings=_settings(starts[-1]) if starts else {},
-            losses=_losses(history.steps(current=True)),
+            settings=_settings_of_attempt(starts[-1]) if starts else {},
+            losses=_losses_by_step(history.steps(current=True)),
             results=run_results(history),
         )
 
 
-def _attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compared]:
+def _read_attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compared]:
     starts = {event["attempt"]: event for event in history.of("run_start")}
     attempts = []
     for number in numbers:
@@ -102,30 +104,35 @@ def _attempts(run: str, history: History, numbers: Sequence[int]) -> list[Compar
             raise RunLogError(f"{run}: it has no attempt {number}, only {', '.join(map(str, starts))}.")
         steps = [step for step in history.steps() if step["attempt"] == number]
         with add_log_name_to_errors(history.folder):
-            settings = _settings(starts[number])
-        attempts.append(Compared(run=run, attempt=number, settings=settings, losses=_losses(steps), results={}))
+            settings = _settings_of_attempt(starts[number])
+        attempts.append(Compared(run=run, attempt=number, settings=settings, losses=_losses_by_step(steps), results={}))
     return attempts
 
 
 def _print_json(compared: Sequence[Compared], settings: Mapping[str, list[Any]]) -> None:
-    """Print a list with an entry for each run. ``settings``: key -> its value in each run."""
-    values = []
-    for index, entry in enumerate(compared):
-        value: dict[str, Any] = {"run": entry.run}
-        if entry.attempt is not None:
-            value["attempt"] = entry.attempt
-        value |= entry.results
-        value["settings"] = {key: values_by_run[index] for key, values_by_run in settings.items()}
+    """Print a list with an entry for each run or attempt. ``settings``: key -> its value in each of them."""
+    entries = []
+    for index, run in enumerate(compared):
+        entry: dict[str, Any] = {"run": run.run}
+        if run.attempt is not None:
+            entry["attempt"] = run.attempt
+        entry |= run.results
+        entry["settings"] = {key: values[index] for key, values in settings.items()}
         # The first step whose loss differs from that of the first run; null if none differs, as for the first run itself.
-        value["first_differing_step"] = compare.first_differing_step(compared[0].losses, entry.losses)
-        values.append(value)
-    print(json.dumps(values, indent=2, default=str))
+        entry["first_differing_step"] = compare.first_differing_step(compared[0].losses, run.losses)
+        entries.append(entry)
+    print(json.dumps(entries, indent=2, default=str))
 
 
 def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return setting -> its value in each run, of the settings, launches and versions that are not the same in all runs."""
+    """Return key -> its value in each run, for the keys whose values are not the same in all runs.
+
+    Args:
+        settings: for each run, its settings by `_settings_of_attempt`.
+    """
     keys = sorted(set().union(*settings))
-    # Settings of the config stand first, then those of the launch and the versions.
+    # Settings of the config come first, then those of the launch and the versions. The sort keeps the alphabetical order
+    # within both groups.
     keys.sort(key=lambda key: key.startswith(("launch.", "version.")))
     differing = {}
     for key in keys:
@@ -135,8 +142,8 @@ def _differing_settings(settings: Sequence[Mapping[str, Any]]) -> dict[str, list
     return differing
 
 
-def _settings(run_start: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an attempt by name, those of its launch and its versions with a prefix."""
+def _settings_of_attempt(run_start: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an attempt, its launch (keys ``launch.KEY``), versions (``version.LIBRARY``) and commit."""
     settings = {key: value for key, value in run_start["config"].items() if key not in IGNORED_SETTINGS}
     for key, value in compare.launch(run_start).items():
         settings[f"launch.{key}"] = value
@@ -148,8 +155,8 @@ def _settings(run_start: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _losses(steps: Iterable[Mapping[str, Any]]) -> dict[int, float | None]:
-    """Return step -> loss; of a step that was done twice, the last entry."""
+def _losses_by_step(steps: Iterable[Mapping[str, Any]]) -> dict[int, float | None]:
+    """Return step -> loss. If a step was done twice, its last loss counts."""
     return {step["step"]: step["loss"] for step in steps}
 
 
@@ -175,8 +182,8 @@ def _as_float(loss: float | None) -> float:
     return float("inf") if loss is None else loss
 
 
-def _names(compared: Sequence[Compared]) -> list[str]:
-    """Return short names: the number of the attempt, or the last part of the path if no other run has the same."""
+def _short_names(compared: Sequence[Compared]) -> list[str]:
+    """Return the heading of each column: ``attempt 2``, or the last part of the run's path if no other run has the same."""
     names = []
     last_parts = [Path(entry.run).resolve().name for entry in compared]
     for entry, last_part in zip(compared, last_parts, strict=True):
@@ -190,10 +197,11 @@ def _names(compared: Sequence[Compared]) -> list[str]:
 
 
 def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results: Sequence[dict[str, Any]]) -> None:
-    """Print one row for each figure and setting, and one column for each run.
+    """Print a row for each result and each differing setting, and a column for each run or attempt.
 
     Args:
-        results: of each run; empty if the columns are attempts, which have no results of their own.
+        settings: key -> its value in each run.
+        results: results of each run; an empty list if the columns are attempts.
     """
     from rich import box
     from rich.table import Table
@@ -210,8 +218,8 @@ def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results:
         for index in indices:
             table.add_column(names[index], overflow="fold", justify="right")
         if results:
-            for label, text in RESULTS.items():
-                table.add_row(label, *(text(results[index]) for index in indices))
+            for label, format_result in RESULTS.items():
+                table.add_row(label, *(format_result(results[index]) for index in indices))
             table.add_section()
         for key, values in settings.items():
             label = key.removeprefix("launch.").removeprefix("version.")
@@ -222,11 +230,15 @@ def _print_tables(names: Sequence[str], settings: dict[str, list[Any]], results:
 
 
 def _cell(values: Sequence[Any], index: int) -> str:
-    """Return a setting as text, a long path by its last part if that distinguishes the runs."""
+    """Return the value of a setting in the run ``index`` as text. A long path is shortened to its last part.
+
+    Args:
+        values: the setting's value in each run.
+    """
     texts = [_text(value, str) for value in values]
-    short = [short_name(text, RUN_COLUMNS) for text in texts]
-    # Different paths may have the same last part.
-    return short[index] if len(set(short)) == len(set(texts)) else texts[index]
+    short_texts = [short_name(text, RUN_COLUMNS) for text in texts]
+    # Different paths may have the same last part. Then the short texts would not distinguish the runs.
+    return short_texts[index] if len(set(short_texts)) == len(set(texts)) else texts[index]
 
 
 def _say_best(runs: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
