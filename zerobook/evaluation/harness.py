@@ -37,8 +37,10 @@ LIKELIHOODS = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
 
 @contextmanager
 def _harness_seed() -> Iterator[None]:
-    """Return a context with the harness's own seed of Python's random numbers, by which some tasks shuffle their choices. All
-    ranks need the same. Afterwards the state is restored: a run with an evaluation has to train as one without."""
+    """Return a context in which Python's random numbers have the harness's seed, by which some tasks shuffle their choices.
+
+    All ranks need the same order. Afterwards the state is restored, so that an evaluation does not change the training.
+    """
     state = random.getstate()
     random.seed(0)
     try:
@@ -79,11 +81,11 @@ class HarnessScorer:
             )
         self.tokenizer = tokenizer
         self.batch_size = batch_size
-        # Without a limit, the number is larger than any text is long.
+        # The harness needs a number. No text has as many tokens as this one.
         self.max_length = max_length or sys.maxsize
         self.options = {"limit": limit, "num_fewshot": shots, "apply_chat_template": apply_chat_template}
         self.manager, self.names, self.tasks = load_tasks(tasks)
-        # Requests that have lost their beginning.
+        # Number of requests that lost their beginning.
         self.truncated_count = 0
 
     def __call__(
@@ -92,7 +94,7 @@ class HarnessScorer:
         """Measure the tasks; all ranks return the same. Collective if there is a strategy.
 
         Returns:
-            (metrics ``task/NAME/METRIC`` of the tasks that the user named; no rows of a table by subject).
+            (metrics ``task/NAME/METRIC`` of the tasks that the user named; an empty table, since the harness has no subjects).
 
         Raises:
             DivergenceError: the model's likelihoods are not numbers.
@@ -109,8 +111,8 @@ class HarnessScorer:
 
         Args:
             model: in evaluation mode.
-            resamples: for the standard error of a metric that is no mean, drawn in processes of their own. With 0, ``stderr``
-                is None, for means too.
+            resamples: number of resamples from which the harness, in processes of its own, estimates the standard error of a
+                metric that is not a mean. With 0, every ``stderr`` is None, also that of a mean.
         """
         from lm_eval.evaluator import simple_evaluate
 
@@ -119,7 +121,7 @@ class HarnessScorer:
             result = simple_evaluate(
                 model=_harness_model(self, strategy, model, progress),
                 tasks=[*self.tasks],
-                # Without one, the harness reads its thousands of task files at each evaluation.
+                # Without a manager, the harness would read its thousands of task files at each evaluation.
                 task_manager=self.manager,
                 bootstrap_iters=resamples,
                 log_samples=False,
@@ -129,7 +131,7 @@ class HarnessScorer:
                 **self.options,
             )
         # The harness returns a result only if LOCAL_RANK is 0. All ranks get the rows of rank 0.
-        rows = [] if result is None else _rows(dict(result))
+        rows = [] if result is None else _result_rows(dict(result))
         if strategy is not None:
             rows = strategy.from_main(rows)
         return rows
@@ -137,15 +139,19 @@ class HarnessScorer:
 
 @_harness_seed()
 def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
-    """Return the harness's index of tasks, the tasks' names, and its objects for them. Their data may be downloaded.
+    """Load tasks of the harness. Their data may be downloaded.
+
+    Returns:
+        (the harness's `TaskManager`, the names of the tasks and groups, the harness's objects for them in the same order).
 
     Raises:
-        ConfigError: the harness has no such task, its data cannot be loaded, the task generates text, or two have one name.
+        ConfigError: the harness has no such task, its data cannot be loaded, the task generates text, or two tasks have the
+            same name.
     """
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # The harness's own tasks are thousands of files, which take seconds to read. Only tasks that are given by name need them.
+    # The tasks that come with the harness are thousands of files, which take seconds to read. Task files do not need them.
     manager = TaskManager(include_defaults=not all(map(is_yaml, tasks)))
     names: list[str] = []
     objects: list[Any] = []
@@ -156,7 +162,8 @@ def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
         try:
             # A file is loaded by its path: another file of its folder may define a task of the same name.
             loaded = manager.load([task])
-        except Exception as error:  # whatever a dataset's download raises
+        # Datasets and their downloads raise errors of any type.
+        except Exception as error:
             raise ConfigError(f"{task}: the task's data cannot be loaded: {str(error).splitlines()[0]}") from error
         for loaded_task in loaded["tasks"].values():
             if loaded_task.OUTPUT_TYPE not in LIKELIHOODS:
@@ -169,11 +176,11 @@ def load_tasks(tasks: Sequence[str]) -> tuple[Any, list[str], list[Any]]:
             names.append(name)
             objects.append(loaded["groups"][name])
         else:
-            # One task, or those of a tag, which have no common result.
+            # A task is loaded alone. The tasks of a tag have no common result.
             names += loaded["tasks"]
             objects += loaded["tasks"].values()
     repeated_names = sorted({name for name in names if names.count(name) > 1})
-    # The harness would measure the last of them alone.
+    # Of several tasks with the same name, the harness would measure only the last.
     if repeated_names:
         raise ConfigError(f"{', '.join(tasks)}: two tasks are called {repeated_names[0]}. Rename one, or leave it out.")
     return manager, names, objects
@@ -183,6 +190,7 @@ def is_yaml(task: str) -> bool:
     return task.endswith((".yaml", ".yml"))
 
 
+# Return the name of the task that a YAML file of the harness defines.
 def _task_name(file: Path) -> str:
     class Loader(BoundedLoader):
         """Ignores the harness's own tags, which name Python functions."""
@@ -191,25 +199,26 @@ def _task_name(file: Path) -> str:
     try:
         name = yaml.load(read_text(file), Loader=Loader)["task"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-        # A missing key and a file that is not a mapping mean the same to the user.
+        # KeyError: the mapping has no key ``task``. TypeError: the file holds no mapping.
         raise ConfigError(f"{file}: this is not a task file of lm-evaluation-harness: {error!r}.") from None
     if isinstance(name, list):
         raise ConfigError(f"{file}: this is the file of a group. Give the files of its tasks, or their names.")
     return str(name)
 
 
-def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each task and metric of the harness's result."""
+def _result_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each task or group and each of its metrics in the harness's result."""
     rows = []
     for task, values in {**result["results"], **result.get("groups", {})}.items():
+        # A group has no number of samples of its own, but maybe a sum over its tasks. None if the harness gives neither.
         samples = values.get("sample_len") or result.get("n-samples", {}).get(task, {}).get("effective")
         for key, value in values.items():
-            # A metric's key is its name, a comma, and the filter that the answers went through.
+            # The key of a metric has the form ``acc,none``: its name, and the filter that was applied to the answers.
             metric, comma, answer_filter = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             error = values.get(f"{metric}_stderr,{answer_filter}")
-            # A metric without an error has the text N/A there.
+            # If the harness computes no standard error, the value is the text N/A.
             if not isinstance(error, int | float):
                 error = None
             if answer_filter != "none":
@@ -219,7 +228,10 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _HarnessMethods:
-    """The methods of a model that the harness calls. To it, each process is the only one: all compute all answers together."""
+    """The methods of a model that the harness calls.
+
+    The harness runs on every rank as if it were alone: each rank passes all requests, and the ranks compute them together.
+    """
 
     def __init__(self, scorer: HarnessScorer, strategy: Strategy | None, model: nn.Module, progress: bool):
         super().__init__()
@@ -239,7 +251,7 @@ class _HarnessMethods:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that has no context, so that its first token has a likelihood, too."""
+        """The token that is put before a text without a context, so that its first token has a likelihood too."""
         return self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
@@ -255,15 +267,20 @@ class _HarnessMethods:
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood of the continuation, whether greedy decoding gives it) of (text, context, continuation)."""
+        """Return (log-likelihood of the continuation, whether greedy decoding generates it) for each request.
+
+        Args:
+            requests: (text, token ids of the context, token ids of the continuation) each.
+        """
         sequences = []
         for _, context, continuation in requests:
             ids = [*context, *continuation]
-            # The model does not take the last token, it only predicts it.
+            # The last token is only predicted, so the model's input is one token shorter.
             if len(ids) > self.scorer.max_length + 1:
                 self.scorer.truncated_count += 1
                 ids = ids[-(self.scorer.max_length + 1) :]
-            # The first token has no likelihood, since no token precedes it.
+            # The continuation counts from its first token on, but not from the first of all: no token precedes that one, so it
+            # has no likelihood.
             sequences.append(Scored(ids, max(1, len(ids) - len(continuation))))
         longest = max(len(sequence.ids) for sequence in sequences)
         scores = likelihoods(
@@ -282,10 +299,11 @@ class _HarnessMethods:
 
         # The windows of all texts are scored in one call, so that batches are full.
         windows: list[tuple[None, list[int], list[int]]] = []
+        # For each window, the index of its text in ``requests``.
         request_of_window: list[int] = []
         for index, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            # A window has ``max_length`` tokens and the one after them. Each token is measured in one window.
+            # A window has ``max_length`` tokens of input, and predicts one more. Each token counts in exactly one window.
             for window in get_rolling_token_windows(ids, self.prefix_token_id, self.scorer.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
                 request_of_window.append(index)
@@ -303,4 +321,5 @@ def _harness_model(scorer: HarnessScorer, strategy: Strategy | None, model: nn.M
     from lm_eval.api.model import TemplateLM
 
     # The class is made here, since the harness may not be installed when this module is imported.
-    return type("HarnessModel", (_HarnessMethods, TemplateLM), {})(scorer, strategy, model, progress)
+    model_class = type("HarnessModel", (_HarnessMethods, TemplateLM), {})
+    return model_class(scorer, strategy, model, progress)

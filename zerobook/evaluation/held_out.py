@@ -56,18 +56,19 @@ def losses(
 
     Args:
         datasets: name -> held-out rows.
-        micro: samples per micro-batch and process.
+        micro: samples per batch and process.
         summed_loss: batch -> the sum over its supervised tokens, in nats.
         has_perplexity: whether the loss is a cross-entropy.
 
     Returns:
-        ``loss`` (nats per supervised token), ``tokens``, and ``perplexity`` of a cross-entropy; ``datasets``, the same by name.
+        ``loss`` (nats per supervised token), ``tokens`` (supervised ones) and, if the loss is a cross-entropy, ``perplexity``.
+        If there are several datasets, also ``datasets``: name -> the same figures of one dataset.
     """
     mesh = strategy.mesh
     layout = BatchLayout(world_size=mesh.data_parallel_size, rank=mesh.data_parallel_rank, micro=micro)
     loaders = []
     for rows in datasets.values():
-        # In the order of the data: the loss does not depend on a shuffle.
+        # The loss does not depend on the order, so the rows are not shuffled.
         order = SampleOrder(rows.sizes, seed=0, shuffle=False)
         loaders.append(BatchLoader(rows, order, layout, collate, end=len(rows)))
     steps = sum(loader.steps() for loader in loaders)
@@ -78,7 +79,7 @@ def losses(
         for _, batches in loader:
             for batch in batches:
                 sums[index] += summed_loss(batch)
-            # An evaluation may take longer than the limit of its phase; each step of it is progress.
+            # An evaluation may take longer than its hang timeout, so each batch reports progress.
             touch()
             bar.update(1)
     bar.close()
@@ -86,11 +87,11 @@ def losses(
     totals = mesh.sum_over_samples(sums).tolist()
     # The weights of all rows are known on every rank, so their sum needs no collective.
     tokens = [int(rows.loss_weights.sum()) for rows in datasets.values()]
-    result: dict[str, Any] = _mean(sum(totals), sum(tokens), has_perplexity)
+    result: dict[str, Any] = _mean_loss(sum(totals), sum(tokens), has_perplexity)
     if len(datasets) > 1:
         result["datasets"] = {}
         for name, total, number in zip(datasets, totals, tokens, strict=True):
-            result["datasets"][name] = _mean(total, number, has_perplexity)
+            result["datasets"][name] = _mean_loss(total, number, has_perplexity)
     return result
 
 
@@ -103,7 +104,7 @@ def describe(result: dict[str, Any]) -> str:
         phrases.append(f"perplexity {result['perplexity']:.2f}")
     if "datasets" in result:
         losses_by_dataset = ", ".join(f"{name} {dataset['loss']:.4f}" for name, dataset in result["datasets"].items())
-        # The losses of the datasets follow the loss of all of them, in brackets.
+        # In brackets after the last phrase, which is about the loss of all datasets.
         phrases[-1] += f" ({losses_by_dataset})"
     for name, value in result.get("metrics", {}).items():
         phrases.append(f"{name} {value:.4g}")
@@ -113,15 +114,16 @@ def describe(result: dict[str, Any]) -> str:
 def tracked(result: dict[str, Any]) -> dict[str, float]:
     """Return a result as a flat dict, for trackers."""
     flat = {f"eval_{key}": result[key] for key in ("loss", "perplexity") if key in result}
-    # Trackers draw the names before a slash as one group of charts.
+    # Trackers put the charts of names with the same text before the slash into one group.
     flat |= {f"eval_loss/{name}": dataset["loss"] for name, dataset in result.get("datasets", {}).items()}
     return flat | {f"eval/{name}": value for name, value in result.get("metrics", {}).items()}
 
 
-def _mean(total: float, tokens: int, has_perplexity: bool) -> dict[str, Any]:
+# Return the figures of `losses` for a loss that is summed over some number of supervised tokens.
+def _mean_loss(total: float, tokens: int, has_perplexity: bool) -> dict[str, Any]:
     loss = total / tokens
     result = {"loss": loss, "tokens": tokens}
     if has_perplexity:
-        # Above 709, e to the loss is more than a float holds.
+        # From 710 on, e to the power of the loss is larger than any float, and ``exp`` raises an error.
         result["perplexity"] = math.exp(loss) if loss < 700 else math.inf
     return result

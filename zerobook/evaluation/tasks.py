@@ -48,22 +48,24 @@ _Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]
 """A text that is not blank."""
 
 
+# pydantic checks the types of the fields.
 @checked_dataclass(frozen=True)
 class Question:
     question: _Text
     choices: Annotated[tuple[_Text, ...], Field(min_length=2)]
     answer: int
-    """Index of the right choice; a file may have its letter."""
+    """Index of the right choice. A file may have its letter instead."""
     subject: _Text | None = None
 
     @field_validator("answer", mode="before")
     @classmethod
     def _read_answer(cls, answer: object, info: ValidationInfo) -> int:
+        # The choices are not in the data if they are not valid.
         count = len(info.data.get("choices", ()))
         letters = string.ascii_uppercase[:count]
         if isinstance(answer, str) and answer in [*letters]:
             return letters.index(answer)
-        # Compare the type, since True is an integer of Python, too.
+        # Compare the type: ``isinstance`` would also accept True and False.
         if type(answer) is int and 0 <= answer < count:
             return answer
         raise ValueError(f"{short(answer)}; expected an index from 0 to {count - 1} or a letter from A to {letters[-1:]}")
@@ -89,7 +91,7 @@ def read_task(path: str | Path) -> Task:
     """Read a JSONL file in MMLU's form: ``question``, ``choices``, ``answer`` (index or letter), maybe ``subject``.
 
     Raises:
-        DataError: a file that cannot be read or is empty, or bad lines: the first few with their numbers and reasons.
+        DataError: the file cannot be read, is empty, or has lines that are not valid. The first are listed with reasons.
     """
     path = Path(path).expanduser()
     try:
@@ -106,10 +108,10 @@ def read_task(path: str | Path) -> Task:
         try:
             questions.append(_QUESTION.validate_json(line))
         except ValidationError as error:
-            # One reason for each line: the other errors of a line often follow from the first.
+            # Report the first error of each line: the others often follow from it.
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            problems.append(f"{path}, line {number}: {where or 'the line'}: {first['msg']}")
+            key = ".".join(map(str, first["loc"]))
+            problems.append(f"{path}, line {number}: {key or 'the line'}: {first['msg']}")
     if problems:
         listing = "".join(f"\n  {problem}" for problem in problems[:MAX_LISTED_PROBLEMS])
         if len(problems) > MAX_LISTED_PROBLEMS:
@@ -123,21 +125,21 @@ def read_task(path: str | Path) -> Task:
 # --- likelihoods
 @dataclass(frozen=True)
 class Scored:
-    """Token ids; those from ``first`` on are the choice."""
+    """Token ids of a prompt and a choice. Those from index ``first`` on are the choice."""
 
     ids: list[int]
     first: int
 
 
 class Encoder:
-    """Turns (prompt, choice) into `Scored` tokens.
+    """Turns a question and a choice into the token ids that are scored.
 
     Args:
         apply_chat_template: the prompt becomes a user's turn in the tokenizer's chat template.
-        max_length: tokens the model takes; longer prompts lose their beginning. None: no limit.
+        max_length: maximum length of the model's input in tokens; longer prompts lose their beginning. None: no limit.
 
     Raises:
-        ConfigError: the tokenizer gives no offsets of its tokens.
+        ConfigError: the tokenizer does not tell the characters of a token (its offsets).
     """
 
     def __init__(
@@ -158,9 +160,10 @@ class Encoder:
         self.truncated_count = 0
         """Number of sequences that lost the beginning of their prompt."""
         self.control = ControlTokens(tokenizer)
-        # Training puts these tokens before a text, too. Chat templates write them themselves.
+        # The tokens that training puts before a text. Chat templates contain them already.
         self.leading_ids = [] if self.chat else self.control.leading
 
+    # Raises `DataError` if a text has a special token, or if the choice leaves no room for its prompt.
     def __call__(self, question: str, choice: str) -> Scored:
         refusal = self.control.refusal("its text", question) or self.control.refusal("its choice", choice)
         if refusal:
@@ -170,23 +173,26 @@ class Encoder:
         if self.chat:
             turns = [{"role": "user", "content": prompt}]
             prompt = render_prompt(self.tokenizer, turns)
-            # The template writes what stands before an answer.
+            # The template ends with the text before an answer, so no space is needed.
             continuation = choice
         text = prompt + continuation
-        # Encoded together, because a token may cross the boundary; such a token depends on the choice and belongs to it.
-        # verbose=False: the limit of the tokenizer is not a limit here, since the beginning is cut below.
+        # Encode both together: a token may begin in the prompt and end in the choice. It then belongs to the choice.
+        # verbose=False: no warning about a text longer than the model's limit, since its beginning is cut below.
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         prompt_tokens = 0
         for position, (start, end) in enumerate(encoded["offset_mapping"]):
+            # Tokens without characters do not end the prompt.
             if start < end <= len(prompt):
                 prompt_tokens = position + 1
         ids = self.leading_ids + encoded["input_ids"]
         first = len(self.leading_ids) + prompt_tokens
+        # Tokens that are cut from the beginning of the prompt.
         excess = len(ids) - (self.max_length or len(ids))
         if excess > 0:
             self.truncated_count += 1
             ids = ids[excess:]
             first -= excess
+        # At least one token has to precede the choice, for its first token to have a likelihood.
         if first < 1:
             raise DataError(
                 f"the choice {choice[:60]!r} leaves no room for its question: the model takes {self.max_length} tokens."
@@ -195,10 +201,11 @@ class Encoder:
 
 
 class Likelihood(NamedTuple):
-    """``log_probability``: log P(choice | prompt) in nats, summed over the tokens of the choice. ``is_greedy``: each of these
-    tokens is the one that the model predicts."""
+    """The likelihood of a choice after its prompt."""
 
+    # log P(choice | prompt) in nats, summed over the tokens of the choice.
     log_probability: float
+    # Whether each token of the choice is the one that the model finds most likely, as in greedy decoding.
     is_greedy: bool
 
 
@@ -214,13 +221,13 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Return the likelihood of every sequence, on every rank. Collective if there is a strategy.
 
-    Batches do not depend on the number of ranks: of n ranks, rank r takes batches r, r + n, ... of one common list. So
-    the scores are the same numbers on any number of processes. Every rank runs the same number of forwards, since
-    each may gather weights from all ranks; a rank without a batch repeats the last one and discards the scores.
+    The batches, and so the scores, do not depend on the number of ranks: of n ranks, rank r computes the batches r, r + n, ...
+    of one common list. Every rank runs the same number of forward passes, since each pass may gather weights from all ranks. A
+    rank without a batch repeats the last batch, and discards the scores.
 
     Args:
         strategy: how ``model`` is spread; None for a plain model in one process.
-        batch_size: sequences (choices, not questions) in a forward.
+        batch_size: sequences (choices, not questions) in a forward pass.
 
     Raises:
         DivergenceError: a likelihood is not a number. All ranks raise it.
@@ -229,66 +236,69 @@ def likelihoods(
     world_size = 1
     device = next(model.parameters()).device
     if strategy is not None:
-        # Processes that compute the same tokens, each with its part of the weights, need the same batch.
+        # Processes that compute the same tokens, each with its part of the weights, have the same `token_parallel_rank`, and
+        # so the same batch.
         rank = strategy.mesh.token_parallel_rank
         world_size = strategy.mesh.token_parallel_size
         device = strategy.device
-    # The longest come first: a batch that does not fit into memory fails at once.
+    # The longest sequences come first: if a batch does not fit into memory, the first one does not.
     order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].ids))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     scores = torch.zeros(len(sequences), 2, device=device)
-    # With None, tqdm shows the bar on a terminal, and nothing in a log.
+    # With ``disable=None``, tqdm shows the bar on a terminal only.
     hide_bar = None if progress else True
     for start in tqdm(range(0, len(batches), world_size), desc="scoring", leave=False, disable=hide_bar):
         number = start + rank
-        # A rank beyond the last batch repeats it: its forward takes part in the collectives of sharded weights.
+        # A rank beyond the last batch repeats it: its forward pass takes part in the collectives of sharded weights.
         batch = batches[min(number, len(batches) - 1)]
-        batch_scores = _forward(model, [sequences[index] for index in batch], pad_token_id, device)
+        batch_scores = _score_batch(model, [sequences[index] for index in batch], pad_token_id, device)
         if number < len(batches):
             scores[torch.tensor(batch, device=device)] = batch_scores
-        # All batches together may take longer than the limit of an evaluation.
+        # All batches together may take longer than the hang timeout of an evaluation, so each batch reports progress.
         touch()
     if strategy is not None:
-        # Each score is on one rank, or on those that computed it together, and 0 on the others. So the sum is that score.
+        # Each score is 0 on the ranks that did not compute it, so the sum over ranks is the score. Ranks that computed the same
+        # tokens together count once.
         scores = strategy.mesh.sum_over_samples(scores)
-    broken = int(scores[:, 0].isnan().sum())
+    nan_count = int(scores[:, 0].isnan().sum())
     # A comparison with nan is always false, so the first choice would win every question.
-    if broken:
-        raise DivergenceError(f"{broken} of {len(sequences)} likelihoods are nan: the model's weights are broken.")
+    if nan_count:
+        raise DivergenceError(f"{nan_count} of {len(sequences)} likelihoods are nan: the model's weights are broken.")
     return [Likelihood(log_probability, bool(is_greedy)) for log_probability, is_greedy in scores.tolist()]
 
 
-def _forward(model: nn.Module, rows: list[Scored], pad: int, device: torch.device) -> torch.Tensor:
-    """Return summed log-likelihoods, and whether all tokens are the model's first choice, float32 [rows, 2]."""
+def _score_batch(model: nn.Module, rows: list[Scored], pad: int, device: torch.device) -> torch.Tensor:
+    """Return the values of `Likelihood` for each row, as float32 [rows, 2]."""
     row_ids = [row.ids for row in rows]
     ids = pad_sequences(row_ids, pad).to(device)
     mask = attention_mask(row_ids, ids.shape[1]).to(device)
     is_choice = mask.bool()
     for number, row in enumerate(rows):
         is_choice[number, : row.first] = False
-    # The last token is predicted, and nothing after it. So a row may have one token more than the model takes.
+    # The last token is only predicted, so the model's input is one token shorter than a row.
     logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False).logits
-    # The logits at a position predict the next token, so the ids are moved by one.
+    # The logits at a position predict the token at the next one, so ids and mask are shifted by one to stand beside them.
     ids = ids[:, 1:]
     is_choice = is_choice[:, 1:]
     # Take the logits at the tokens of choices alone: a float32 copy of all logits would be the largest tensor of the run.
     log_probabilities = logits[is_choice].float().log_softmax(-1)
     choice_ids = ids[is_choice]
-    by_position = torch.zeros(is_choice.shape, device=device)
-    by_position[is_choice] = log_probabilities.gather(1, choice_ids.unsqueeze(1)).squeeze(1)
-    is_missed = torch.zeros(is_choice.shape, device=device)
-    is_missed[is_choice] = (log_probabilities.argmax(-1) != choice_ids).float()
-    is_greedy = is_missed.sum(1) == 0
-    return torch.stack([by_position.sum(1), is_greedy.float()], dim=1)
+    # Put the values of the choices' tokens back to their positions, with 0 elsewhere, to sum them by row.
+    log_probability_at = torch.zeros(is_choice.shape, device=device)
+    log_probability_at[is_choice] = log_probabilities.gather(1, choice_ids.unsqueeze(1)).squeeze(1)
+    is_other_token = torch.zeros(is_choice.shape, device=device)
+    is_other_token[is_choice] = (log_probabilities.argmax(-1) != choice_ids).float()
+    is_greedy = is_other_token.sum(1) == 0
+    return torch.stack([log_probability_at.sum(1), is_greedy.float()], dim=1)
 
 
 # --- accuracy
 class TaskScorer:
-    """Measures ``tasks`` on a causal model, whole on one process or spread over ranks.
+    """Measures the accuracies of ``tasks`` with a causal model in one process, or spread over ranks.
 
     Args:
-        tokenizer: its padding token is masked, so any token works.
-        batch_size: choices in a forward, per process; fewer where they would have too many logits, see
+        tokenizer: it may have no padding token, since padding is masked.
+        batch_size: choices in a forward pass, per process; fewer if they would have too many logits, see
             `zerobook.evaluation.held_out.rows_at_once`.
         apply_chat_template, max_length: see `Encoder`.
 
@@ -312,7 +322,7 @@ class TaskScorer:
             raise ConfigError(
                 f"--task: two task files are called {repeated_names[0]}, so their results would be too. Rename one."
             )
-        # All questions are encoded before the run: a choice that does not fit is refused before any training.
+        # Encode all questions now, so that a choice that does not fit is refused before the training.
         encode = Encoder(tokenizer, apply_chat_template=apply_chat_template, max_length=max_length)
         self.tasks = list(tasks)
         self.pad_token_id = tokenizer.pad_token_id or 0
@@ -349,9 +359,10 @@ class TaskScorer:
             batch_size=self.batch_size,
             progress=progress,
         )
-        return self._summary([score.log_probability for score in scores], step)
+        return self._summarize([score.log_probability for score in scores], step)
 
-    def _summary(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    # Return the metrics and the table of `__call__` from the log-likelihood of every choice.
+    def _summarize(self, scores: list[float], step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
         metrics: dict[str, float] = {}
         table: list[dict[str, Any]] = []
         # The scores are in the order in which the sequences were made: tasks, questions, choices.
@@ -361,26 +372,26 @@ class TaskScorer:
             for question in task.questions:
                 question_scores = list(islice(remaining_scores, len(question.choices)))
                 answers.append(_judge(question, question_scores))
-            # A task without subjects has one row, that of all its questions.
-            subjects = {question.subject for question in task.questions if question.subject is not None}
+            # The first row of a task is about all of its questions. The metrics are taken from it.
             table.append(_summary_row(task, answers, None, step))
             for name in METRICS:
                 metrics[f"task/{task.name}/{name}"] = table[-1][name]
+            subjects = {question.subject for question in task.questions if question.subject is not None}
             for subject in sorted(subjects):
                 table.append(_summary_row(task, answers, subject, step))
         return metrics, table
 
 
 def _summary_row(task: Task, answers: Sequence[tuple[bool, bool]], subject: str | None, step: int) -> dict[str, Any]:
-    """Return the row of a subject's questions; of all questions where ``subject`` is None.
+    """Return the row of the questions of a subject; of all questions if ``subject`` is None.
 
     Args:
-        answers: of each question of the task, whether it was answered rightly by each of `METRICS`.
+        answers: for each question of the task, whether it was answered correctly, in the order of `METRICS`.
     """
     numbers = [number for number, question in enumerate(task.questions) if subject is None or question.subject == subject]
     row: dict[str, Any] = {"step": step, "task": task.name, "subject": subject, "questions": len(numbers)}
     for column, name in enumerate(METRICS):
-        # The share of right answers, of booleans that count as 0 and 1.
+        # The share of correct answers. A sum counts True as 1.
         row[name] = sum(answers[number][column] for number in numbers) / len(numbers)
         # The standard error of a binomial proportion: sqrt(p (1 - p) / n).
         row[f"{name}_stderr"] = math.sqrt(row[name] * (1 - row[name]) / len(numbers))
@@ -389,9 +400,13 @@ def _summary_row(task: Task, answers: Sequence[tuple[bool, bool]], subject: str 
 
 
 def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
-    """Return whether the summed and the byte-normalised likelihoods pick the right choice, in the order of `METRICS`."""
+    """Return whether the question is answered correctly, by the log-likelihoods and by those per byte, as in `METRICS`.
+
+    Args:
+        scores: log-likelihood of each choice.
+    """
     scores_per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
-    # The index of the first maximum: among equal choices, the first is picked.
+    # ``index`` returns the first maximum: among equally likely choices, the first is picked.
     is_right = scores.index(max(scores)) == question.answer
     is_right_per_byte = scores_per_byte.index(max(scores_per_byte)) == question.answer
     return is_right, is_right_per_byte
