@@ -44,13 +44,14 @@ class CausalLMConfig(RecipeConfig):
         return self.config_name
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
+        # Exactly one of the two has to be given.
         if (self.model_name_or_path is None) == (self.config_name is None):
-            found.append(
+            problems.append(
                 f"model_name_or_path: it is {self.model_name_or_path!r} and config_name is {self.config_name!r}. Give one: "
                 "--model_name_or_path to continue from weights, --config_name to start from scratch."
             )
-        return found
+        return problems
 
 
 class CausalLM(Recipe[CausalLMConfig]):

@@ -59,19 +59,23 @@ class LoraConfig(AdapterConfig):
 
     @property
     def base_format(self) -> str | None:
-        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
+        if self.load_in_4bit:
+            return "nf4"
+        return "int8" if self.load_in_8bit else None
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.model_name_or_path is None:
-            found.append("model_name_or_path: adapters need a model to adapt. Give a hub name, a folder or embedded:smollm2.")
+            problems.append(
+                "model_name_or_path: adapters need a model to adapt. Give a hub name, a folder or embedded:smollm2."
+            )
         if self.eval_samples and not self.assistant_only_loss:
-            found.append(
+            problems.append(
                 "eval_samples: a chat of which all is learnt has no prompt to answer. Drop it, or assistant_only_loss."
             )
         if self.load_in_4bit and self.load_in_8bit:
-            found.append("load_in_8bit: load_in_4bit is set too, and the base has one format. Drop one of the two.")
-        return found
+            problems.append("load_in_8bit: load_in_4bit is set too, and the base has one format. Drop one of the two.")
+        return problems
 
 
 class LoraFinetune(Recipe[LoraConfig]):
@@ -80,7 +84,7 @@ class LoraFinetune(Recipe[LoraConfig]):
     config_class = LoraConfig
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> CausalEncoder:
-        # Only the assistant's text and its end of turn are supervised, unless the config says otherwise.
+        # Only the assistant's text and its end of turn are supervised, unless assistant_only_loss is false.
         config = self.config
         return CausalEncoder(tokenizer, length=config.max_seq_length, assistant_only_loss=config.assistant_only_loss)
 
@@ -92,7 +96,9 @@ class LoraFinetune(Recipe[LoraConfig]):
 
         scorers = [*super().scorers(tokenizer, model, data, collate)]
         if self.config.eval_samples and data.held_out:
-            rows, ends = next(iter(data.held_out.values())), end_tokens(tokenizer)
+            # The prompts are those of the first dataset.
+            rows = next(iter(data.held_out.values()))
+            ends = end_tokens(tokenizer)
             scorers.append(AnswerSampler(rows, tokenizer, count=self.config.eval_samples, ends=ends))
         return scorers
 

@@ -71,19 +71,23 @@ class Seq2SeqConfig(AdapterConfig):
         return self.val_max_target_length or self.max_target_length
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.model_name_or_path is None:
-            found.append("model_name_or_path: no model is named. Give a hub name or a folder with an encoder-decoder model.")
-        if flag := self.rows_shared_by:
-            found.append(f"{flag}: sources and targets have rows of their own here. Drop it, or use --group_by_length.")
+            problems.append("model_name_or_path: no model is named. Give a hub name or a folder with an encoder-decoder model.")
+        if self.rows_shared_by is not None:
+            problems.append(
+                f"{self.rows_shared_by}: sources and targets have rows of their own here. Drop it, or use --group_by_length."
+            )
         if self.val_min_target_length >= self.max_generated:
-            found.append(
+            problems.append(
                 f"val_min_target_length: {self.val_min_target_length} tokens at least do not fit into "
                 f"val_max_target_length={self.max_generated}. Lower one or raise the other."
             )
         if self.length_penalty is not None and self.num_beams == 1:
-            found.append(f"length_penalty: {self.length_penalty} ranks beams, and num_beams is 1. Raise num_beams, or drop it.")
-        return found
+            problems.append(
+                f"length_penalty: {self.length_penalty} ranks beams, and num_beams is 1. Raise num_beams, or drop it."
+            )
+        return problems
 
 
 class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
@@ -100,16 +104,20 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         check_positions(model_config, str(config.model_name_or_path), longest)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> Seq2SeqEncoder:
-        # Source and target keep their own lengths; the decoder reads the target shifted by one token.
         config = self.config
-        lengths = {"max_source_length": config.max_source_length, "max_target_length": config.max_target_length}
-        return Seq2SeqEncoder(tokenizer, prefix=config.source_prefix, **lengths)
+        return Seq2SeqEncoder(
+            tokenizer,
+            prefix=config.source_prefix,
+            max_source_length=config.max_source_length,
+            max_target_length=config.max_target_length,
+        )
 
     def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
         from zerobook.models.generation_config import RULES, answer_as_measured
 
         # The generation settings and the prefix are saved with the model, so that it later generates as in the evaluation.
-        model, config = super().model(tokenizer, strategy), self.config
+        model = super().model(tokenizer, strategy)
+        config = self.config
         answer_as_measured(
             model,
             tokenizer,
@@ -140,13 +148,17 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         config = self.config
         scorers: list[Scorer] = [*task_scorers(config, tokenizer, model, "seq2seq")]
         if data.held_out:
-            parts = cast("list[Dataset[dict[str, Any]]]", [*data.held_out.values()])
-            rows: ConcatDataset[dict[str, Any]] = ConcatDataset(parts)
-            batch_size, batches = config.per_device_eval_batch_size, config.n_val_batch_generations
-            decoding = cast("GenerationConfig", model.generation_config)
-            sources = cast("Seq2SeqCollator", collate)
+            datasets = cast("list[Dataset[dict[str, Any]]]", [*data.held_out.values()])
+            rows: ConcatDataset[dict[str, Any]] = ConcatDataset(datasets)
             scorers.append(
-                GenerationScorer(rows, tokenizer, sources, decoding=decoding, batch_size=batch_size, batches=batches)
+                GenerationScorer(
+                    rows,
+                    tokenizer,
+                    cast("Seq2SeqCollator", collate),
+                    decoding=cast("GenerationConfig", model.generation_config),
+                    batch_size=config.per_device_eval_batch_size,
+                    batches=config.n_val_batch_generations,
+                )
             )
         return scorers
 
@@ -158,7 +170,9 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         batch = super().example_batch(shape)
         labels = torch.zeros(shape.rows, shape.target, dtype=torch.int64)
         batch |= {"labels": labels, "decoder_input_ids": labels.clone()}
-        return batch | {"attention_mask": torch.zeros_like(batch["input_ids"])} if shape.padded else batch
+        if shape.padded:
+            batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+        return batch
 
 
 if __name__ == "__main__":
