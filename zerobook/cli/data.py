@@ -52,14 +52,15 @@ def data(arguments: list[str]) -> int:
     _print_table(prepared)
     if flags.action == "inspect":
         rows = []
-        for name, view in _datasets(prepared):
+        for name, view in _list_datasets(prepared):
             print_lengths(name, view.lengths)
             rows += [(f"{name}, row {number}", view[number]) for number in range(min(flags.samples, len(view)))]
-        # The recipe has been run, and is not run again.
+        # `_prepare` has run the recipe's file. `recipe_class` returns its class without running the file again.
         show_rows(rows, tokenizer, encoder_decoder=recipe_class(flags.recipe).encoder_decoder)
     return 0
 
 
+# Prepare the data of a recipe with its flags. Return it with the tokenizer.
 def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTokenizerBase]:
     from zerobook.training.run import prepare_data
 
@@ -72,12 +73,13 @@ def _prepare(recipe: str, flags: list[str]) -> tuple[PreparedData, PreTrainedTok
             "streaming: a stream is prepared during the run, not before it. To inspect some samples, pass --streaming false "
             "and --max_train_samples N."
         )
-    # The tokenization has all usable cores: no other process of a launch runs beside this one.
+    # The tokenization may use all cores, since no other ranks run beside this process.
     return prepare_data(recipe_type(config), sources, config.preprocessing_num_workers or usable_cores())
 
 
-def _datasets(data: PreparedData) -> list[tuple[str, Any]]:
-    """Return (name, view) of every dataset, held-out ones last."""
+def _list_datasets(data: PreparedData) -> list[tuple[str, Any]]:
+    """Return (name, view of its rows) of each training dataset, and then of each held-out dataset."""
+    # The report has the training datasets in the order of the views.
     names = [name for name in data.report if not name.endswith(", held out")]
     datasets = list(zip(names, data.train.views, strict=True))
     for name, held_out in data.held_out.items():
@@ -88,7 +90,7 @@ def _datasets(data: PreparedData) -> list[tuple[str, Any]]:
 def _print_table(data: PreparedData) -> None:
     figures = ("rows", "tokens", "counted by the loss", "shortest", "median", "longest")
     table = make_table("prepared data", ("dataset", "format", *figures, "what was done"), numbers=figures)
-    for name, view in _datasets(data):
+    for name, view in _list_datasets(data):
         lengths = view.lengths
         numbers = (
             len(view),
@@ -98,6 +100,7 @@ def _print_table(data: PreparedData) -> None:
             np.median(lengths),
             lengths.max(),
         )
+        # The report also has what the preparation did with samples, such as how many it truncated.
         actions = [f"{count:,} {action}" for action, count in data.report[name].items() if action not in ("rows", "tokens")]
         # The held-out part of a dataset has the format of the dataset.
         format, _ = data.formats[name.removesuffix(", held out")]
@@ -106,8 +109,8 @@ def _print_table(data: PreparedData) -> None:
     for name, (_, unread_columns) in data.formats.items():
         if unread_columns:
             say(f"columns of {name} that are not read: {', '.join(unread_columns)}")
-    # Datasets may share a folder; each is named once, in order.
-    for folder in dict.fromkeys(str(view.store.folder) for _, view in _datasets(data)):
+    # Datasets may share a folder of prepared data. Each folder is printed once.
+    for folder in dict.fromkeys(str(view.store.folder) for _, view in _list_datasets(data)):
         say(folder)
 
 

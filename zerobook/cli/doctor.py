@@ -61,7 +61,8 @@ def doctor(argv: list[str]) -> int:
     parser.add_argument("--all_ranks", action="store_true")
     parser.add_argument("--strategy")
     flags, argv = parser.parse_known_args(argv)
-    # What is left are the flags of the launch. Replace names of strategy files in them by paths, as `zerobook launch` does.
+    # The remaining arguments are those of the launch. Replace names of strategy files and recipes in them by paths, as
+    # `zerobook launch` does.
     argv = written_out(argv, flags.strategy)
     out = console()
     # With --json, only the object is printed to stdout.
@@ -69,7 +70,7 @@ def doctor(argv: list[str]) -> int:
 
     # Examine the machine and the launch.
     hardware = Hardware.detect()
-    problems = _machine_problems(out, hardware)
+    problems = _examine_machine(out, hardware)
     plan: LaunchPlan | None = None
     if argv:
         plan, launch_problems = _examine_launch(out, argv, hardware, all_ranks=flags.all_ranks)
@@ -98,33 +99,41 @@ def doctor(argv: list[str]) -> int:
 def _examine_launch(
     out: Console, argv: list[str], hardware: Hardware, *, all_ranks: bool
 ) -> tuple[LaunchPlan | None, list[str]]:
-    """Print how a launch is resolved. With ``all_ranks``, compare the machines of the launch. Return (plan, problems)."""
+    """Print how a launch is resolved. With ``all_ranks``, compare the machines of the launch.
+
+    Returns:
+        (plan, problems). The plan is None if the launch has no strategy that could be resolved.
+    """
     plan, problems, config, sources = inspect_launch(argv, hardware)
     if plan is not None:
         problems = problems + plan.problems
         _print_strategy(out, plan, config, sources)
-        # A launch with problems does not start, so its keys have no effects that could be listed.
+        # List the effect of each key. A launch with problems does not start, so its keys have none.
         if not problems:
             launch_flags, _, _ = split_at_recipe(argv)
-            # The parser of accelerate requires a script, and the effects do not depend on it.
+            # accelerate's parser requires a script. The effects of the keys do not depend on it, so any name will do.
             out.print(account.table(account.entries(plan, config, sources, flags=[*launch_flags, "script.py"])))
-    # A launch without a recipe has the base class of all configs, and no output_dir of its own.
+    # Without a recipe, the config is of the base class, and its output_dir is only the default.
     if type(config) is not RecipeConfig:
         earlier = find_earlier_run(config) or find_earlier_result(config)
         if earlier:
             problems.append(earlier)
-    # Without a correct address or rank, the machines cannot connect.
+    # Without a correct address and rank, the machines cannot connect.
     can_connect = not any(problem.startswith(("--main_process_ip", "--machine_rank")) for problem in problems)
     if all_ranks and can_connect:
-        problems += _host_problems(out, argv, plan, config)
+        problems += _compare_hosts(out, argv, plan, config)
     return plan, problems
 
 
 def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | None, list[str], RecipeConfig, ConfigSources]:
-    """Resolve what ``accelerate launch ARGV`` would pass to its workers.
+    """Resolve a launch as its processes would, without starting them.
+
+    Args:
+        argv: arguments of ``accelerate launch``.
 
     Returns:
-        (plan, problems found before it, the recipe's config, the source of each of its values).
+        (plan, problems, the recipe's config, the source of each of its values). The problems are those that are not in
+        ``plan.problems``. The plan is None if the launch has no strategy; the problems are then all.
     """
     launch_flags, recipe, recipe_flags = split_at_recipe(argv)
     config: RecipeConfig = RecipeConfig()
@@ -137,13 +146,14 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
             sources = parsed.sources
             config_problems = parsed.problems
         except ConfigError as error:
-            # Go on to the launch, so that its problems are reported together with these.
+            # Resolve the launch nevertheless, so that its problems are reported together with these.
             config_problems = error.problems
     # Accelerate's own code turns the flags and the strategy file into the environment of the workers.
     workers = inspect(launch_flags)
     plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
     problems = together(config_problems, workers.problems)
-    # The plan keeps only the problems that are not among those found before it. The caller adds them.
+    # `together` puts the earlier problems first, and drops a problem of the plan about a key that has one already. What follows
+    # the earlier ones stays in the plan.
     plan.problems = together(problems, plan.problems)[len(problems) :]
     if not workers.has_strategy:
         return None, problems + plan.problems, config, sources
@@ -161,15 +171,15 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     return plan, problems, config, sources
 
 
-def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
-    """Print what the machine has, and return the problems found."""
+def _examine_machine(out: Console, hardware: Hardware) -> list[str]:
+    """Print the hardware and the software of this machine, and return their problems."""
     import psutil
 
     from zerobook.utils.versions import versions
 
     if hardware.gpus:
         gpus = f"{hardware.gpus} x {hardware.gpu_name}, bf16 {hardware.bf16}"
-    # The machine may have GPUs that this torch does not see. `hardware.unused` is the reason, and a problem of the machine.
+    # The machine may have GPUs that this torch cannot use. `hardware.unused` is then the reason.
     elif hardware.unused:
         gpus = "none that torch sees"
     else:
@@ -205,8 +215,8 @@ def _machine_problems(out: Console, hardware: Hardware) -> list[str]:
     return problems
 
 
-def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
-    """Connect to the other machines of the launch, print what they are, and return the problems found."""
+def _compare_hosts(out: Console, argv: list[str], plan: LaunchPlan | None, config: RecipeConfig) -> list[str]:
+    """Connect to the other machines of the launch, print a table of all machines, and return the problems found."""
     launch_flags, recipe, _ = split_at_recipe(argv)
     try:
         here = host_check.place(launch_flags)
@@ -228,7 +238,7 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
             )
         out.print(table)
         out.print(findings.links)
-    # The first machine compares the facts of all, and is the only one that knows the findings.
+    # Only the first machine gets the facts of all machines, and compares them.
     elif here.number:
         out.print(f"the findings about all machines are printed on the first one, {here.address}")
     for warning in findings.warnings:
@@ -237,6 +247,7 @@ def _host_problems(out: Console, argv: list[str], plan: LaunchPlan | None, confi
     return findings.problems
 
 
+# Print the resolved strategy, the batch arithmetic and the notes of a launch.
 def _print_strategy(out: Console, plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources) -> None:
     from zerobook.data.batch_loader import BatchLayout
 

@@ -65,10 +65,10 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
-    """Measure the held-out loss, and print it with the answers, except with --json. Return the results."""
+    """Measure the held-out loss, and return the results. Without --json, also print them, with the answers."""
     from zerobook.training.measure import evaluate_on
 
-    # stdout is for the results.
+    # stdout is for the results, so what libraries print goes to stderr.
     with redirect_stdout(sys.stderr):
         record = evaluate_on(flags.path, flags.file, rows=flags.limit, trust_remote_code=flags.trust_remote_code)
     if not flags.json:
@@ -81,7 +81,7 @@ def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: list[str]) -> dict[str, Any]:
-    """Measure accuracies, and print them, except with --json. Return the results."""
+    """Measure accuracies, and return the results. Without --json, also print them."""
     loaded = load_result(flags.path, trust_remote_code=flags.trust_remote_code)
     results: dict[str, Any] = {"cut_prompts": 0}
     check_causal([flags.tasks], loaded.kind)
@@ -110,7 +110,7 @@ def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: li
             max_length=loaded.context,
         )
         _, table = scorer(None, loaded.model, progress=True)
-        results["tasks"] = _nested(table)
+        results["tasks"] = _group_by_task(table)
         results["cut_prompts"] += scorer.truncated_count
         if not flags.json:
             print_table(flags.path, table)
@@ -122,7 +122,8 @@ def _score_tasks(flags: argparse.Namespace, tasks: list[Task], harness_tasks: li
     return results
 
 
-def _nested(table: list[dict[str, Any]]) -> dict[str, Any]:
+# Return task -> its values, with its subjects under ``subjects``. The row of a task comes before the rows of its subjects.
+def _group_by_task(table: list[dict[str, Any]]) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for row in table:
         values = {key: value for key, value in row.items() if key not in ("step", "task", "subject")}

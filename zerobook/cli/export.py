@@ -22,7 +22,7 @@ from zerobook.utils.terminal import say
 
 
 def export(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
+    """Run ``zerobook export ARGUMENTS``, and return the exit code."""
     parser = Parser("zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
@@ -47,19 +47,19 @@ def export(arguments: list[str]) -> int:
         check_push(flags.push)
     elif flags.private:
         raise ConfigError("--private: it is for --push NAME, which is not given.")
-    facts = export_checkpoint(
+    result = export_checkpoint(
         find_checkpoint(flags.path, flags.checkpoint),
         Path(flags.output).expanduser(),
         dtype=getattr(torch, flags.dtype),
         merge=not flags.keep_adapter,
         trust_remote_code=flags.trust_remote_code,
     )
-    for line in facts["notes"]:
-        say(f"  note: {line}")
-    say(f"wrote {facts['folder']}")
-    say(f"reloaded and compared: logits differ by at most {facts['difference']:.1e}, relative to the largest one")
+    for note in result["notes"]:
+        say(f"  note: {note}")
+    say(f"wrote {result['folder']}")
+    say(f"reloaded and compared: logits differ by at most {result['difference']:.1e}, relative to the largest one")
     if flags.push:
-        say(f"uploaded to {push(facts['folder'], flags.push, private=flags.private)}")
+        say(f"uploaded to {push(result['folder'], flags.push, private=flags.private)}")
     return 0
 
 
@@ -71,11 +71,14 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def find_checkpoint(name: str, which: str | None) -> Path:
-    """Return ``name`` itself if it is an undamaged checkpoint; otherwise the newest or the best checkpoint of that run.
+    """Return a checkpoint by its own folder, or the newest or best checkpoint of a run.
 
     Args:
         name: a checkpoint's folder, or a run's output_dir.
-        which: ``auto`` (the newest) or ``best``; None: the one from which the run itself makes its final model.
+        which: of a run: ``auto`` (the newest) or ``best``; None: the checkpoint from which the run makes its final model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the run has no complete one.
     """
     path = Path(name).expanduser().absolute()
     if (path / store.MANIFEST).exists():
@@ -86,7 +89,7 @@ def find_checkpoint(name: str, which: str | None) -> Path:
     if which is None:
         which = "auto"
         complete = store.list_complete(store.folder_of(path))
-        # A resumed run may have another setting, so that of the newest checkpoint counts.
+        # A resumed run may have changed the setting, so the config of the newest checkpoint counts.
         if complete and store.read_json(complete[-1] / "config.json")["config"].get("final_model") == "best":
             which = "best"
     resolution = resolve_resume(path, which, thorough=True)
