@@ -1,4 +1,4 @@
-"""The exceptions a user can meet. Each says what happened, both values, and the way out."""
+"""The exceptions that a user can meet. Each message says what happened, the values that disagree, and what to do."""
 
 
 class ZerobookError(Exception):
@@ -18,21 +18,18 @@ class ConfigError(ZerobookError):
 
     def __init__(self, problems: str | list[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        count = len(self.problems)
-        if count == 1:
+        listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+        message = f"{len(self.problems)} problems in the configuration:\n{listing}"
+        if len(self.problems) == 1:
             message = self.problems[0]
-        else:
-            message = f"{count} problems in the configuration:\n" + "\n".join(
-                f"  {i}. {p}" for i, p in enumerate(self.problems, 1)
-            )
         super().__init__(message)
 
 
 class LaunchError(ZerobookError):
-    """A launch of which some processes did not start."""
+    """A launch in which some processes did not start."""
 
+    # Not 2, as for a wrong command line: another start may succeed.
     exit_code = 1
-    """That of any failure, and not of a wrong command line: another start may succeed."""
 
 
 class DataError(ZerobookError):
@@ -42,8 +39,8 @@ class DataError(ZerobookError):
 class SourceError(DataError):
     """Data that could not be read now, since a disk or the hub did not answer."""
 
+    # Not 2, as for a wrong command line: another start may succeed.
     exit_code = 1
-    """That of any failure, and not of a wrong command line: another start may succeed."""
 
 
 class CheckpointError(ZerobookError):
@@ -53,8 +50,8 @@ class CheckpointError(ZerobookError):
 class SaveError(CheckpointError):
     """A checkpoint that could not be written."""
 
+    # Not 2, as for a wrong command line: if the disk works again, another start continues the run.
     exit_code = 1
-    """That of any failure, and not of a wrong command line: if the disk works again, another start continues the run."""
 
 
 class DivergenceError(ZerobookError):
@@ -64,8 +61,8 @@ class DivergenceError(ZerobookError):
 class LockedError(ZerobookError):
     """A folder or file that another process has locked."""
 
+    # Not 2, as for a wrong command line: when that process has ended, another start succeeds.
     exit_code = 1
-    """That of any failure, and not of a wrong command line: when that process has ended, another start succeeds."""
 
 
 class RunLogError(ZerobookError):
