@@ -45,7 +45,7 @@ def import_foreign(argv: list[str]) -> int:
     parser.add_argument("file", nargs="?", metavar="FILE", help="another trainer's config")
     parser.add_argument("--from", dest="trainer", choices=list(TRAINERS), help="the trainer (default: recognised by the keys)")
     parser.add_argument("--output", help="folder to write (default: FILE's name, in the working folder)")
-    # Everything after ``--`` is the command line of the other trainer. This parser must not read its flags.
+    # Everything after ``--`` is the command line of the other trainer, whose flags this parser must not read.
     separator = argv.index("--") if "--" in argv else len(argv)
     flags = parser.parse_args(argv[:separator])
     if flags.what == "command":
@@ -71,7 +71,7 @@ def import_foreign(argv: list[str]) -> int:
 
 
 def write_import(imported: Imported, folder: Path) -> None:
-    """Write the recipe's YAML, the strategy file and account.txt, and print the last, which says what became of each key."""
+    """Write the recipe's YAML, the strategy file, and account.txt, a report on what became of each key. Print the report."""
     from zerobook.interop.configs.account import account_text
 
     strategy = imported.strategy
@@ -81,7 +81,7 @@ def write_import(imported: Imported, folder: Path) -> None:
     files = dict(imported.foreign.files)
     files["recipe.yaml"] = header + yaml.safe_dump(imported.values, sort_keys=False, allow_unicode=True)
     files["account.txt"] = account_text(imported)
-    # A shipped strategy file is used by its name.
+    # A shipped strategy file is used by its name, and has no content here.
     if strategy.content is not None:
         files[f"{strategy.name}.yaml"] = yaml.safe_dump(strategy.content, sort_keys=False)
     for name, text in files.items():
@@ -95,5 +95,5 @@ def launch_words(imported: Imported, folder: Path) -> list[str]:
     strategy = imported.strategy.name
     if imported.strategy.content is not None:
         strategy = str(folder / f"{strategy}.yaml")
-    words = ["--strategy", strategy, "--num_processes", str(imported.foreign.processes)]
-    return [*words, imported.recipe, "--config", str(folder / "recipe.yaml")]
+    processes = str(imported.foreign.processes)
+    return ["--strategy", strategy, "--num_processes", processes, imported.recipe, "--config", str(folder / "recipe.yaml")]

@@ -15,8 +15,8 @@ from zerobook.utils.files import require_new
 from zerobook.utils.shipped import shipped
 from zerobook.utils.terminal import say
 
+# Shipped folder -> pattern of the files in it.
 _COPIED = {"recipes": "[!_]*.py", "recipes/configs": "**/*.*", "accelerate_configs": "**/*.yaml", "ds_configs": "**/*.json"}
-"""Shipped folder -> pattern of the files in it"""
 _CONFIG = """\
 # LoRA on a small chat model. Every key is a flag, too; recipes/lora_finetune.py --help prints all of them.
 model_name_or_path: HuggingFaceTB/SmolLM2-135M-Instruct  # a hub name or a folder
@@ -64,7 +64,7 @@ and the time of every strategy file.
 
 
 def init(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
+    """Run the command with its arguments, and return the exit code."""
     parser = Parser("zerobook init", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="the folder to write; it must not exist, or be empty")
     folder = Path(parser.parse_args(arguments).folder).expanduser()

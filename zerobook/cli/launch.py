@@ -54,44 +54,52 @@ def launch(argv: list[str]) -> int:
         parser.print_help()
         return 0
     before_recipe, recipe, _ = split_at_recipe(argv)
-    # Behind the recipe are its own flags, which may have these names.
+    # Do not read the recipe's flags, which come after it and may have the same names.
     flags, accelerate_flags = parser.parse_known_args(before_recipe)
     arguments = [*accelerate_flags, *argv[len(before_recipe) :]]
     if recipe is None and OTHER_PROGRAMS.isdisjoint(argv):
         _check_program(accelerate_flags)
-    line = written_out(arguments, flags.strategy)
-    if line != arguments:
+    # If the strategy or the recipe is a name, start again with their paths.
+    resolved_arguments = written_out(arguments, flags.strategy)
+    if resolved_arguments != arguments:
         if flags.min_machines:
-            line = ["--min_machines", str(flags.min_machines), *line]
-        _start_again(argv, line)
+            resolved_arguments = ["--min_machines", str(flags.min_machines), *resolved_arguments]
+        _restart_with(resolved_arguments, argv)
     if flags.min_machines:
         return quietly(lambda: elastic.launch(flags.min_machines, arguments))
     return quietly(lambda: _launch(arguments))
 
 
 def _check_program(flags: list[str]) -> None:
-    """Raise `ConfigError` if the launcher's flags end with no program. A program that is not a recipe may have any name."""
-    typed, problems = read_flags(flags)
+    """Raise `ConfigError` if the flags of the launcher are not followed by a file, which may also be another program."""
+    accelerate_args, problems = read_flags(flags)
     if not problems:
         problems = [f"no recipe is named. Write one behind the flags: a file, or {', '.join(sorted(names('recipes')))}."]
-    if not Path(typed.training_script).is_file():
+    if not Path(accelerate_args.training_script).is_file():
         raise ConfigError(problems)
 
 
-def _start_again(argv: list[str], line: list[str]) -> NoReturn:
-    """Print the launch without names, and replace this process by it: a run reads the command line of its launcher."""
+def _restart_with(arguments: list[str], argv: list[str]) -> NoReturn:
+    """Print the launch line with ``arguments``, and replace this process by ``zerobook launch`` with them.
+
+    The run reads the command line of its launcher, which therefore must have paths and not names.
+
+    Args:
+        argv: arguments of this ``zerobook launch``.
+    """
+    # The words of the command line between Python and ``argv``, such as ``/usr/bin/zerobook launch``.
     program = sys.orig_argv[1 : len(sys.orig_argv) - len(argv)]
-    on_path = shutil.which("accelerate") == str(Path(sys.executable).with_name("accelerate"))
-    shown = ["accelerate", "launch"] if on_path else [sys.executable, "-m", "accelerate.commands.launch"]
-    # accelerate has no launch of a number of machines that changes.
-    if "--min_machines" in line:
-        shown = [sys.executable, *program]
-    say(shlex.join([*shown, *line]))
-    os.execv(sys.executable, [sys.executable, *program, *line])
+    is_on_path = shutil.which("accelerate") == str(Path(sys.executable).with_name("accelerate"))
+    printed_program = ["accelerate", "launch"] if is_on_path else [sys.executable, "-m", "accelerate.commands.launch"]
+    # accelerate launch cannot continue with fewer machines, so the printed line is that of zerobook launch.
+    if "--min_machines" in arguments:
+        printed_program = [sys.executable, *program]
+    say(shlex.join([*printed_program, *arguments]))
+    os.execv(sys.executable, [sys.executable, *program, *arguments])
 
 
 def _launch(arguments: list[str]) -> None:
-    """Start the processes.
+    """Start the processes by accelerate's own command.
 
     Raises:
         ConfigError: with a sentence for each setting that accelerate would refuse, ignore, or wait for without end.
@@ -114,9 +122,10 @@ def _launch(arguments: list[str]) -> None:
 
 
 def _launch_problems(arguments: list[str], flags: list[str], script: str) -> list[str]:
-    """Return all problems of a launch whose processes would not start; an empty list if they would.
+    """Return the problems of a launch; an empty list if its processes can start.
 
-    Processes that start report problems of the recipe's flags and data themselves. Otherwise they are reported here, too.
+    Processes that start report the problems of the recipe's flags and data. If they cannot start, these problems are returned
+    here, too, so that the user sees all problems at once.
     """
     accelerate_args, problems = read_flags(flags)
     problems += flag_checks.check(accelerate_args, before_start=True).problems
@@ -129,7 +138,7 @@ def _launch_problems(arguments: list[str], flags: list[str], script: str) -> lis
 
     if has_script and not is_recipe(script):
         return problems
-    # This finds the same problems again, together with those of the recipe.
+    # `inspect_launch` returns the problems of the flags again, together with those of the recipe.
     plan, launch_problems, _, _ = inspect_launch(arguments, Hardware.detect())
     if plan is not None:
         launch_problems += plan.problems

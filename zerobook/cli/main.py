@@ -30,6 +30,7 @@ Recipes are started by name in any folder, or with accelerate in a clone or in a
   accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 recipes/lora_finetune.py --help
 """
 
+# command -> (module, function). The function takes the arguments after the command, and returns the exit code.
 COMMANDS = {
     "init": ("zerobook.cli.init", "init"),
     "import": ("zerobook.cli.import_config", "import_foreign"),
@@ -44,11 +45,10 @@ COMMANDS = {
     "chat": ("zerobook.cli.chat", "chat"),
     "eval": ("zerobook.cli.eval", "evaluate"),
 }
-"""command -> (module, its function of the remaining arguments, which returns the exit code)"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 fine, 2 a user's error, which is printed without a traceback, 130 interrupted."""
+    """Run a command, and return its exit code. An error of the user is printed without a traceback. Ctrl-C gives 130."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         from zerobook.utils.nearest import nearest
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("zerobook", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("command", nargs="?", choices=list(COMMANDS), help=argparse.SUPPRESS)
-    # The other arguments are the command's.
+    # The command parses the other arguments itself.
     flags = parser.parse_args(arguments[:1])
     if flags.version:
         from zerobook import __version__
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         module, function = COMMANDS[flags.command]
         code = getattr(import_module(module), function)(arguments[1:])
-        # A reader that has closed the output is noticed here at the latest, and not at the interpreter's end.
+        # If the reader of the output has closed it, a flush raises the error here, and not when the interpreter ends.
         sys.stdout.flush()
         return code
     except ZerobookError as error:
@@ -86,10 +86,13 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:
+        # The reader of the output, such as head, has closed it. Without a stdout that works, the interpreter would fail to
+        # flush at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:  # a folder that cannot be read or written
+    except OSError as error:
+        # A file or folder cannot be read or written.
         say(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
