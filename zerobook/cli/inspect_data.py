@@ -27,12 +27,12 @@ from zerobook.utils.chat_template import template_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import console, say
 
+# Locations that are listed for each reason why samples cannot be used.
 LOCATIONS_OF_REASON = 5
-"""Locations that are listed for each reason why samples cannot be used."""
 
 
 def inspect(arguments: list[str]) -> int:
-    """Run the command. Return the exit code: 2 if samples cannot be used, since a run with this file would be refused."""
+    """Run the command. Return the exit code: 2 if samples cannot be used, since a run would refuse the file; otherwise 0."""
     flags = _parser().parse_args(arguments)
     encoder = _make_encoder(flags.model, flags.chat_template)
 
@@ -45,7 +45,7 @@ def inspect(arguments: list[str]) -> int:
         "columns": {"text_column": flags.text_column, "summary_column": flags.summary_column},
     }
     train = examine(splits.train, encoder, rows=flags.samples, **options)
-    # A held-out file of the user replaces the held-out split of the dataset.
+    # A validation file of the user replaces the held-out split of the dataset.
     held_out_source = open_held_out(flags.validation_file) if flags.validation_file else splits.held_out
     held_out = None
     if held_out_source is not None:
@@ -70,7 +70,7 @@ def inspect(arguments: list[str]) -> int:
         if split_description:
             say(f"{flags.file}: a run {split_description}")
         _print_text(train, held_out, held_out_count, shared_samples, flags)
-        # The first rows of the training data, as many as --samples says.
+        # `examine` has kept the first rows of the training data, as many as --samples says.
         rows = [(location, {"input_ids": row.input_ids, "labels": row.labels}) for location, row in train.first]
         show_rows(rows, encoder.tokenizer)
 
@@ -87,10 +87,10 @@ def inspect(arguments: list[str]) -> int:
 def _held_out_samples(
     splits: Splits, train: Examined, held_out: Examined | None, flags: argparse.Namespace
 ) -> tuple[int, Locations]:
-    """Return the number of samples that a run would hold out, and those among them that it would also train on."""
+    """Return the number of samples that a run would hold out, and the locations of those that it would also train on."""
     if held_out is not None:
         return int(held_out.is_kept.sum()), in_both(train, held_out)
-    # A run holds out the end of running text, which is not made of samples.
+    # Of running text, a run holds out the end, which does not consist of samples.
     if splits.train.lone_text:
         return 0, Locations()
     return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)
@@ -114,7 +114,7 @@ def _print_text(
 def _warn_if_nothing_is_held_out(splits: Splits, train: Examined, held_out_count: int, flags: argparse.Namespace) -> None:
     """Warn if the share of the training data that a run holds out is less than one row."""
     share = flags.validation_split_percentage
-    # The user wants no held-out data, or there is nothing that could be held out.
+    # Do not warn if the user wants no held-out data, or if there are no samples.
     if not share or not len(train.lengths):
         return
     held_out_rows = held_out_count
@@ -147,7 +147,7 @@ def _parser() -> Parser:
 
 def _held_out_problem(held_out: Examined | None, length: int) -> str | None:
     """Return why no loss can be measured on separate held-out data; None if it can, or if there is no such data."""
-    # If samples are bad, that is what the user mends first, and it has been printed.
+    # Bad samples have been printed, and the user has to mend them first.
     if held_out is None or held_out.bad.count:
         return None
     tokens = int(held_out.lengths.sum())
@@ -173,7 +173,7 @@ def _make_encoder(model: str, template_name: str | None) -> CausalEncoder:
     tokenizer_path = embedded.located(find_result(model).model)
     tokenizer, _ = open_tokenizer(tokenizer_path, template=template, revision="main", trust_remote_code=False)
     encoder = CausalEncoder(tokenizer, length=None)
-    # As in a run, if the tokenizer has no chat template.
+    # A run does this too, if the tokenizer has no chat template.
     encoder.take_default_template()
     return encoder
 
@@ -186,7 +186,7 @@ def _print_findings(data: Examined, length: int) -> None:
         f"format {data.format}; {summary['samples']:,} samples, {summary['tokens']:,} tokens, {data.supervised:,} of them "
         "supervised"
     )
-    # Lengths before cutting, so that a person can choose the limit by them.
+    # These are the lengths before cutting, by which the user can choose the limit.
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in summary["lengths"].items())
     say(f"tokens of a sample before cutting: {lengths or 'none'}")
     if data.unread:
@@ -206,7 +206,7 @@ def _print_findings(data: Examined, length: int) -> None:
 
 
 def _print_bad_samples(bad: BadSamples) -> None:
-    """Print the reasons why samples cannot be used, each with its first locations."""
+    """Print the reasons why samples cannot be used, each with the first locations of such samples."""
     if not bad.count:
         return
     say(f"{bad.count:,} samples that cannot be used:")

@@ -30,15 +30,15 @@ from zerobook.runlog.writer import EVENTS
 from zerobook.utils.terminal import console, make_table, plain, say
 from zerobook.utils.units import counted
 
+# Name of the view that is printed as CSV, since a run may have millions of steps.
 STEPS_VIEW = "steps"
-"""Name of the view that is printed as CSV, since a run may have millions of steps."""
 STEP_COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "attempt", "branch")
+# Views that `show` prints if no view is named.
 LISTED_VIEWS = [name for name in VIEWS if name != "events"]
-"""Views that `show` prints where none is named."""
 
 
 def runlog(arguments: list[str]) -> int:
-    """Entry of the command; returns the exit code."""
+    """Run the command with its arguments, and return the exit code."""
     flags = make_parser().parse_args(arguments)
     return flags.function(flags) or 0
 
@@ -100,6 +100,7 @@ def _print_table(table: Table) -> None:
     if not table.rows:
         say("None.")
         return
+    # Columns that contain only numbers are aligned on the right.
     columns = zip(table.columns, *table.rows, strict=True)
     numbers = [name for name, *cells in columns if all(map(str.isdigit, cells))]
     printed = make_table(None, table.columns, numbers=numbers)
@@ -120,7 +121,7 @@ def _print_steps(history: History, *, as_json: bool) -> None:
         cells = []
         for name in STEP_COLUMNS:
             value = record[name]
-            # A log that somebody else wrote may hold text with control characters.
+            # Somebody else may have written the log, with control characters in the place of numbers.
             if isinstance(value, str):
                 value = plain(value, lines=False)
             cells.append(value)
@@ -133,14 +134,14 @@ def report(flags: argparse.Namespace) -> None:
 
 
 def verify(flags: argparse.Namespace) -> int:
-    """Read every line of the runlog. Exit code 1 where something is wrong."""
+    """Read every line of the runlog. Exit code 1 if something is wrong."""
     from zerobook.runlog.check import problems
 
-    problem_list, counts = problems(folder_of(flags.run))
+    problem_list, line_counts = problems(folder_of(flags.run))
     for problem in problem_list:
         say(problem)
     verdict = counted(len(problem_list), "problem") if problem_list else "all sound"
-    say(f"{counted(counts['events'], 'event')} and {counted(counts['steps'], 'step')} read: {verdict}")
+    say(f"{counted(line_counts['events'], 'event')} and {counted(line_counts['steps'], 'step')} read: {verdict}")
     return 1 if problem_list else 0
 
 

@@ -19,18 +19,19 @@ HISTOGRAM_CHARACTERS = 60
 
 
 def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool = False) -> None:
-    """Print rows with their titles. Supervised tokens are green on a terminal, and between guillemets elsewhere.
+    """Print the text of rows. Supervised tokens are green on a terminal, and between guillemets elsewhere.
 
-    Control characters are shown as escapes. Rows are indented, so that none looks like the title of the next.
+    Control characters are shown as escapes. Rows are indented, so that no line of a row looks like the title of the next row.
 
     Args:
-        encoder_decoder: a row is a source, of which nothing is supervised, and its target.
+        rows: (title, row) each.
+        encoder_decoder: a row has a source, of which nothing is supervised, and a target.
     """
     from rich.padding import Padding
     from rich.text import Text
 
     out = console()
-    # If guillemets mark supervised tokens, those in the text of a row are escaped, too.
+    # Characters to escape. If guillemets mark supervised tokens, a guillemet in the text must not look like such a mark.
     escaped = "" if out.is_terminal else "«»"
     for title, row in rows:
         out.print(f"\n{title}: {len(row['input_ids'])} tokens", style="bold")
@@ -52,28 +53,34 @@ def show_rows(rows: Iterable[tuple[str, Row]], tokenizer: PreTrainedTokenizerBas
 
 def print_histogram(lengths: np.ndarray) -> None:
     """Print a histogram of lengths in tokens, one line per bin."""
-    # Not more bins than lengths, so that no line is always empty.
+    # At most one bin for each length that occurs: further bins would always be empty.
     bins = min(HISTOGRAM_BINS, max(1, len(np.unique(lengths))))
     counts, edges = np.histogram(lengths, bins=bins)
-    # Each bin but the last is without its upper edge.
+    # The longest length of each bin: the upper edge of a bin belongs to the next bin, except that of the last bin.
     last_lengths = [*np.ceil(edges[1:-1]) - 1, edges[-1]]
     for count, low, high in zip(counts, edges[:-1], last_lengths, strict=True):
         characters = round(HISTOGRAM_CHARACTERS * count / counts.max())
-        # A bin that is not empty has a bar.
+        # A bin that is not empty has a bar, also if the bar would be rounded to 0 characters.
         if count:
             characters = max(1, characters)
         console().print(f"  {int(np.ceil(low)):>6} to {int(high):>6} {'█' * characters} {count}", style="cyan")
 
 
 def _segments(row: Row, encoder_decoder: bool) -> list[tuple[np.ndarray, bool, bool]]:
-    """Return (token ids, whether supervised, whether a new sample of a pack begins) of a row, in order."""
+    """Divide a row where a sample of a pack begins, and where supervision begins or ends.
+
+    Returns:
+        (token ids, whether they are supervised, whether a sample begins with them) of each segment, in order.
+    """
     ids = row["input_ids"]
     labels = row["labels"]
     if encoder_decoder:
         return [(ids, False, True), (labels[labels != IGNORE], True, True)]
-    begins = row.get("position_ids", np.arange(len(ids))) == 0
-    supervised = labels != IGNORE
-    # A segment ends where a sample begins, and where supervision begins or ends.
-    starts = [0, *(np.flatnonzero(begins[1:] | (supervised[1:] != supervised[:-1])) + 1).tolist()]
-    ends = [*starts[1:], len(ids)]
-    return [(ids[start:end], bool(supervised[start]), bool(begins[start])) for start, end in zip(starts, ends, strict=True)]
+    # The positions in each sample of a pack begin with 0. A row that is not packed has no positions.
+    begins_sample = row.get("position_ids", np.arange(len(ids))) == 0
+    is_supervised = labels != IGNORE
+    # Whether a segment begins at a token, for all tokens but the first.
+    begins_segment = begins_sample[1:] | (is_supervised[1:] != is_supervised[:-1])
+    starts = [0, *(np.flatnonzero(begins_segment) + 1).tolist()]
+    limits = zip(starts, [*starts[1:], len(ids)], strict=True)
+    return [(ids[start:end], bool(is_supervised[start]), bool(begins_sample[start])) for start, end in limits]
