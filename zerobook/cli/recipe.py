@@ -35,10 +35,11 @@ examples:
       --dataset_name databricks/databricks-dolly-15k
 """
 _DATA = ("train_file", "dataset_name")
+# Value of --method -> keys of the config that it sets.
 _METHOD_VALUES: dict[str | None, dict[str, Any]] = {"qlora": {"load_in_4bit": True}, "lora": {"adapter": "lora"}}
-"""Value of ``--method`` -> what it sets."""
+# Number of parameters above which the QLoRA paper halves the learning rate and the dropout of adapters.
 _LARGE_MODEL = 20e9
-"""Number of parameters above which the QLoRA paper halves the learning rate and the dropout of adapters."""
+# (method, is_encoder_decoder) -> (publication, the training settings that it reports).
 _PUBLISHED: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
     ("full", False): (
         "rate, schedule and weight decay of Llama 2's paper, section 3.1 (https://arxiv.org/abs/2307.09288), batches of 64",
@@ -57,27 +58,27 @@ _PUBLISHED: dict[tuple[str, bool], tuple[str, dict[str, Any]]] = {
         {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
     ),
 }
-"""(method, is_encoder_decoder) -> (publication, the training settings that it reports)."""
 
 
 def recipe(argv: list[str]) -> int:
-    """Write the config. Return 0, or 1 if nothing fits."""
+    """Write the config, and print the plan and the launch line. Return 0, or 1 if nothing fits."""
     from zerobook.plan.advise import advise
 
     flags = _parser().parse_args(argv)
     cluster = described(flags)
     if flags.train_file and flags.dataset_name:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
-    # Check the path before planning, which takes longer. The default path is known only after it, and is checked there.
+    # Check the path before the planning, which takes long. The default path has the chosen method in its name, and is checked
+    # after the planning.
     if flags.output:
         _check_output(Path(flags.output))
-    # Name the folder of a config.json: the weights are beside it.
+    # The model is the folder of a config.json, which may have weights too.
     if Path(flags.model).name == "config.json":
         flags.model = str(Path(flags.model).parent)
 
     # Plan, and merge the values of the config.
-    values = _fixed_values(flags, cluster)
-    request = _request(values, flags, cluster)
+    values = _unplanned_values(flags, cluster)
+    request = _make_request(values, flags, cluster)
     advice = advise(request, cluster)
     if flags.method is None:
         advice = _prefer_method_without_offload(advice, request, cluster)
@@ -90,9 +91,9 @@ def recipe(argv: list[str]) -> int:
     # The QLoRA paper halves both for large models.
     if best.traced.model.parameters >= _LARGE_MODEL and "lora_r" in settings:
         settings |= {"lora_dropout": 0.05, "learning_rate": 1e-4}
-    # The planner's values replace the fixed ones, and the published settings replace both.
+    # Values of the planner replace those from before it, and the published settings replace both.
     values = values | best.flags | settings
-    # The chosen method may have another recipe. Leave out keys that this recipe does not have.
+    # The chosen method may need another recipe than was planned first. Leave out keys that it does not have.
     values = {key: value for key, value in values.items() if key in type(best.config).model_fields}
 
     # Write the config.
@@ -100,7 +101,7 @@ def recipe(argv: list[str]) -> int:
     _check_output(file)
     launch_line = _launch_line(best, request, cluster, file)
     limits = _limits(best.samples, cluster, flags)
-    header = _header(best, source, cluster, flags, launch_line, limits)
+    header = _header_entries(best, source, cluster, flags, launch_line, limits)
     has_data = bool(flags.train_file or flags.dataset_name)
     file.write_text(_config_text(values, header, file, best, has_data=has_data), encoding="utf-8")
 
@@ -130,7 +131,7 @@ def _parser() -> Parser:
 
 
 def _prefer_method_without_offload(advice: Advice, request: Request, cluster: Cluster) -> Advice:
-    """Return the advice with another method as the best, if the best of this method needs offload."""
+    """Return the advice, with its best candidate and its alternative of another method swapped if the best needs offload."""
     if advice.best is None or not advice.best.row.offloads or advice.alternative is None:
         return advice
     return replace(
@@ -142,11 +143,11 @@ def _prefer_method_without_offload(advice: Advice, request: Request, cluster: Cl
     )
 
 
-def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
-    """Return the values that the planner does not choose."""
+def _unplanned_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """Return the values of the config before the planning: those that follow from the flags, the model and the cluster."""
     from zerobook.plan.job import read_config
 
-    # If no data is named, the config has a placeholder, which `_config_text` writes as a comment.
+    # If no data is named, the config has a placeholder, for which `_config_text` writes a comment.
     data = {key: getattr(flags, key) for key in _DATA if getattr(flags, key)}
     values: dict[str, Any] = {"model_name_or_path": flags.model, **(data or {"dataset_name": "NAME"})}
     model_config = read_config(flags.model)
@@ -155,9 +156,10 @@ def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]
         positions = positions or 512
         values |= {"max_source_length": flags.length or min(512, positions), "max_target_length": min(128, positions)}
     else:
+        # The recipe for all weights calls the length of a row block_size.
         key = "block_size" if flags.method in (None, "full") else "max_seq_length"
         values |= {key: flags.length or min(2048, positions or 2048), "packing": True}
-    # Round to the nearest integer.
+    # The global batch divided by the ranks, rounded to the nearest integer.
     samples_per_rank = max(1, (flags.global_batch + cluster.ranks // 2) // cluster.ranks)
     values |= {
         "mixed_precision": cluster.half_precision,
@@ -167,8 +169,12 @@ def _fixed_values(flags: argparse.Namespace, cluster: Cluster) -> dict[str, Any]
     return values | _METHOD_VALUES.get(flags.method, {})
 
 
-def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster) -> Request:
-    """Return the request for the method that ``--method`` names; without it, for all weights."""
+def _make_request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster) -> Request:
+    """Return the planner's request for the method that ``--method`` names; without it, for training all weights.
+
+    Args:
+        values: the config, by `_unplanned_values`.
+    """
     from zerobook.config_sources import parse
     from zerobook.plan.advise import Request
     from zerobook.plan.sample_lengths import read_lengths
@@ -184,7 +190,7 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
     recipe_file = shipped(f"recipes/{name}.py")
     kind = recipe_class(str(recipe_file))
     config, sources, _ = parse(kind.config_class, subprocess_launch.flags(values), data=False)
-    # The planner divides the samples of a step into micro-batches.
+    # Mark both as defaults, so that the planner may divide the samples of a step into micro-batches in another way.
     sources["per_device_train_batch_size"] = sources["gradient_accumulation_steps"] = "default"
 
     files = sorted(shipped("accelerate_configs").glob("*.yaml"))
@@ -200,13 +206,13 @@ def _request(values: dict[str, Any], flags: argparse.Namespace, cluster: Cluster
 
 
 def _published_settings(method: str, encoder_decoder: bool) -> tuple[str, dict[str, Any]]:
-    """Return published training settings, with their source."""
+    """Return (publication, training settings that it reports) for a method and a kind of model."""
     source, settings = _PUBLISHED["full" if method == "full" else "lora", encoder_decoder]
     return source, settings | {"validation_split_percentage": 1}
 
 
 def _check_output(file: Path) -> None:
-    """Raise `ConfigError` if the file exists, or has no folder."""
+    """Raise `ConfigError` if the file exists, its folder does not exist, or its name does not end in .yaml or .yml."""
     if file.exists():
         raise ConfigError(f"--output: {file} exists, and nothing was written. Name another file, or remove it.")
     if not file.absolute().parent.is_dir():
@@ -227,7 +233,7 @@ def _launch_line(best: Candidate, request: Request, cluster: Cluster, file: Path
     from zerobook.plan.rows import launch_flags
 
     strategy = path_from_here(shipped(f"accelerate_configs/{best.row.file}.yaml"))
-    # The line is for the first machine; address and port are examples, which a person replaces.
+    # The line is for the first machine. The address and the port are examples, which the user replaces.
     words = launch_flags(strategy, cluster, machine_rank="0", address="10.0.0.1")
     if cluster.nodes > 1:
         words += ["--main_process_port", "29500"]
@@ -235,7 +241,8 @@ def _launch_line(best: Candidate, request: Request, cluster: Cluster, file: Path
     return shlex.join(words)
 
 
-def _header(
+# Return label -> text of the comment lines at the top of the config.
+def _header_entries(
     best: Candidate, source: str, cluster: Cluster, flags: argparse.Namespace, launch_line: str, limits: list[str]
 ) -> dict[str, str]:
     from zerobook.plan.advise import METHODS
@@ -259,7 +266,11 @@ def _header(
 
 
 def _limits(samples: int, cluster: Cluster, flags: argparse.Namespace) -> list[str]:
-    """Return what the reader of the config has to know or change."""
+    """Return notes on what the reader of the config has to know or change.
+
+    Args:
+        samples: samples of a step, as planned.
+    """
     limits = ["the settings are published for other models and data, and not tuned for these"]
     if cluster.nodes > 1:
         other_ranks = "1" if cluster.nodes == 2 else f"1 to {cluster.nodes - 1}"
@@ -278,6 +289,7 @@ def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: P
     """Return the YAML with its header.
 
     Args:
+        file: the file to write; the output_dir is called after it.
         has_data: the user has named the data. Otherwise ``planned_values`` has a placeholder, and the YAML has a comment.
     """
     lines = [f"# {key + ':':<10} {value}" for key, value in header.items()]
@@ -288,11 +300,11 @@ def _config_text(planned_values: dict[str, Any], header: dict[str, str], file: P
         "output_dir": f"outputs/{file.stem}",
     }
     for key, value in values.items():
-        # The value is the placeholder of `_fixed_values`, so the line is left to the user.
+        # Write a comment instead of the placeholder of `_unplanned_values`. The user names the data.
         if key == "dataset_name" and not has_data:
             lines.append("# train_file: chats.jsonl  # your data, or dataset_name: a name on the hub")
         elif isinstance(value, float):
-            # 1e-5, as people write it, and not 1e-05.
+            # Python writes 1e-05 for 1e-5.
             lines.append(f"{key}: {value:g}".replace("e-0", "e-"))
         else:
             lines += yaml.safe_dump({key: value}, width=math.inf, allow_unicode=True).splitlines()
