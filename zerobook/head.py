@@ -107,7 +107,8 @@ class LossHead:
         self._targets: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
         self._columns: slice | None = None
-        layer.forward = self._forward  # type: ignore[assignment]  # of this instance
+        # Replaced for this layer alone, not for its class.
+        layer.forward = self._forward  # type: ignore[assignment]
 
     @contextmanager
     def computing(self, targets: torch.Tensor, positions: torch.Tensor | None) -> Iterator[None]:
@@ -142,8 +143,10 @@ class LossHead:
         bias = self.layer.bias
         if self._columns is not None:
             hidden = hidden[:, self._columns]
+        # Outside of `computing`, the layer returns logits.
         if self._targets is None:
             return linear(hidden, weight, bias)
+        # The loss is a sum over positions, so their order in rows does not matter.
         hidden = hidden.flatten(0, -2)
         targets = self._targets.flatten()
         if self._positions is not None:
@@ -293,13 +296,15 @@ class _Gradients:
             else:
                 product = logits_gradient @ weight
             self.hidden[chunk] = product.masked_fill_(ignored, 0.0)
-        # The sum over chunks is in fp32. A product that torch cannot return in fp32 is added in bf16, or computed in fp32.
+        # The sum over chunks is in fp32.
         if self.weight is not None and can_return_fp32:
             options: dict[str, Any] = {"out_dtype": torch.float32, "alpha": 1 / scale, "out": self.weight}
             torch.addmm(self.weight, logits_gradient.T, inputs, **options)
         elif self.weight is not None and weight.dtype == torch.bfloat16:
+            # bf16 has the range of fp32, so the product of a chunk may be in bf16.
             self.weight += logits_gradient.T @ inputs
         elif self.weight is not None:
+            # fp32, or fp16 on a device whose products are in fp16.
             self.weight.addmm_(logits_gradient.T.float(), inputs.float(), alpha=1 / scale)
         if self.bias is not None:
             # The gradient of the bias is the sum over positions. As a product with a vector of 0 and 1, it leaves out ignored

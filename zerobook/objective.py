@@ -24,8 +24,8 @@ Metrics = Mapping[str, torch.Tensor]
 TARGETS = "shift_labels"
 """Name of the `shifted` labels in a batch, if the strategy has split rows. It is transformers' and DeepSpeed's name."""
 
+# Number of logits that a loss without a gradient converts to fp32 at once: 32 MiB, and as much for their log-probabilities.
 FP32_LOGITS = 2**23
-"""Number of logits that a loss without a gradient converts to fp32 at once: 32 MiB, and as much for their log-probabilities."""
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -219,6 +219,7 @@ class NextToken(Objective):
         """Return the factor of the loss that balances experts; 0 if this loss is left out."""
         config = getattr(unwrap(model), "config", None)
         coefficient = router_coefficient(config)
+        # The model has no experts, or this is an evaluation.
         if coefficient is None or not model.training:
             return 0.0
         if self.router_weight is not None:
@@ -250,8 +251,11 @@ def experts_per_token(config: Any) -> int | None:
 
 @contextmanager
 def router_outputs_off(model: nn.Module) -> Iterator[None]:
-    """Let the model leave out its routers' outputs. While it generates, transformers would compare the routers' logits of the
-    last tokens with the mask of all tokens, which is an error."""
+    """Return a context in which the model does not return the logits of its routers.
+
+    While a model generates, transformers would compare the routers' logits of the last tokens with the mask of all tokens, and
+    raise an error.
+    """
     config = text_config(getattr(unwrap(model), "config", None))
     returns_logits = getattr(config, "output_router_logits", False)
     if returns_logits:
@@ -264,27 +268,31 @@ def router_outputs_off(model: nn.Module) -> Iterator[None]:
 
 
 def expert_load(router_logits: Sequence[torch.Tensor], experts_taken: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return how many times its equal share the busiest expert of a micro-batch gets, a mean over layers: 1 is balanced.
+    """Return the load of the busiest expert of a micro-batch, as a multiple of an equal share: 1 is balanced.
+
+    It is a scalar, the mean over layers.
 
     Args:
-        router_logits: a layer each, float [tokens, experts] or [rows, length, experts].
+        router_logits: for each layer, float [tokens, experts] or [rows, length, experts].
         experts_taken: experts that a token takes.
         attention_mask: int [rows, length], 0 for padding, which is left out; None if there is none.
 
     >>> expert_load([torch.tensor([[2.0, 1.0, 0.0], [2.0, 0.0, 1.0]])], 1, None).item()
     3.0
     """
-    busiest = []
+    loads = []
     for logits in router_logits:
         experts = logits.size(-1)
-        indices = logits.detach().reshape(-1, experts).topk(experts_taken).indices
-        is_token = torch.ones_like(indices)
+        chosen_experts = logits.detach().reshape(-1, experts).topk(experts_taken).indices
+        # 1 for each choice of a token, and 0 for those of padding.
+        is_token = torch.ones_like(chosen_experts)
         if attention_mask is not None:
-            is_token = attention_mask.reshape(-1, 1).to(indices).expand_as(indices)
-        counts = torch.zeros(experts, dtype=torch.int64, device=indices.device)
-        counts.scatter_add_(0, indices.flatten(), is_token.flatten())
-        busiest.append(counts.max() * experts / counts.sum().clamp(min=1))
-    return torch.stack(busiest).mean()
+            is_token = attention_mask.reshape(-1, 1).to(chosen_experts).expand_as(chosen_experts)
+        tokens_of_expert = torch.zeros(experts, dtype=torch.int64, device=chosen_experts.device)
+        tokens_of_expert.scatter_add_(0, chosen_experts.flatten(), is_token.flatten())
+        # The clamp avoids 0 / 0 if all tokens are padding.
+        loads.append(tokens_of_expert.max() * experts / tokens_of_expert.sum().clamp(min=1))
+    return torch.stack(loads).mean()
 
 
 class TargetTokens(Objective):

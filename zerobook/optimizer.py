@@ -190,6 +190,7 @@ class Adafactor(_Counting):
     def state_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         if len(shape) < 2:
             return {"variance": shape}
+        # The planner passes plain tuples, and gets plain tuples.
         size = type(shape)
         return {"row_var": size((*shape[:-1], 1)), "col_var": size((*shape[:-2], 1, shape[-1]))}
 
@@ -254,6 +255,7 @@ class AdamW8bit(PagedAdamW):
         numbers = prod(shape)
         if numbers < SMALLEST_8BIT:
             return moments
+        # The planner passes plain tuples, and gets plain tuples.
         blocks = type(shape)((ceil(numbers / BLOCK),))
         return {"exp_avg_scale": blocks, "exp_avg_sq_scale": blocks, **moments}
 
@@ -319,10 +321,10 @@ class PagedAdamW8bit(AdamW8bit):
     paged = True
 
 
+# Numbers that share a scale in bitsandbytes' 8-bit state.
 BLOCK = 256
-"""Numbers that share a scale in bitsandbytes' 8-bit state."""
+# Numbers of the smallest weight whose state bitsandbytes keeps in 8 bits.
 SMALLEST_8BIT = 4096
-"""Numbers of the smallest weight whose state bitsandbytes keeps in 8 bits."""
 # Key of a state tensor in checkpoints -> its key in bitsandbytes' optimizers.
 _BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2", "exp_avg_scale": "absmax1", "exp_avg_sq_scale": "absmax2"}
 
@@ -373,7 +375,7 @@ def optimizer_spec(optimizer: str) -> OptimizerSpec:
 
 
 def optimizer_name(optimizer: str) -> str:
-    """Return the optimizer's name in checkpoints: ``sgd``, or the class name of a user's own."""
+    """Return the optimizer's name in checkpoints: for ``FILE.py:Class`` the name of the class, else the name itself."""
     return optimizer.rpartition(":")[2]
 
 
