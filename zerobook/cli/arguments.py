@@ -44,15 +44,15 @@ def _unrecognized_flags(message: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """Return the text of a flag as an integer of at least 1. argparse reports the error for any other text."""
+    """Return the text of a flag as an integer of at least 1. argparse reports other texts: invalid positive value."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
     return number
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that describe a cluster. `described` reads them."""
+def add_hardware_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that describe a cluster. `parse_cluster` reads them."""
     from zerobook.utils.devices import DEVICES
 
     flags = {
@@ -69,8 +69,8 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, help=meaning)
 
 
-def described(flags: argparse.Namespace) -> Cluster:
-    """Return the cluster that the flags of `add_hardware` describe. Raises `ConfigError` for values that make no sense."""
+def parse_cluster(flags: argparse.Namespace) -> Cluster:
+    """Return the cluster that the flags of `add_hardware_flags` describe. Raises `ConfigError` if a value is not valid."""
     from zerobook.plan.hardware import cluster
 
     return cluster(

@@ -12,7 +12,7 @@ import torch
 from transformers import TextStreamer
 
 from zerobook.cli.arguments import Parser, positive
-from zerobook.cli.export import add_checkpoint, find_checkpoint
+from zerobook.cli.export import add_checkpoint_flag, find_checkpoint
 from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from zerobook.evaluation.generation import Generates
 
 _NEW_TOKENS = 256
+# What a person can type in a chat besides messages -> its effect.
 COMMANDS = {
     "/help": "show this list",
     "/reset": "clear the conversation",
     "/quit": "leave; so does the end of the input (Ctrl-D)",
     "Ctrl-C": "stop an answer",
 }
-"""What a person can type in a chat besides messages -> its effect."""
 
 
 def chat(argv: list[str]) -> int:
@@ -45,13 +45,13 @@ def chat(argv: list[str]) -> int:
         "--max_new_tokens", type=positive, help="maximum number of tokens in an answer (default: the model's own, or 256)"
     )
     parser.add_argument(
-        "--temperature", type=_parse_temperature, default=0.0, help="sampling temperature; 0: greedy decoding (default: 0)"
+        "--temperature", type=temperature, default=0.0, help="sampling temperature; 0: greedy decoding (default: 0)"
     )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "--source_prefix", metavar="TEXT", help="prefix of each source of a seq2seq model, if it is not saved with the model"
     )
-    add_checkpoint(parser)
+    add_checkpoint_flag(parser)
     parser.add_argument("--trust_remote_code", action="store_true", help="run the Python code that comes with the model")
     flags = parser.parse_args(argv)
     path = str(find_checkpoint(flags.path, flags.checkpoint)) if flags.checkpoint else flags.path
@@ -61,7 +61,8 @@ def chat(argv: list[str]) -> int:
     return 0
 
 
-def _parse_temperature(text: str) -> float:
+# The type of a flag. Its name is a part of argparse's error: invalid temperature value.
+def temperature(text: str) -> float:
     number = float(text)
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
@@ -227,6 +228,7 @@ class Conversation:
         encoded = self.tokenizer(text, add_special_tokens=not self.has_template, return_tensors="pt")
         return encoded["input_ids"].to(self.model.device)
 
+    # Return the system message and the turns as text in the model's chat template.
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from zerobook.cli.arguments import Parser, positive
-from zerobook.cli.export import add_checkpoint, find_checkpoint
+from zerobook.cli.export import add_checkpoint_flag, find_checkpoint
 from zerobook.errors import ConfigError
 from zerobook.evaluation.harness import HarnessScorer
 from zerobook.evaluation.held_out import describe
@@ -38,7 +38,7 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument(
         "--apply_chat_template", action="store_true", help="put each question into a user's turn of the chat template"
     )
-    add_checkpoint(parser)
+    add_checkpoint_flag(parser)
     parser.add_argument(
         "--trust_remote_code", action="store_true", help="run the Python code of the model, or of a recipe of your own"
     )
@@ -136,22 +136,24 @@ def _group_by_task(table: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_harness(path: str, rows: list[dict[str, Any]]) -> None:
     """Print the metrics of lm-evaluation-harness, a row per task and metric."""
-    shown = make_table(path, ("task", "metric"), caption="measured with lm-evaluation-harness", caption_justify="left")
+    terminal_table = make_table(path, ("task", "metric"), caption="measured with lm-evaluation-harness", caption_justify="left")
     for name in ("value", "samples"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        terminal_table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         error = "" if row["stderr"] is None else f" ± {row['stderr']:.3f}"
-        shown.add_row(row["task"], row["metric"], f"{row['value']:.3f}{error}", str(row["samples"] or ""))
-    console().print(shown)
+        terminal_table.add_row(row["task"], row["metric"], f"{row['value']:.3f}{error}", str(row["samples"] or ""))
+    console().print(terminal_table)
 
 
 def print_table(path: str, table: list[dict[str, Any]]) -> None:
     """Print the accuracies of a model, a row per task and subject."""
-    shown = make_table(path, ("task", "subject"), caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left")
+    terminal_table = make_table(
+        path, ("task", "subject"), caption="± standard error, sqrt(p (1 - p) / n)", caption_justify="left"
+    )
     for name in ("questions", "acc", "acc_norm", "chance"):
-        shown.add_column(name, justify="right", no_wrap=True)
+        terminal_table.add_column(name, justify="right", no_wrap=True)
     for row in table:
-        shown.add_row(
+        terminal_table.add_row(
             row["task"],
             row["subject"] or "all",
             str(row["questions"]),
@@ -159,4 +161,4 @@ def print_table(path: str, table: list[dict[str, Any]]) -> None:
             f"{row['acc_norm']:.3f} ± {row['acc_norm_stderr']:.3f}",
             f"{row['chance']:.3f}",
         )
-    console().print(shown)
+    console().print(terminal_table)

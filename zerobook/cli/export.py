@@ -26,7 +26,7 @@ def export(arguments: list[str]) -> int:
     parser = Parser("zerobook export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a run's output_dir, or one checkpoint's folder")
     parser.add_argument("--output", required=True, help="the folder to write; it must not exist, or be empty")
-    add_checkpoint(parser)
+    add_checkpoint_flag(parser)
     parser.add_argument(
         "--dtype",
         default="float32",
@@ -63,7 +63,7 @@ def export(arguments: list[str]) -> int:
     return 0
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
     """Add the flag that chooses a checkpoint of a run. `find_checkpoint` reads it."""
     parser.add_argument(
         "--checkpoint", choices=["auto", "best"], help="of a run: the newest, or the best (default: as its final_model says)"

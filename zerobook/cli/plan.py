@@ -13,12 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from zerobook.cli.arguments import Parser, add_hardware, described
+from zerobook.cli.arguments import Parser, add_hardware_flags, parse_cluster
 from zerobook.errors import ConfigError
 from zerobook.plan import formulas, table
 from zerobook.plan.failures import RATES, FailurePlan, plan_failures
 from zerobook.plan.hardware import Cluster, nearest
-from zerobook.utils.devices import find_device
+from zerobook.utils.devices import Device, find_device
 from zerobook.utils.shipped import find, names, path_from_here, shipped
 from zerobook.utils.terminal import console, say
 from zerobook.utils.units import parse_count, size
@@ -26,6 +26,7 @@ from zerobook.utils.units import parse_count, size
 if TYPE_CHECKING:
     from zerobook.config import RecipeConfig
     from zerobook.config_sources import ConfigSources
+    from zerobook.launch.resolve import Hardware
     from zerobook.plan.advise import Advice, Candidate, Request
     from zerobook.plan.measure import Figure
 
@@ -50,7 +51,7 @@ Where --gpu, --gpus or --nodes are several, one table compares the machines: l40
 def plan(argv: list[str]) -> int:
     """Print a row for each strategy file. Return 0 if at least one fits, else 1."""
     parser = Parser("zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    add_hardware(parser)
+    add_hardware_flags(parser)
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
     parser.add_argument("--formulas", action="store_true", help="the literature's formulas alone, for --parameters")
     parser.add_argument("--parameters", help="with --formulas: parameters of the model, such as 7.5B")
@@ -82,7 +83,8 @@ def plan(argv: list[str]) -> int:
         )
     if flags.measure:
         return _measure(model_arguments, clusters[0], flags)
-    # Importing torch and transformers makes many objects and little garbage: looking for it takes a tenth of a plan's time.
+    # The garbage collector would take a tenth of a plan's time, and find little: the imports of torch and transformers make
+    # many objects that stay.
     gc.disable()
     try:
         if len(clusters) > 1:
@@ -98,16 +100,21 @@ def _list_clusters(flags: argparse.Namespace) -> list[Cluster]:
     clusters = []
     for gpu, gpus, nodes in itertools.product(gpu_names, _list_numbers(flags.gpus), _list_numbers(flags.nodes)):
         machine = vars(flags) | {"gpu": gpu, "gpus": gpus, "nodes": nodes}
-        clusters.append(described(argparse.Namespace(**machine)))
+        clusters.append(parse_cluster(argparse.Namespace(**machine)))
     return clusters
 
 
 def _list_numbers(text: str | None) -> list[str | None]:
-    """Return the numbers of ``1,2,8`` or ``1-4``. Words that are not numbers stay, to be refused with the others."""
-    first, dash, last = (text or "").partition("-")
-    if dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last):
-        return [str(number) for number in range(int(first), int(last) + 1)]
-    return list(text.split(",")) if text else [None]
+    """Return the numbers of ``1,2,8`` or ``1-4``, each as text; None as the only one if there is no text.
+
+    Words that are not numbers are returned too. `parse_cluster` refuses them.
+    """
+    if not text:
+        return [None]
+    limits = re.fullmatch(r"(\d+)-(\d+)", text)
+    if limits and int(limits[1]) <= int(limits[2]):
+        return [str(number) for number in range(int(limits[1]), int(limits[2]) + 1)]
+    return list(text.split(","))
 
 
 def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
@@ -121,10 +128,11 @@ def _show_formulas(flags: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def _expect_failures(flags: argparse.Namespace, cluster: Cluster, checkpoint_bytes: float) -> FailurePlan | None:
-    """Return the failures of ``--failures``, or of a run on several nodes; None for one node without the flag, and where no
-    checkpoint was planned."""
-    is_wanted = flags.failures is not None or cluster.nodes > 1
-    if not is_wanted or checkpoint_bytes == 0:
+    """Return the expected failures by ``--failures``, whose default for several nodes is llama3.
+
+    None for one node without the flag, and if no checkpoint could be planned.
+    """
+    if checkpoint_bytes == 0 or (flags.failures is None and cluster.nodes == 1):
         return None
     return plan_failures(flags.failures or "llama3", cluster.ranks, cluster.nodes, checkpoint_bytes)
 
@@ -142,7 +150,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     advice = advise(request, cluster) if flags.recommend else None
     # With ``--json -``, standard output has the JSON document alone.
     output = sys.stderr if flags.json == "-" else sys.stdout
-    # Strategies save the same state. A row that could not be planned has 0.
+    # All strategies save a checkpoint of the same size. A row that could not be planned has 0 bytes and 0 checkpoints.
     checkpoint_bytes = max(row.checkpoint / (row.checkpoints or 1) for row in rows)
     failures = _expect_failures(flags, cluster, checkpoint_bytes)
     if flags.json:
@@ -160,6 +168,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     return int(not any(row.fits for row in rows))
 
 
+# Print the recommendation with its launch line. ``words``: the recipe's flags as they were typed.
 def _show_advice(advice: Advice, request: Request, words: list[str], cluster: Cluster, output: TextIO) -> None:
     table.show_lines(advice.describe(cluster), file=output)
     if advice.best is not None:
@@ -167,8 +176,10 @@ def _show_advice(advice: Advice, request: Request, words: list[str], cluster: Cl
 
 
 def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags: argparse.Namespace) -> int:
-    """Print a table of machines, and the recommendation for the first of them. Return 0 if the model fits at least one,
-    otherwise 1."""
+    """Print a table of machines, the best first, and with --recommend the recommendation for the best.
+
+    Return 0 if the model fits at least one of them, otherwise 1.
+    """
     from zerobook.plan.advise import advise
     from zerobook.plan.machines import compare_machines, show_machines
 
@@ -179,6 +190,7 @@ def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags
         table.write_json(flags.json, [{"hardware": asdict(where)} | advice.record() for where, advice in machines])
     if flags.json != "-":
         show_machines(machines)
+    # The machines are ranked. If the model does not fit the first one, it fits none.
     cluster, advice = machines[0]
     if flags.recommend and advice.best is not None:
         say(f"\non {cluster.name}:", file=output)
@@ -187,23 +199,27 @@ def _compare_machines(model_arguments: list[str], clusters: list[Cluster], flags
 
 
 _DESCRIPTION = ("nodes", "gpu", "gpu_memory", "host_memory", "disk", "interconnect", "intra_node")
+# Flag that chooses a mode -> other flags that have no effect with it.
 _EXCLUDED = {
     "here": (*_DESCRIPTION, "formulas"),
     "formulas": ("recommend", "measure", "strategies", "tokens", "price"),
     "measure": ("recommend", "failures", "tokens", "price"),
 }
-"""Mode -> flags that have no effect in it."""
 
 
 def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, model_arguments: list[str]) -> None:
-    """Raise `ConfigError` for flags that have no effect, are in the wrong place, or name files that cannot be written."""
+    """Raise `ConfigError` for flags that have no effect, are in the wrong place, or name files that cannot be written.
+
+    Args:
+        model_arguments: the model or recipe, and the recipe's flags.
+    """
     values = vars(flags)
     problems = []
     for mode, excluded in _EXCLUDED.items():
         for flag in excluded:
             if values[mode] and values[flag]:
                 problems.append(f"--{mode} and --{flag}: the second has no effect with the first. Leave one of them out.")
-    # Several kinds of GPU, and lists or ranges of counts, describe several machines.
+    # A list of GPU models, and a list (1,2) or range (1-4) of numbers, describe several machines.
     has_several_kinds = "," in (flags.gpu or "")
     has_several_counts = re.search("[,-]", f"{flags.gpus}{flags.nodes}") is not None
     has_several_machines = has_several_kinds or has_several_counts
@@ -220,7 +236,7 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
         problems.append("--measure: it runs on this machine. Add --here. --gpus sets a smaller number of processes.")
     if flags.formulas and model_arguments:
         problems.append(f"--formulas and {model_arguments[0]}: formulas ask for --parameters alone. Leave one of them out.")
-    # What follows the model is read by the recipe, which does not know the planner's flags.
+    # Flags after the model are read by the recipe, which does not know the planner's flags.
     plan_flags = {option for action in parser._actions for option in action.option_strings}
     for argument in model_arguments:
         flag = argument.split("=")[0]
@@ -235,36 +251,48 @@ def _check_flags(flags: argparse.Namespace, parser: argparse.ArgumentParser, mod
 
 
 def here(processes: str | None) -> Cluster:
-    """Return this machine as a cluster of ``processes`` processes, the value of ``--gpus``; None means one for each GPU or
-    physical core."""
+    """Return this machine as a cluster.
+
+    Args:
+        processes: the value of ``--gpus``; None: one process for each GPU, or without GPUs for each physical core.
+
+    Raises:
+        ConfigError: the number is not positive or more than there are GPUs, or torch cannot use one of these GPUs.
+    """
     import shutil
 
     import psutil
 
     from zerobook.launch.resolve import Hardware
-    from zerobook.utils.devices import Device
 
     if processes is not None and not (processes.isdecimal() and int(processes)):
         raise ConfigError(f"--gpus: {processes!r} is not a number of processes; give 1 or more.")
     hardware = Hardware.detect()
+    # GPUs before the first one that torch cannot use are enough for a smaller number of processes.
     if hardware.unused and int(processes or hardware.gpus or 1) > hardware.first_unused:
         raise ConfigError(hardware.unused)
     host_memory = psutil.virtual_memory().available
     disk = shutil.disk_usage(Path.cwd()).free
     if not hardware.gpus:
         cores = int(processes or psutil.cpu_count(logical=False) or 1)
-        # Assumed rates of a CPU: 50 GFLOPS, and 10 GB/s of memory and between processes.
+        # Assumed for a CPU: 50 GFLOPS, and 10 GB/s for the memory and for the link between processes.
         device = Device("CPU process", host_memory // cores, 5e10, 5e10, 1e10, 1e10)
         return Cluster(gpus=cores, device=device, link=1e10, host_memory=host_memory, disk=disk, cpu=True)
-
-    import torch
 
     gpus = int(processes or hardware.gpus)
     if gpus > hardware.gpus:
         raise ConfigError(
             f"--gpus: {processes}, and there are {hardware.gpus} here. Leave --here out to plan for another machine."
         )
-    # Ranks hold the same, so the GPU with the least free memory decides.
+    device = _describe_gpus(hardware, gpus)
+    return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host_memory, disk=disk)
+
+
+# Return the first ``gpus`` GPUs of this machine as one device, with the memory that is free on each of them. Print notes.
+def _describe_gpus(hardware: Hardware, gpus: int) -> Device:
+    import torch
+
+    # All ranks need as much memory, so the GPU with the least free memory decides.
     (free, total), busiest = min((torch.cuda.mem_get_info(index), index) for index in range(gpus))
     if free < 0.9 * total:
         print(
@@ -280,19 +308,21 @@ def here(processes: str | None) -> Cluster:
             "--gpu_memory in place of --here, and --intra_node, say what it is.",
             file=sys.stderr,
         )
-    device = replace(device, name=name, memory=free, bf16=hardware.bf16, fused=hardware.flash_attention)
-    return Cluster(gpus=gpus, device=device, link=device.link, host_memory=host_memory, disk=disk)
+    return replace(device, name=name, memory=free, bf16=hardware.bf16, fused=hardware.flash_attention)
 
 
 def _read_request(
     model_arguments: list[str], files: list[Path], cluster: Cluster, flags: argparse.Namespace, *, packs: bool = False
 ) -> tuple[Request, list[str]]:
-    """Read the model or recipe, and return the request with the recipe's flags as they were typed.
+    """Read the model or the recipe. Return the planner's request, and the recipe's flags as words of a command line.
 
-    Code is run only if the command line names it: a recipe's YAML may be somebody else's.
+    Code is run only if the command line names it, since somebody else may have written the recipe's YAML.
+
+    Args:
+        packs: the adviser will plan packed rows where the recipe can pack.
 
     Raises:
-        ConfigError: the YAML names code of which a plan needs to know the size.
+        ConfigError: the YAML names an optimizer in a file, which a plan would have to run.
     """
     from zerobook.config_sources import changed, parse
     from zerobook.optimizer import names_code_in_yaml
@@ -301,10 +331,11 @@ def _read_request(
     from zerobook.plan.whole_run import parse_prices
     from zerobook.training.recipe_file import recipe_class
 
+    # Read the recipe and its flags. A model is planned with the recipe for its kind.
     model, *words = model_arguments
     file = find(model, "recipes") if model in names("recipes") else Path(model)
     if file.suffix != ".py":
-        file = shipped(f"recipes/{_recipe_for(model)}.py")
+        file = shipped(f"recipes/{_recipe_name_for(model)}.py")
         words = ["--model_name_or_path", model, *words]
     kind = recipe_class(str(file))
     config, sources, _ = parse(kind.config_class, words, data=flags.measure)
@@ -313,9 +344,10 @@ def _read_request(
             f"optimizer: {sources['optimizer']} names {config.optimizer}, and a plan would have to run it. Add --optimizer "
             f"{shlex.quote(config.optimizer)} if you trust it."
         )
-    # A YAML may not allow code to run either.
+    # A YAML must not allow the code of a model to run either.
     if sources.is_from_yaml("trust_remote_code"):
         config = config.model_copy(update={"trust_remote_code": False})
+    # If the model has fewer positions than a default length, repeat this in the launch line.
     for key, positions in _shorter_lengths(config, sources).items():
         print(f"note: the model has {positions} positions, so this is planned with --{key} {positions}.", file=sys.stderr)
         words += [f"--{key}", str(positions)]
@@ -323,24 +355,33 @@ def _read_request(
     tokens = parse_count(flags.tokens, "--tokens") if flags.tokens else None
     prices = parse_prices(flags.price) if flags.price else {}
     request = Request(file, kind(config), sources, files, tokens=tokens, prices=prices)
-    # A measurement takes the precision and the rows of the run.
+    # A measurement uses the run's precision and rows, so they are not changed for the planner.
     if flags.measure:
         return request, words
     request = replace(request, lengths=None if kind.encoder_decoder else read_lengths(config))
-    # The adviser packs samples into rows, which are then full. Held-out samples may be longer.
+    return _shorten_rows(request, packs).on(cluster), words
+
+
+# Return the request with shorter rows, and print a note, if no sample of the data fills a row.
+def _shorten_rows(request: Request, packs: bool) -> Request:
+    from zerobook.config_sources import changed
+
+    config = request.recipe.config
     is_packed = config.packing or (packs and request.can_pack)
-    if request.lengths is not None and not is_packed and config.validation_file is None:
-        # Rows are padded to a multiple of 8.
-        longest = -(-int(request.lengths.max()) // 8) * 8
-        if longest < config.row_length:
-            print(f"note: no sample has more than {longest} tokens, so rows are planned with as many.", file=sys.stderr)
-            config, sources = changed(config, sources, kind.config_class, {config.length_key: longest})
-            request = replace(request, recipe=kind(config), sources=sources)
-    return request.on(cluster), words
+    # Packed rows are full, and the samples of a validation file may be longer.
+    if request.lengths is None or is_packed or config.validation_file is not None:
+        return request
+    # Rows are padded to a multiple of 8.
+    longest = -(-int(request.lengths.max()) // 8) * 8
+    if longest >= config.row_length:
+        return request
+    print(f"note: no sample has more than {longest} tokens, so rows are planned with as many.", file=sys.stderr)
+    config, sources = changed(config, request.sources, type(config), {config.length_key: longest})
+    return replace(request, recipe=type(request.recipe)(config), sources=sources)
 
 
 def _shorter_lengths(config: RecipeConfig, sources: ConfigSources) -> dict[str, int]:
-    """Return the model's positions for each length that nobody set and whose default is larger."""
+    """Return key -> the model's number of positions, for each length that the user has not set and whose default is larger."""
     from zerobook.checkpoint.result import find_result
     from zerobook.plan.job import read_config
     from zerobook.utils.model_config import text_config
@@ -357,13 +398,14 @@ def _shorter_lengths(config: RecipeConfig, sources: ConfigSources) -> dict[str, 
     return lengths
 
 
-def _recipe_for(model: str) -> str:
+# Return the name of the recipe that a model without a recipe is planned with.
+def _recipe_name_for(model: str) -> str:
     from zerobook.plan.job import UnplannableModelError, read_config
 
     try:
         is_encoder_decoder = read_config(model).is_encoder_decoder
     except UnplannableModelError as error:
-        # The class may be known with --trust_remote_code, which is read later.
+        # The model's class may be in its repository. --trust_remote_code, which would load it, is read later.
         is_encoder_decoder = error.facts.get("is_encoder_decoder", False)
     return "seq2seq_chatbot" if is_encoder_decoder else "causal_lm"
 
@@ -381,7 +423,7 @@ def _strategy_files(names: str | None) -> list[Path]:
 
 
 def _launch_line(request: Request, words: list[str], best: Candidate, cluster: Cluster) -> str:
-    """Return the command that trains as recommended. Data that no flag names is a variable of the shell.
+    """Return the command that trains as recommended. If no flag names the data, it is the shell's variable $TRAIN_FILE.
 
     Args:
         words: the recipe's flags as they were typed.
@@ -390,7 +432,7 @@ def _launch_line(request: Request, words: list[str], best: Candidate, cluster: C
 
     config = request.recipe.config
     if best.recipe is not None:
-        # The other recipe's flags have other names, so only those that it knows are repeated.
+        # Another recipe is recommended. Of the values that the user set, repeat those that this recipe has, too.
         words = []
         for key in type(config).model_fields:
             if key in type(best.config).model_fields and request.sources.is_set(key):
@@ -404,14 +446,11 @@ def _launch_line(request: Request, words: list[str], best: Candidate, cluster: C
         line += _flag_words(key, value)
     if not config.names_data():
         line += ["--train_file", "$TRAIN_FILE"]
-    # Variables of the shell are not quoted.
-    return " ".join(map(_quote_but_variables, line))
+    # In quotes, the shell would not replace a variable.
+    return " ".join(word if word.startswith("$") else shlex.quote(word) for word in line)
 
 
-def _quote_but_variables(word: str) -> str:
-    return word if word.startswith("$") else shlex.quote(word)
-
-
+# Return the words of a flag on the command line. A list has a word for each item.
 def _flag_words(key: str, value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     return [f"--{key}", *map(str, values)]
@@ -437,7 +476,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     if flags.json == "-":
         return exit_code
 
-    # Strategies may have different figures. Each has one column, in the order of the first row with it.
+    # Strategies may have different figures. Each figure has a column, in the order of the first run that has it.
     names = list(dict.fromkeys(name for run in measurements for name in run.figures))
     comparison = Table(
         title=f"planned / measured on {cluster.name}: the rank that is furthest off", title_justify="left", box=None
@@ -455,6 +494,7 @@ def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Names
     return exit_code
 
 
+# Return the planned and the measured bytes with their difference, as text.
 def _compare_figure(figure: Figure | None) -> str:
     if figure is None or (figure.planned == 0 and figure.measured == 0):
         return "-"

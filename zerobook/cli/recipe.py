@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from zerobook.cli.arguments import Parser, add_hardware, described, positive
+from zerobook.cli.arguments import Parser, add_hardware_flags, parse_cluster, positive
 from zerobook.errors import ConfigError
 from zerobook.plan import table
 from zerobook.utils import subprocess_launch
@@ -65,7 +65,7 @@ def recipe(argv: list[str]) -> int:
     from zerobook.plan.advise import advise
 
     flags = _parser().parse_args(argv)
-    cluster = described(flags)
+    cluster = parse_cluster(flags)
     if flags.train_file and flags.dataset_name:
         raise ConfigError("--train_file and --dataset_name: the data is one of them. Leave one out.")
     # Check the path before the planning, which takes long. The default path has the chosen method in its name, and is checked
@@ -120,7 +120,7 @@ def _parser() -> Parser:
 
     parser = Parser("zerobook recipe", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", help="a hub name, a folder, or a config.json")
-    add_hardware(parser)
+    add_hardware_flags(parser)
     parser.add_argument("--method", choices=tuple(METHODS), help="what is trained (default: the first of them that fits)")
     parser.add_argument("--train_file", help="your data: a file")
     parser.add_argument("--dataset_name", help="data from the hub")
