@@ -160,15 +160,20 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     loopback = loopback_note(plan, workers.environ)
     if loopback:
         plan.notes.append(loopback)
-    # If each rank loads a copy of the model, the copies can fill the host's memory.
-    if config.model_name_or_path and config.base_format is None and not problems:
-        name = config.model_name_or_path
-        folder = embedded.converted(name) or hub.folder(name, config.model_revision)
-        copies = plan.copies_at_load(int(workers.environ.get("LOCAL_WORLD_SIZE", 1)))
-        warning = too_many_copies(folder, config.dtype, copies)
+    if config.base_format is None and not problems:
+        warning = _warn_of_copies(plan, config, ranks_of_host=int(workers.environ.get("LOCAL_WORLD_SIZE", 1)))
         if warning:
             plan.notes.append(warning)
     return plan, problems, config, sources
+
+
+# Return a warning if several ranks load a copy of the model, and the copies do not fit into the host's memory; else None.
+def _warn_of_copies(plan: LaunchPlan, config: RecipeConfig, ranks_of_host: int) -> str | None:
+    name = config.model_name_or_path
+    if not name:
+        return None
+    folder = embedded.converted(name) or hub.folder(name, config.model_revision)
+    return too_many_copies(folder, config.dtype, plan.copies_at_load(ranks_of_host))
 
 
 def _examine_machine(out: Console, hardware: Hardware) -> list[str]:
