@@ -466,6 +466,7 @@ class RecipeConfig(_Keys):
     def _read_interval(cls, value: Any) -> Any:
         if value is None:
             return AUTOMATIC
+        # In transformers, the word no turns evaluations and saves off.
         if value in ("no", False):
             return 0
         if value in ("epoch", AUTOMATIC):

@@ -92,6 +92,7 @@ def _is_live(folder: Path, newest: Event) -> bool:
 
 
 def _make_command(flags: argparse.Namespace, newest: Event) -> Command:
+    # The flags of an action have at most one of these arguments.
     arguments = {name: value for name, value in vars(flags).items() if name in ("step", "factor", "steps", "on_spike")}
     try:
         return Command(

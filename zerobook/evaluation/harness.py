@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from zerobook.strategy import Strategy
 
+# Kinds of the harness's tasks that are measured here.
 LIKELIHOODS = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
-"""Kinds of the harness's tasks that are measured here."""
 
 
 @contextmanager
@@ -210,7 +210,7 @@ def _result_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each task or group and each of its metrics in the harness's result."""
     rows = []
     for task, values in {**result["results"], **result.get("groups", {})}.items():
-        # A group has no number of samples of its own, but maybe a sum over its tasks. None if the harness gives neither.
+        # The number of samples is among the values, or else in an entry of its own. None if the harness gives neither.
         samples = values.get("sample_len") or result.get("n-samples", {}).get(task, {}).get("effective")
         for key, value in values.items():
             # The key of a metric has the form ``acc,none``: its name, and the filter that was applied to the answers.

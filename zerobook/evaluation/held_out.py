@@ -18,8 +18,8 @@ from zerobook.utils.model_config import text_config
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# Maximum number of logits in a forward pass of the evaluation: 2 GiB in half precision, 4 in fp32.
 LOGITS = 2**30
-"""Maximum number of logits in a forward pass of the evaluation: 2 GiB in half precision, 4 in fp32."""
 
 
 def rows_at_once(batch_size: int, positions: int, vocabulary: int) -> int:

@@ -60,7 +60,7 @@ class Question:
     @field_validator("answer", mode="before")
     @classmethod
     def _read_answer(cls, answer: object, info: ValidationInfo) -> int:
-        # The choices are not in the data if they are not valid.
+        # The choices are not in the data if they are not valid. Then there are no letters.
         count = len(info.data.get("choices", ()))
         letters = string.ascii_uppercase[:count]
         if isinstance(answer, str) and answer in [*letters]:
@@ -179,9 +179,9 @@ class Encoder:
         # Encode both together: a token may begin in the prompt and end in the choice. It then belongs to the choice.
         # verbose=False: no warning about a text longer than the model's limit, since its beginning is cut below.
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # The tokens up to the last one that lies within the prompt. A token without characters is not looked at.
         prompt_tokens = 0
         for position, (start, end) in enumerate(encoded["offset_mapping"]):
-            # Tokens without characters do not end the prompt.
             if start < end <= len(prompt):
                 prompt_tokens = position + 1
         ids = self.leading_ids + encoded["input_ids"]
@@ -272,6 +272,7 @@ def _score_batch(model: nn.Module, rows: list[Scored], pad: int, device: torch.d
     row_ids = [row.ids for row in rows]
     ids = pad_sequences(row_ids, pad).to(device)
     mask = attention_mask(row_ids, ids.shape[1]).to(device)
+    # Whether a token belongs to the choice of its row. It does not if it is padding or of the prompt.
     is_choice = mask.bool()
     for number, row in enumerate(rows):
         is_choice[number, : row.first] = False
