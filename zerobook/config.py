@@ -77,6 +77,7 @@ class _Keys(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_value(cls, value: Any, info: ValidationInfo) -> Any:
+        # The types that the field may have.
         types = _union_members(cls.model_fields[str(info.field_name)].annotation)
         # pydantic would take ``true`` as 1.
         if isinstance(value, bool) and bool not in types and types & {int, float}:

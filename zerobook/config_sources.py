@@ -280,7 +280,9 @@ def changed(
     return new_config, new_sources
 
 
+# Return the parser of a recipe's command line, which has a flag for each field of the config.
 def _make_parser(config_class: type[RecipeConfig]) -> _Parser:
+    # The help of a recipe begins with the docstring of its file.
     doc = sys.modules[config_class.__module__].__doc__ or ""
     parser = _Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
@@ -297,9 +299,10 @@ def _make_parser(config_class: type[RecipeConfig]) -> _Parser:
     for alias, name in ALIASES.items():
         alias_flags.setdefault(name, []).append(f"--{alias}")
     for name, field in config_class.model_fields.items():
+        # A list of mappings can be written only in YAML.
         if name == "datasets":
-            # A list of mappings is written in YAML.
             continue
+        # A field may have ``choices``, which the help lists, and ``bare``, the value of the flag without a value.
         extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         metavar = _metavar(field.annotation)
         if "choices" in extra:

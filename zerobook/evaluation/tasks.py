@@ -83,7 +83,7 @@ class Task:
     @property
     def chance(self) -> float:
         """Expected accuracy of guessing: the mean of 1 / number of choices."""
-        return sum(1 / len(q.choices) for q in self.questions) / len(self.questions)
+        return sum(1 / len(question.choices) for question in self.questions) / len(self.questions)
 
 
 # --- task files
