@@ -20,7 +20,7 @@ from zerobook.models.vocabulary import are_tied, embedding_names, embedding_rows
 from zerobook.utils.reading import read_json
 
 if TYPE_CHECKING:
-    from peft import LoraModel, PeftConfig, PeftModel
+    from peft import LoraConfig, LoraModel, PeftConfig, PeftModel
     from transformers import PreTrainedModel
 
 Method = Literal["lora", "rslora", "dora", "pissa", "ia3"]
@@ -37,17 +37,15 @@ REFUSED = {
 PISSA_ITERATIONS = 16
 """Subspace iterations of the randomised SVD, as in the paper's fast variant (Meng et al., 2024)."""
 
-
+# Default rate and warm-up of LoRA: those of QLoRA for models up to 13B, from Dettmers et al., 2023 (arXiv 2305.14314,
+# appendix B) and its code.
 LORA_RATE = 2e-4
 LORA_WARMUP = 0.03
-"""Default rate and warm-up of LoRA, those of QLoRA for models up to 13B: Dettmers et al., 2023 (arXiv 2305.14314, appendix B)
-and its code."""
 IA3_RATE = 3e-3
 """Default rate of IA3: Liu et al., 2022 (arXiv 2205.05638)."""
 
-
 LORA_KEYS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save")
-"""Keys of a recipe that a saved adapter brings values for."""
+"""Keys of a recipe whose values a saved adapter has in its own config."""
 
 
 class AdapterConfig(RecipeConfig):
@@ -84,7 +82,7 @@ class AdapterConfig(RecipeConfig):
 
     @field_validator("adapter", mode="before")
     @classmethod
-    def _refused(cls, value: Any) -> Any:
+    def _refuse_unavailable(cls, value: Any) -> Any:
         if value in REFUSED:
             from importlib.metadata import version
 
@@ -94,12 +92,13 @@ class AdapterConfig(RecipeConfig):
     def problems(self) -> list[str]:
         problems = super().problems()
         try:
-            re.compile(pattern_of(self.lora_target_modules) or "")
+            # Names of modules are no pattern, and need no check.
+            re.compile(target_pattern(self.lora_target_modules) or "")
         except re.error as error:
             problems.append(f"lora_target_modules: {self.lora_target_modules[0]!r} is no regular expression: {error}.")
         problems += self._conflicting_settings()
         if self.adapter_path is not None:
-            problems += _unusable_adapter(Path(self.adapter_path).expanduser())
+            problems += _find_adapter_problems(Path(self.adapter_path).expanduser())
         if self.adapter == "pissa" and self.base_format is not None:
             problems.append(
                 f"adapter: pissa decomposes the base weights, which are packed in {self.base_format}. Use --adapter lora, or "
@@ -113,7 +112,7 @@ class AdapterConfig(RecipeConfig):
         # new_tokens is also a setting of runs that train all weights, and has an effect there.
         if self.trains_adapters and "new_tokens" in self.model_fields_set:
             keys.append("new_tokens")
-        # A continued adapter has all its settings in its own config.
+        # A saved adapter has all its settings in its own config.
         if self.adapter_path is not None:
             if "adapter" in self.model_fields_set:
                 keys.append("adapter")
@@ -129,11 +128,14 @@ class AdapterConfig(RecipeConfig):
         return []
 
 
-def pattern_of(targets: list[str]) -> str | None:
-    """Return what peft takes as a text: a regular expression for complete names, or ``all-linear``; None for names.
+def target_pattern(targets: list[str]) -> str | None:
+    """Return the single string that peft takes for ``targets``: a regular expression for complete names, or ``all-linear``.
 
-    >>> pattern_of([r".*layers\\.[0-3]\\..*_proj"]) is not None, pattern_of(["q_proj", "v_proj"]), pattern_of(["all-linear"])
-    (True, None, 'all-linear')
+    Returns:
+        None if ``targets`` are names of modules, which peft takes as a list.
+
+    >>> target_pattern([r".*_proj"]), target_pattern(["q_proj", "v_proj"]), target_pattern(["all-linear"])
+    ('.*_proj', None, 'all-linear')
     """
     if targets == ["all-linear"] or (len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0])):
         return targets[0]
@@ -147,8 +149,9 @@ def adapt_model(
 
     Args:
         values: the run's config.
-        revision: of the model on the hub. The saved adapter's config names the commit, or this if the commit is unknown.
-        recorded: the adapter's config from a checkpoint. It takes the place of ``adapter_path``, whose weights are not read.
+        revision: the model's revision on the hub. If the model's commit is unknown, the saved adapter's config names this.
+        recorded: the config of a saved adapter that the run continued, from a checkpoint. The adapter gets no weights here, and
+            ``adapter_path`` is not read.
 
     Raises:
         ConfigError: the adapters do not fit the model.
@@ -191,14 +194,14 @@ def add_adapter(
     Args:
         rank: inner size of the adapters.
         alpha: the update is weighed by ``alpha / rank``; by ``alpha / sqrt(rank)`` with rsLoRA.
-        dropout: before the adapters.
+        dropout: probability of dropout before the adapters.
         targets: module names, a regular expression for complete names, or ``["all-linear"]`` for every linear layer but the
             output head. Modules that text input does not use, and routers that are linear layers, get none.
-        seed: of the adapters' initial weights, which are equal on every rank and under every strategy.
+        seed: decides the adapters' initial weights, which are equal on every rank and under every strategy.
         modules_to_save: names of modules that are trained in full.
         trains_embeddings: also train the input and output embeddings in full.
 
-    IA3 has no rank, alpha, dropout and targets.
+    IA3 ignores ``rank``, ``alpha``, ``dropout``, ``targets`` and the modules that are trained in full.
 
     Raises:
         ConfigError: a target or module that the model does not have, an architecture for which peft has no targets of IA3, or
@@ -222,32 +225,37 @@ def add_adapter(
         task_type=task,
         use_rslora=method == "rslora",
         use_dora=method == "dora",
-        target_modules=pattern_of(targets) or targets,
+        target_modules=target_pattern(targets) or targets,
         exclude_modules=excluded,
         modules_to_save=full_modules or None,
         ensure_weight_tying=ties_copies,
     )
     adapted_model = _insert_adapter(model, config, revision)
-    # peft ignores names that no module has, if other names have modules. Names of experts are not among its targets here.
+    _check_target_names(adapted_model, config, targets)
+    # peft's own PiSSA (init_lora_weights="pissa") changes the base weights, so it is not used.
+    if method == "pissa":
+        _start_from_principal_components(adapted_model, config)
+    return adapted_model
+
+
+# Raise `ConfigError` for a name in ``targets`` that no module has. peft refuses ``targets`` only if none of them has a module.
+def _check_target_names(adapted_model: PeftModel, config: LoraConfig, targets: list[str]) -> None:
     paths = [path for path, _ in adapted_model.named_modules()]
+    # peft takes names of experts out of `target_modules`, since experts are weights and not modules.
     for name in set(targets).intersection(config.target_modules or ()):
         if not any(path.endswith(f".{name}") for path in paths):
             raise ConfigError(
                 f"lora_target_modules: no module of this model is called {name}. Correct the name, or leave it out. all-linear "
                 "and a regular expression stand alone."
             )
-    # peft has PiSSA, too (init_lora_weights="pissa"), but it changes the base weights.
-    if method == "pissa":
-        _start_from_principal_components(adapted_model, config)
-    return adapted_model
 
 
 def _choose_full_modules(
     model: PreTrainedModel, modules_to_save: Sequence[str], *, trains_embeddings: bool
 ) -> tuple[list[str], bool]:
-    """Return (the modules that are trained in full, whether input and output embeddings share one trained copy).
+    """Return (names of the modules that are trained in full, whether input and output embeddings share one trained copy).
 
-    peft trains a copy of each of these modules.
+    peft does not train these modules themselves, but a copy of each.
     """
     embeddings = embedding_names(model)
     if trains_embeddings:
@@ -285,10 +293,10 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
 
     weights = load_peft_weights(str(folder), device="cpu")
     # A saved adapter may hold embeddings with more rows than the model's. peft copies the model's, so these are grown first.
-    rows = embedding_rows(model)
+    base_rows = embedding_rows(model)
     grow_for_adapter(model, folder)
-    # peft also saves embeddings that are not trained, if they were resized. Here, only trained weights are saved.
-    if embedding_rows(model) > rows and not config.modules_to_save:
+    # peft also saves embeddings that are not trained, if they were resized. Zerobook saves only trained weights.
+    if embedding_rows(model) > base_rows and not config.modules_to_save:
         raise ConfigError(
             f"adapter_path: the embeddings in {folder} have more rows than those of its base, and are not trained "
             "(modules_to_save), so this run would not save them. Merge the adapter into its base with peft first."
@@ -299,21 +307,22 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
     except RuntimeError as error:
         raise ConfigError(f"adapter_path: {folder} does not fit this model: {error}") from error
     unmatched = [*result.unexpected_keys]
-    # The weights of the base are missing in every adapter, which is right.
+    # An adapter holds no weights of the base, so only missing weights of the adapter count.
     unmatched += [key for key in result.missing_keys if f".{ADAPTER}" in key]
     if unmatched:
         raise ConfigError(
             f"adapter_path: {folder} was made for another model: {unmatched[0]} (and {len(unmatched) - 1} more) is in one and "
             "not in the other. Give the model that its adapter_config.json names."
         )
-    base = getattr(model, "base_facts", None)
-    if base is not None:
-        base["adapter"] = adapter_facts
+    # Only models that `zerobook.models.load` has loaded have this record.
+    base_facts = getattr(model, "base_facts", None)
+    if base_facts is not None:
+        base_facts["adapter"] = adapter_facts
     return adapted_model
 
 
 def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Give the embeddings of ``model`` the number of rows that they have in a saved adapter, if it holds them."""
+    """Give the embeddings of ``model`` as many rows as the saved adapter's have. Do nothing if it holds no embeddings."""
     from safetensors import safe_open
 
     file = folder / "adapter_model.safetensors"
@@ -330,13 +339,14 @@ def grow_for_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def merge_adapter(model: PeftModel) -> PreTrainedModel:
-    """Fold the adapter's weights into the model's, and return the model.
+    """Add the adapter's product to the model's weights, and return the model.
 
-    Of tied weights, such as those of the embeddings, an adapter changes those of its own layer alone. So this layer gets a copy
-    of its weight. The model's config then says that the embeddings are not tied.
+    An adapter changes the output of one layer. If this layer shares its weight with another, as tied embeddings do, it first
+    gets a copy, so that the other layer does not change. peft then writes into the model's config that they are not tied.
     """
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
+        # peft keeps the original layer as `base_layer` of the module that adds the adapter. Other modules have none.
         layer: Any = getattr(module, "base_layer", None)
         if uses[id(getattr(layer, "weight", None))] > 1:
             layer.weight = nn.Parameter(layer.weight.detach().clone())
@@ -344,26 +354,17 @@ def merge_adapter(model: PeftModel) -> PreTrainedModel:
 
 
 def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write an adapter that fits the base as it was loaded.
-
-    With PiSSA the update is ``B A - B0 A0``, where ``A0`` and ``B0`` are the initial weights. It is written as a plain LoRA
-    adapter of twice the rank (Meng et al., 2024, appendix C).
+    """Write an adapter that fits the base as it was loaded. One that was made by PiSSA becomes a plain LoRA adapter.
 
     Args:
-        weights: name -> whole weight, with the buffers of `INITIAL`.
+        weights: name -> unsharded weight, including the buffers of `INITIAL`.
     """
     is_pissa = INITIAL in model.peft_config
-    saved_weights = dict(weights)
-    if is_pissa:
-        for name, weight in weights.items():
-            if f".{ADAPTER}." in name:
-                initial = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
-                rank_dimension = 0 if ".lora_A." in name else 1
-                saved_weights[name] = torch.cat([weight, initial.to(weight)], rank_dimension)
-    # peft looks up tied weights under each of their names.
-    names: dict[nn.Parameter, str] = {}
+    saved_weights = _subtract_initial_product(weights) if is_pissa else dict(weights)
+    # peft looks up tied weights under each of their names, and ``weights`` has them under the first.
+    first_names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        first_name = names.setdefault(parameter, name)
+        first_name = first_names.setdefault(parameter, name)
         if first_name in saved_weights:
             saved_weights[name] = saved_weights[first_name]
     # Embeddings that the run has changed are among the modules trained in full, which are saved anyway.
@@ -373,29 +374,43 @@ def save_adapter(model: PeftModel, folder: Path, weights: dict[str, torch.Tensor
     if is_pissa:
         file = folder / "adapter_config.json"
         facts = read_json(file)
-        # Both are doubled, so alpha / r, which scales the update, does not change.
+        # The rank has doubled. So does alpha, since alpha / r scales the update.
         facts |= {"r": 2 * facts["r"], "lora_alpha": 2 * facts["lora_alpha"]}
         file.write_text(json.dumps(facts, indent=2) + "\n")
 
 
+# Return a PiSSA adapter's weights as those of a plain LoRA adapter of twice the rank (Meng et al., 2024, appendix C). PiSSA's
+# update is ``B A - B0 A0``, where ``A0`` and ``B0`` are the initial weights. It equals ``[B, -B0] [A; A0]``.
+def _subtract_initial_product(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    joined_weights = dict(weights)
+    for name, weight in weights.items():
+        if f".{ADAPTER}." in name:
+            # Of B, the buffer of `INITIAL` holds -B0.
+            initial = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
+            rank_dimension = 0 if ".lora_A." in name else 1
+            joined_weights[name] = torch.cat([weight, initial.to(weight)], rank_dimension)
+    return joined_weights
+
+
 def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names of modules to train in full, each once.
+    """Return the names of the modules to train in full, each once. With tied embeddings, the output's name becomes the input's.
 
     Raises:
         ConfigError: the model has no such module, or its weights are quantised.
     """
     modules = dict(model.named_modules())
     if are_tied(model):
-        # The output embeddings are replaced by the input embeddings, since both are one weight, and peft ties the copies.
+        # Both embeddings are one weight, so a copy of one is enough. peft lets the other use it, too.
         paths = {id(module): path for path, module in modules.items()}
         output_name = paths[id(model.get_output_embeddings())].rsplit(".", 1)[-1]
         renamed = {output_name: embedding_names(model)[0]}
         names = [renamed.get(name, name) for name in names]
     unique_names = list(dict.fromkeys(names))
     for name in unique_names:
+        # A name stands for every module whose path ends with it. The dots make it match complete parts of a path.
         matches = [path for path in modules if f".{path}".endswith(f".{name}")]
         if not matches:
-            # Name those that can be trained: modules that have weights themselves.
+            # The message lists the modules that have weights themselves, and can be trained.
             known_names = set()
             for path, module in modules.items():
                 if list(module.parameters(recurse=False)):
@@ -404,18 +419,17 @@ def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
                 f"modules_to_save: the model has no module {name}. Its modules: {', '.join(sorted(known_names))}."
             )
         for path in matches:
-            # 4-bit weights may be packed in a float dtype.
-            if not all(
-                weight.is_floating_point() and not hasattr(weight, "quant_state") for weight in modules[path].parameters()
-            ):
-                raise ConfigError(f"modules_to_save: {path} is quantised, and packed numbers are not trained. Drop {name}.")
+            for weight in modules[path].parameters():
+                # 4-bit weights may be packed in a float dtype. Their `quant_state` shows that they are packed.
+                if not weight.is_floating_point() or hasattr(weight, "quant_state"):
+                    raise ConfigError(f"modules_to_save: {path} is quantised, and packed numbers are not trained. Drop {name}.")
     return unique_names
 
 
 def _excluded_modules_pattern(model: PreTrainedModel) -> str | None:
     """Return a regular expression for the paths of modules that get no adapters; None if every module may get one."""
     paths = unused_modules(model)
-    # These linear layers return more than their product, so peft cannot add an adapter's product to it.
+    # peft adds an adapter's product to a layer's output. These linear layers return something else than their own product.
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and type(module).__name__.endswith(("Router", "GroupedLinear")):
             paths.append(path)
@@ -425,10 +439,12 @@ def _excluded_modules_pattern(model: PreTrainedModel) -> str | None:
     return rf"({alternatives})(\..*)?"
 
 
+# Freeze the model and insert the adapter that ``config`` describes. Raises `ConfigError` if its targets do not fit the model.
 def _insert_adapter(model: PreTrainedModel, config: PeftConfig, revision: str) -> PeftModel:
     from peft import get_peft_model
 
-    # The commit, if it is known: a branch may move before somebody loads the adapter.
+    # The adapter's config names this revision of its base. A branch may move before somebody loads the adapter, so the commit
+    # is better, if it is known.
     revision = getattr(model, "base_commit", None) or revision
     try:
         return cast("PeftModel", get_peft_model(model, config, adapter_name=ADAPTER, revision=revision))
@@ -445,10 +461,11 @@ def _insert_adapter(model: PreTrainedModel, config: PeftConfig, revision: str) -
 
 
 def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> None:
-    """Initialise LoRA with the largest singular values of the base weights, and keep a frozen copy that is subtracted.
+    """Initialise LoRA with the largest singular values of the base weights, and keep a frozen copy of these initial weights.
 
-    PiSSA subtracts the initial product from the base weights. Here the base stays as it was loaded, so a checkpoint needs no
-    changed base, and sharded weights are only read. The copy is in buffers, which checkpoints hold.
+    PiSSA subtracts the initial product from the base weights. Here the frozen copy, a second adapter, subtracts it in each
+    forward pass. So the base stays as it was loaded, and sharded weights are only read. The copy is in buffers, which
+    checkpoints hold.
     """
     import copy
 
@@ -470,46 +487,51 @@ def _start_from_principal_components(model: PeftModel, config: PeftConfig) -> No
                 "precision. Use --adapter lora."
             )
         weight = cast("nn.Parameter", module.get_base_layer().weight)
+        # Under ZeRO-3, gather the weight. No rank changes it.
         with torch.no_grad(), gather_params_ctx([weight], modifier_rank=None):
-            first, second = _principal(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
+            factor_a, factor_b = _factorise(transpose(weight.float(), module.fan_in_fan_out), module.r[ADAPTER])
         # peft multiplies the product of A and B by the scaling, so each is divided by its square root.
         scale = module.scaling[ADAPTER] ** 0.5
-        for layers, value, sign in ((module.lora_A, first, 1), (module.lora_B, second, -1)):
+        # The frozen copy has A and minus B: the two products add up to zero, so the model begins as the base.
+        for layers, factor, sign in ((module.lora_A, factor_a, 1), (module.lora_B, factor_b, -1)):
             trained = layers[ADAPTER]
             initial = layers[INITIAL]
-            value = (value / scale).to(trained.weight).contiguous()
-            trained.weight.data = value
-            # A and minus B: the two products add up to zero, so the model begins as the base.
+            initial_weight = (factor / scale).to(trained.weight).contiguous()
+            trained.weight.data = initial_weight
+            # The copy's parameter becomes a buffer, which no optimizer trains.
             del initial.weight
-            initial.register_buffer("weight", sign * value)
+            initial.register_buffer("weight", sign * initial_weight)
+    # The forward pass adds the products of both.
     cast("LoraModel", model.base_model).set_adapter([ADAPTER, INITIAL])
 
 
-def _principal(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (A, B), such that B A is the best approximation of ``weight`` with that rank."""
-    # Under FSDP2, the ranks other than 0 have zeros for weights, and get the adapters of rank 0. The planner has shapes only.
+def _factorise(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (A [rank, inputs], B [outputs, rank]), such that B A is the best approximation of ``weight`` with that rank."""
+    # Under FSDP2, the ranks other than 0 have zeros for weights, and get the adapters of rank 0. The planner's weights have no
+    # values.
     if weight.is_meta or not weight.any():
         return weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
     u, s, v = torch.svd_lowrank(weight, rank, niter=PISSA_ITERATIONS)
     return s.sqrt()[:, None] * v.T, u * s.sqrt()
 
 
-def _unusable_adapter(folder: Path) -> list[str]:
-    """Return why an adapter in ``folder`` cannot be trained further; an empty list if it can."""
+def _find_adapter_problems(folder: Path) -> list[str]:
+    """Return why the adapter in ``folder`` cannot be trained further; an empty list if it can."""
     file = folder / "adapter_config.json"
     if not file.exists():
         return [f"adapter_path: there is no {file}. Give the folder of a saved adapter, such as outputs/run/adapter."]
     try:
         facts = read_json(file)
         kind = facts["peft_type"]
-        start = facts.get("init_lora_weights")
+        initialisation = facts.get("init_lora_weights")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         return [f"adapter_path: {file} is not an adapter's config: {error!r}."]
     if kind not in ("LORA", "IA3"):
         return [f"adapter_path: {folder} holds {kind}; LORA and IA3 are trained further."]
-    if isinstance(start, str) and start.lower().startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
+    # These methods have changed the base weights.
+    if isinstance(initialisation, str) and initialisation.lower().startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
         return [
-            f"adapter_path: {folder} was initialised with {start}, which changed its base. Convert it first: peft's "
+            f"adapter_path: {folder} was initialised with {initialisation}, which changed its base. Convert it first: peft's "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         ]
     return []
