@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 ORIGIN_FILE = "made_of.json"
-"""File beside an initial model that names its config and seed: others give another initial model."""
+"""File beside an initial model that names the config and the seed that it was made with."""
 # Errors that mean that the files of a model cannot be read. Others (memory, a kernel, a collective) need their traceback.
 FILE_ERRORS = (OSError, ValueError, ImportError, SafetensorError)
 DTYPES: dict[str, torch.dtype | str] = {
@@ -68,7 +68,7 @@ FLASH_HEAD = 256
 
 
 def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
-    """Return a name that ``from_pretrained`` takes. Collective.
+    """Make the files of a model available on this node, and return the name that ``from_pretrained`` takes. Collective.
 
     An embedded model is converted, and a model of the hub is downloaded, by one process of each node. The others wait for as
     long as that takes: in ``from_pretrained``, nodes with a slow network would make the others' collectives time out.
@@ -78,7 +78,7 @@ def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = Fals
     """
     if name.startswith(embedded.PREFIX):
         return strategy.once_per_node(lambda: embedded.located(name))
-    # Nodes have caches of their own.
+    # Each node has its own cache.
     strategy.once_per_node(lambda: hub.fetch(name, revision, weights=weights))
     return name
 
@@ -114,7 +114,7 @@ def open_tokenizer(
         tokens: tokens to add.
 
     Returns:
-        (the tokenizer, whether it was given a pad token).
+        (the tokenizer, whether the end-of-text token was set as its pad token).
 
     Raises:
         ConfigError: it cannot be loaded, or has neither a pad token nor an end-of-text token.
@@ -139,12 +139,12 @@ def choose_attention(
 ) -> str | None:
     """Resolve ``attn_implementation: auto``: flash attention 2 where the GPUs, the model's class and the precision support it.
 
-    Packed rows on a GPU without flash attention take flex attention, which skips what the samples' borders mask; SDPA
-    would compute and discard it. Flex attention has no dropout, so a model with attention dropout does not take it.
+    Packed rows on a GPU without flash attention take flex attention: it skips the scores between different samples, which SDPA
+    would compute and then mask. Flex attention has no dropout, so a model with attention dropout does not take it.
 
     Args:
         model_config: transformers' config of the model.
-        model_class: None if the model's code comes with the model.
+        model_class: None if the model's code comes with the model. transformers then chooses.
         precision: of the run: ``no``, ``bf16`` or ``fp16``.
 
     Returns:
@@ -174,9 +174,8 @@ def choose_attention(
         return request
     if not hardware.gpus:
         return None
-    # A model whose code comes with it has no class here, and takes what transformers chooses.
     supports_flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
-    # GPT-OSS has kernels of its own.
+    # Some classes, such as GPT-OSS's, name the only flash kernels that they work with.
     kernels = getattr(model_class, "_compatible_flash_implementations", None) or ("flash_attention_2",)
     if hardware.flash_attention and is_half and supports_flash and "flash_attention_2" in kernels:
         return "flash_attention_2"
@@ -209,12 +208,12 @@ def unfit_for_flash(model_config: PreTrainedConfig) -> str | None:
 
 
 def _largest_head(facts: dict[str, Any]) -> int:
-    """Return the largest head dimension that a config names, also in the configs inside of it; 0 if there is none."""
+    """Return the largest head dimension in a model's config, also of the configs inside of it; 0 if there is none."""
     largest = 0
     for key, value in facts.items():
         if isinstance(value, int) and str(key).endswith("head_dim"):
             largest = max(largest, value)
-        # Configs of parts are values, or items of a list.
+        # The config of a part of the model is a value, or an item of a list.
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, dict):
                 largest = max(largest, _largest_head(inner))
@@ -256,17 +255,15 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     assert name is not None
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
     model_config = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
-    # The objective of encoder-decoders has no such loss.
-    if config.router_aux_loss_coef is not None and (
-        router_coefficient(model_config) is None or model_config.is_encoder_decoder
-    ):
+    # The objective of encoder-decoders never adds the load-balancing loss.
+    has_router_loss = router_coefficient(model_config) is not None and not model_config.is_encoder_decoder
+    if config.router_aux_loss_coef is not None and not has_router_loss:
         raise ConfigError(
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({model_config.model_type}) has no "
             "experts to balance, or no such loss, in transformers or here. Leave the flag out."
         )
-    plan = strategy.plan
     facts = model_config.to_dict()
-    problems = unfit_for_text(facts) + unfit_config(plan, model_config) + unfit_for_zero3(plan, facts)
+    problems = unfit_for_text(facts) + unfit_config(strategy.plan, model_config) + unfit_for_zero3(strategy.plan, facts)
     if problems:
         raise ConfigError(problems)
     return model_config
@@ -275,16 +272,17 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
 def load_model(
     config: RecipeConfig, strategy: Strategy, *, encoder_decoder: bool = False, quantization: BitsAndBytesConfig | None = None
 ) -> PreTrainedModel:
-    """Load the model's weights in ``config.dtype``, on this process; ZeRO-3 shards while loading. Collective.
-
-    ``base_commit`` of the model is its commit on the hub or None; ``base_facts`` is what checkpoints record about the model.
-
-    Args:
-        encoder_decoder: the model is one; otherwise it is a decoder.
-        quantization: a transformers quantisation config, for frozen weights.
+    """Load the model that a run trains, in ``config.dtype``, and prepare it for training. Collective.
 
     A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then loads it. Random initialisation
-    inside ZeRO-3 differs from that outside, so a run from scratch is the same under every strategy.
+    inside ZeRO-3 differs from that outside. So a run from scratch is the same under every strategy.
+
+    The returned model has two more attributes. ``base_commit`` is its commit on the hub, or None. ``base_facts`` is what
+    checkpoints record about the model.
+
+    Args:
+        encoder_decoder: the model is an encoder-decoder; otherwise it is a decoder.
+        quantization: a transformers quantisation config, for frozen weights.
     """
     from transformers import AutoConfig
 
@@ -297,13 +295,13 @@ def load_model(
         name = _initialise(config, config.initialised_from, strategy, encoder_decoder=encoder_decoder)
     else:
         name = locate(name, strategy, config.model_revision, weights=True)
-        # Rank 0's, for every node: a branch in another node's cache can be an older commit.
+        # All nodes load rank 0's commit, since a branch in another node's cache can be an older one.
         commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
         options["revision"] = commit or config.model_revision
     model_config = _from_pretrained(AutoConfig, name, "model_name_or_path", options)
     check_base(model_config, config, strategy.plan)
     revision = options.get("revision", "main")
-    # An adapter fits only the weights that it was trained beside, so they are digested.
+    # An adapter fits only the weights that it was trained beside, so the facts then have a digest of them.
     adapts = config.trains_adapters
     facts = strategy.on_main(lambda: origin.facts(model_config, hub.folder(name, revision) if adapts else None))
 
@@ -320,6 +318,7 @@ def load_model(
         warning = too_many_copies(hub.folder(name, revision), config.dtype, copies)
         if warning:
             say(warning)
+    # The strategy may build a model without weights, to see their sizes.
     strategy.prepare_to_load(partial(kind.from_config, deepcopy(model_config), trust_remote_code=config.trust_remote_code))
     with freed_blocks_returned(), quantisable_layers() if quantization is not None else nullcontext():
         model: Any = strategy.load(partial(_load_weights, kind, name), options)
@@ -335,7 +334,7 @@ def load_model(
 
 
 def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:
-    """Turn off what harms training, turn on recomputation, and freeze the weights that text input does not use."""
+    """Change what would slow or break training, let activations be recomputed, and freeze weights that text does not use."""
     keep_4bit_layout(model)
     use_cache(model, False)
     fuse_tanh_gelu(model)
@@ -349,7 +348,7 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
     if strategy.is_main and config.attn_implementation == "auto":
         say(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
-    # It builds the model's class without weights, which ZeRO-3 would shard.
+    # `freeze_unused` builds a second model without weights, which ZeRO-3 would try to shard.
     with strategy.initialising_whole():
         note = freeze_unused(model)
     if strategy.is_main and note:
@@ -357,17 +356,19 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
 
 
 def use_cache(model: PreTrainedModel | PeftModel, cache: bool) -> None:
-    """Let the model keep keys and values of earlier tokens, or not. In a composite model, the text model's config decides."""
+    """Turn the cache of keys and values on or off. In a composite model, the text model's config decides."""
     for config in (model.config, text_config(model.config)):
         config.use_cache = cache
 
 
 def keep_all_layers(model: nn.Module) -> float:
-    """Turn off layerdrop (Fan et al., 2019), by which M2M100 leaves out layers at random in training. Each rank would draw
-    other layers: DDP fails with an error about unused parameters, ZeRO-3 and FSDP2 gather different weights and hang or abort.
+    """Turn off layerdrop (Fan et al., 2019), by which models such as M2M100 leave out layers at random in training.
+
+    Each rank would leave out other layers. Then DDP fails with an error about unused parameters, and ZeRO-3 and FSDP2 gather
+    different weights on different ranks, and hang or abort.
 
     Returns:
-        The rate that it had; 0 if the model has none. The model's config keeps it.
+        The largest rate that a module had; 0 if none had one. The model's config keeps its rate.
     """
     largest_rate = 0.0
     for module in model.modules():
@@ -379,15 +380,17 @@ def keep_all_layers(model: nn.Module) -> float:
 
 
 def fuse_tanh_gelu(model: nn.Module) -> None:
-    """Replace GELU's tanh form (Hendrycks and Gimpel, 2016) by torch's kernel, where a model computes it in single operations,
-    as GPT-2 and Phi do. Values and gradients are equal up to rounding. The kernel keeps its input alone for the backward pass,
-    where the single operations keep seven tensors of this size."""
+    """Let torch's kernel compute GELU's tanh form (Hendrycks and Gimpel, 2016) in models that compute it step by step.
+
+    GPT-2 and Phi do so. Values and gradients are equal up to rounding. For the backward pass, the kernel keeps only its input,
+    and the steps keep seven tensors of this size.
+    """
     from transformers import activations
 
-    written_out = (activations.NewGELUActivation, activations.FastGELUActivation, activations.AccurateGELUActivation)
+    step_by_step = (activations.NewGELUActivation, activations.FastGELUActivation, activations.AccurateGELUActivation)
     for module in model.modules():
         for name, layer in module.named_children():
-            if type(layer) in written_out:
+            if type(layer) in step_by_step:
                 setattr(module, name, nn.GELU(approximate="tanh"))
 
 
@@ -398,49 +401,56 @@ def drop_foreign_attention(config: PreTrainedConfig) -> None:
 
 
 def pin_rotary(model: nn.Module, longest: int) -> str | None:
-    """Fix rotary embeddings whose frequencies change with the lengths of a batch. Return a note about it, or None.
+    """Fix rotary embeddings whose frequencies change with the lengths of a batch.
 
-    transformers chooses the frequencies of ``dynamic`` and ``longrope`` embeddings in every forward pass, by the longest row,
-    once that is longer than the positions the model was first trained on. ``dynamic`` also keeps the longest row it has seen.
-    So the loss would depend on the cut of a batch, on evaluations between the steps, and on earlier batches of an attempt. Here
-    the frequencies are chosen once, for the longest sample of the run.
+    transformers chooses the frequencies of ``dynamic`` and ``longrope`` embeddings in every forward pass, by its longest row,
+    if this row is longer than the rows that the model was first trained on. ``dynamic`` also remembers the longest row of
+    earlier passes. So the loss would depend on how a batch is cut, on evaluations between the steps, and on the earlier batches
+    of an attempt. This function chooses the frequencies once, for the longest sample of the run.
 
     Args:
         longest: tokens of the longest sample, in training and held-out data.
+
+    Returns:
+        A note for the user; None if nothing was fixed.
     """
     note = None
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if kinds is None or not hasattr(module, "original_max_seq_len"):
+        rope_types = getattr(module, "rope_type", None)
+        if rope_types is None or not hasattr(module, "original_max_seq_len"):
             continue
         rotary = cast("_Rotary", module)
-        # Some models have other frequencies in each type of layer.
-        kind_of_layer = kinds if isinstance(kinds, dict) else {None: kinds}
-        for layer, kind in kind_of_layer.items():
-            if "dynamic" not in kind and kind != "longrope":
+        # Some models have a type for each type of layer. The key None stands for all layers.
+        type_by_layer = rope_types if isinstance(rope_types, dict) else {None: rope_types}
+        for layer_type, rope_type in type_by_layer.items():
+            limit = _rotary_limit(rotary, layer_type, rope_type)
+            if limit is None or longest <= limit:
                 continue
-            trained_length = rotary.original_max_seq_len
-            if kind == "longrope":
-                parameters = rotary.config.rope_parameters
-                if layer is not None:
-                    parameters = parameters[layer]
-                trained_length = parameters["original_max_position_embeddings"]
-            if longest <= trained_length:
-                continue
-            # A forward pass chooses the frequencies, and does so only while the type is not "pinned".
-            if layer is None:
+            # A forward pass chooses the frequencies for its positions. It leaves those of an unknown type as they are, so the
+            # type is set to "pinned" afterwards.
+            if layer_type is None:
                 buffer = rotary.inv_freq
                 module(buffer, torch.arange(longest, device=buffer.device)[None])
                 rotary.rope_type = "pinned"
             else:
-                buffer = getattr(module, f"{layer}_inv_freq")
-                module(buffer, torch.arange(longest, device=buffer.device)[None], layer_type=layer)
-                rotary.rope_type = cast("dict[str, str]", rotary.rope_type) | {layer: "pinned"}
+                buffer = getattr(module, f"{layer_type}_inv_freq")
+                module(buffer, torch.arange(longest, device=buffer.device)[None], layer_type=layer_type)
+                rotary.rope_type = cast("dict[str, str]", rotary.rope_type) | {layer_type: "pinned"}
             note = (
-                f"rotary embeddings: {kind} changes its frequencies with the longest row of a batch beyond {trained_length} "
+                f"rotary embeddings: {rope_type} changes its frequencies with the longest row of a batch beyond {limit} "
                 f"tokens; in this run they are those of its longest sample, {longest} tokens"
             )
     return note
+
+
+# The length beyond which the frequencies change with the lengths of a batch; None if they never do.
+def _rotary_limit(rotary: _Rotary, layer_type: str | None, rope_type: str) -> int | None:
+    if rope_type == "longrope":
+        parameters = rotary.config.rope_parameters
+        if layer_type is not None:
+            parameters = parameters[layer_type]
+        return parameters["original_max_position_embeddings"]
+    return rotary.original_max_seq_len if "dynamic" in rope_type else None
 
 
 def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> None:
@@ -457,7 +467,7 @@ def check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: 
     """Raise `ConfigError` if ids or lengths in the data exceed the model's embeddings."""
     datasets = [data.train, *data.held_out.values()]
     rows = embedding_rows(model)
-    # More tokens than embeddings harm only if such tokens occur.
+    # A token without an embedding does harm only if the data uses it.
     if len(tokenizer) > rows:
         largest = tokenizer.pad_token_id
         for dataset in datasets:
@@ -481,26 +491,31 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 
 
 def absolute_positions(model: PreTrainedModel) -> int | None:
-    """Return the rows of the model's table of positions; None if it has none (rotary or relative ones have no limit)."""
+    """Return the number of positions in the model's table of position embeddings.
+
+    Returns:
+        None if it has no table: rotary and relative positions have no limit.
+    """
     positions = getattr(text_config(model.config), "max_position_embeddings", None)
-    # There are several embeddings of words where adapters train a copy.
-    words = {id(module) for module in model.get_input_embeddings().modules()}
+    # With adapters, the input embeddings may hold the original table of words and a trained copy.
+    word_embeddings = {id(module) for module in model.get_input_embeddings().modules()}
+    # Models with rotary positions also have a limit in their config. Only a table of that size shows that it is one.
     table_sizes = []
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and id(module) not in words:
+        if isinstance(module, nn.Embedding) and id(module) not in word_embeddings:
             table_sizes.append(module.num_embeddings)
     # GPT-J's table of sines is a buffer.
     table_sizes += [len(buffer) for name, buffer in model.named_buffers() if name.endswith("embed_positions")]
-    # OPT's positions begin at 2.
-    if positions in table_sizes or (positions or 0) + 2 in table_sizes:
+    # OPT's positions begin at 2, so its table has two more rows.
+    if positions is not None and (positions in table_sizes or positions + 2 in table_sizes):
         return positions
     return None
 
 
 def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, encoder_decoder: bool) -> str:
-    """Make the initial model, unless it is there, and return its folder. Collective.
+    """Make the initial model of a run from scratch, unless an earlier attempt has made it, and return its folder. Collective.
 
-    This process locks the run's folder first, so that it does not replace another run's initial model while that run loads it.
+    Rank 0 first locks the run's folder, so that it does not replace the model while another run loads it.
     """
     from accelerate.utils import set_seed
     from transformers import AutoConfig
@@ -512,20 +527,9 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
 
     def make() -> None:
         resume.lock_run_folder(config)
-        recorded = _read_origin(folder)
         record["config_digest"] = _config_digest(source, config.model_revision)
-        # An earlier attempt made the same model.
-        if recorded is not None and _same_start(recorded, record):
+        if _has_initial_model(folder, record, config.output_dir):
             return
-        if recorded is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
-            raise ConfigError(
-                f"output_dir: {folder} was not made by a run: it has no {ORIGIN_FILE}, and this run would replace it with "
-                "its own initial model. Move that folder away, or give another --output_dir."
-            )
-        # The export of a checkpoint needs the model that the run began with.
-        checkpoints = store.list_all(store.folder_of(config.output_dir))
-        if recorded is not None and checkpoints:
-            raise ConfigError(_initial_model_differs(folder, recorded, record, len(checkpoints)))
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         drop_foreign_attention(model_config)
@@ -544,8 +548,29 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
     return str(folder)
 
 
+def _has_initial_model(folder: Path, record: dict[str, Any], output_dir: str) -> bool:
+    """Return whether ``folder`` holds the initial model that ``record`` describes.
+
+    Raises:
+        ConfigError: it holds something else, which may not be replaced.
+    """
+    recorded = _read_origin(folder)
+    if recorded is not None and _is_same_initial_model(recorded, record):
+        return True
+    if recorded is None and folder.exists() and (folder.is_file() or any(folder.iterdir())):
+        raise ConfigError(
+            f"output_dir: {folder} was not made by a run: it has no {ORIGIN_FILE}, and this run would replace it with "
+            "its own initial model. Move that folder away, or give another --output_dir."
+        )
+    # The export of a checkpoint needs the model that the run began with.
+    checkpoints = store.list_all(store.folder_of(output_dir))
+    if recorded is not None and checkpoints:
+        raise ConfigError(_initial_model_differs_message(folder, recorded, record, len(checkpoints)))
+    return False
+
+
 def _load_weights(kind: Any, name: str, options: dict[str, Any]) -> Any:
-    """Load a model. Its ``missing_weights`` are the names of those that its file lacks, which transformers draws at random."""
+    """Load a model. Its ``missing_weights`` names the weights that its file lacks, which transformers initialises at random."""
     options = options | {"output_loading_info": True}
     model, report = _from_pretrained(kind, name, "model_name_or_path", options, errors=FILE_ERRORS)
     model.missing_weights = report["missing_keys"]
@@ -553,7 +578,7 @@ def _load_weights(kind: Any, name: str, options: dict[str, Any]) -> Any:
 
 
 def _check_complete(model: Any, name: str) -> None:
-    """Raise `ConfigError` if the file lacks trainable weights: their random values would depend on the strategy."""
+    """Raise `ConfigError` if the model's file lacks trained weights: their random values would depend on the strategy."""
     trainable = [path for path, parameter in model.named_parameters() if parameter.requires_grad]
     missing = [path for path in trainable if path in model.missing_weights]
     if missing:
@@ -593,23 +618,24 @@ def _config_digest(source: str, revision: str) -> str | None:
     ignored_keys = ("_commit_hash", "_name_or_path", "transformers_version")
     facts = {key: value for key, value in facts.items() if key not in ignored_keys}
     if "auto_map" in facts:
-        # The revision of the code that comes with the model.
+        # The revision also decides which code of the model is loaded.
         facts["model_revision"] = revision
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _same_start(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return whether two initial models are the same. A config may move; if a digest is missing, names are compared."""
+def _is_same_initial_model(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether two records describe the same initial model."""
+    # A config file may move, so its digest is compared and not its name.
     keys = ["seed", "config_digest"]
     if before.get("config_digest") is None or now.get("config_digest") is None:
         keys = ["seed", "config_name", "model_revision"]
     return all(key in before and before[key] == now[key] for key in keys)
 
 
-def _initial_model_differs(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
+def _initial_model_differs_message(folder: Path, before: dict[str, Any], now: dict[str, Any], checkpoints: int) -> str:
     """Return the message that a run's checkpoints began from another initial model."""
-    differing_keys = [key for key in now if before.get(key) not in (None, now[key])]
-    # The record may lack the value that differs. Then all are named.
+    differing_keys = [key for key in now if before.get(key) is not None and before[key] != now[key]]
+    # The old record may lack the value that differs. Then the message names all values.
     keys = differing_keys or list(now)
     old_values = ", ".join(f"{key} {before.get(key, 'unknown')}" for key in keys)
     new_values = ", ".join(f"{key} {now.get(key, 'unknown')}" for key in keys)
@@ -636,7 +662,7 @@ def _from_pretrained(
     except errors as error:
         lines = str(error).strip().splitlines() or ["no reason given"]
         reason = lines[0]
-        # Other errors may say little by their text: that of a KeyError is the key alone. So the type is named, too.
+        # The text of another error may say little: that of a KeyError is only the key. So the type is named, too.
         if not isinstance(error, FILE_ERRORS):
             reason = f"{type(error).__name__}: {reason}"
         if Path(name).exists():
