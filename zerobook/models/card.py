@@ -16,7 +16,7 @@ from zerobook.runlog.facts import code_version, data_names, model_name, training
 from zerobook.runlog.history import History, time_spent
 from zerobook.utils.units import counted, duration
 
-LOAD = {
+LOADING_CODE = {
     "peft": """from peft import AutoPeftModelFor{task}
 from transformers import AutoTokenizer
 
@@ -27,17 +27,17 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 model = AutoModelFor{task}.from_pretrained("FOLDER_OR_NAME")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 }
-"""Library -> code that loads what it saved."""
+"""Name of a library -> code that loads a model which the library saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The facts that a card tells about the training of its model."""
+    """What a card says about the training of its model, except for the run's config."""
 
     run: Path
     """the run's output_dir"""
     progress: Mapping[str, Any]
-    """as in a checkpoint"""
+    """content of a checkpoint's progress.json"""
     strategy: str
     world_size: int
 
@@ -53,14 +53,15 @@ class Training:
 def format_card(
     config: Mapping[str, Any], training: Training, *, seq2seq: bool, adapter: bool, notes: Sequence[str] = ()
 ) -> str:
-    """Return the card: the base, the data, how it was trained, the run's figures and events, and code that loads it.
+    """Return the card: base and data of the model, its training, the run's figures and events, and code that loads the model.
 
-    It names no path of this machine: of local files and folders, only the last part.
+    The card names no path of this machine: of local files and folders, it has only the last part.
 
     Args:
-        config: the run's; one of an earlier version lacks newer keys.
-        adapter: the folder holds an adapter, and not the whole model.
-        notes: limits for people, each a sentence without its full stop.
+        config: the run's config. A config of an earlier version lacks newer keys.
+        seq2seq: the model is an encoder-decoder.
+        adapter: the folder holds an adapter, and not the complete model.
+        notes: limits for people, each a sentence without a capital letter and a full stop.
     """
     # The hub reads the header, and links the model to its base and its data.
     library = "peft" if adapter else "transformers"
@@ -74,9 +75,9 @@ def format_card(
     lines = ["---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", ""]
     lines += [f"# {training.run.resolve().name}, step {training.progress['step']}", "", "| | |", "|---|---|"]
     rows = _describe_training(config, training, adapter) | _describe_run(training.run)
-    # A setting that this run does not have gets no row.
+    # A setting without a value gets no row.
     lines += [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
-    code = LOAD[library].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
+    code = LOADING_CODE[library].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
     lines += ["", "## Use", "", "```python", code, "```", "", "## Limits", ""]
     lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
     lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
@@ -84,7 +85,7 @@ def format_card(
 
 
 def _describe_training(config: Mapping[str, Any], training: Training, adapter: bool) -> dict[str, Any]:
-    """Return rows on what was trained, on which data, how, and how far."""
+    """Return the rows of the table on model, data, settings and progress: name -> value."""
     progress = training.progress
     trained_from = _public_name(model_name(config))
     if _is_on_hub(config["model_name_or_path"]):
@@ -112,7 +113,7 @@ def _describe_training(config: Mapping[str, Any], training: Training, adapter: b
 
 
 def _describe_run(folder: Path) -> dict[str, Any]:
-    """Return rows on the run's time, hardware, code and events; none if it has no runlog."""
+    """Return the rows on the run's time, hardware, code and events: name -> value. An empty dictionary without a runlog."""
     try:
         history = History.read(folder)
     except RunLogError:
@@ -121,7 +122,7 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     environments = history.of("env")
     starts = history.of("run_start")
     if environments:
-        # The last attempt may have run on other hardware than the first.
+        # Attempts may have run on different hardware. The row names that of the last one.
         gpus = environments[-1]["gpus"]
         rows["hardware"] = f"{environments[-1]['cpus']} CPU cores"
         if gpus:
@@ -136,7 +137,7 @@ def _describe_run(folder: Path) -> dict[str, Any]:
     rollbacks = sum(event["phase"] == "outcome" for event in history.of("rollback"))
     skipped = sum(event["samples"] for event in history.of("skip"))
     counts = {"attempts": len(starts), "alarms": alarms, "rollbacks": rollbacks, "samples left out": skipped}
-    rows["events"] = ", ".join(f"{count} {what}" for what, count in counts.items())
+    rows["events"] = ", ".join(f"{count} {noun}" for noun, count in counts.items())
     return rows
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     Model = PreTrainedModel | PeftModel
 
+# Tokens of each row of the compared batch.
 _TOKENS = 24
 _ALLOWED = 1e-5
 """Largest allowed difference of logits, as a share of the largest, between the written and the reloaded model."""
@@ -60,17 +61,17 @@ def export_checkpoint(
     recorded = store.read_json(checkpoint / "config.json")
     config = recorded["config"]
     adapts = trains_adapters(config)
-    # An import does not know all settings that adapters are made by.
+    # `zerobook checkpoint import` does not know all settings that adapters are made by.
     if adapts and "lora_target_modules" not in config:
         raise CheckpointError(
             f"{checkpoint}: its adapter was imported, and is in the folder that it came from. Continue it here first, and "
             "export a later checkpoint."
         )
 
-    # Build the model of the checkpoint, in fp32. A branch may have moved since, so the recorded commit comes first.
+    # Rebuild the model of the checkpoint, in fp32. A branch may have moved since, so the recorded commit comes first.
     revision = recorded.get("base_commit") or config["model_revision"]
-    base_model, base = _base_model(recorded, checkpoint, revision, trust_remote_code)
-    tokenizer = _tokenizer(config, recorded.get("chat_template"), base, revision, trust_remote_code)
+    base_model, base = _load_base(recorded, checkpoint, revision, trust_remote_code)
+    tokenizer = _load_tokenizer(config, recorded.get("chat_template"), base, revision, trust_remote_code)
     base_facts = recorded.get("base") or {}
     grow_embeddings(base_model, base_facts.get("embedding_rows", 0))
     model: Model = base_model
@@ -81,15 +82,16 @@ def export_checkpoint(
         )
     if adapts:
         model = adapt_model(base_model, config, revision=revision, recorded=base_facts.get("adapter"))
-    _fill(model, checkpoint, adapts)
+    _restore_weights(model, checkpoint, adapts)
     notes = _describe_limits(recorded, adapts)
 
     # Bring it into the form that is written.
+    writes_adapter = adapts and not merge
     if adapts and merge:
         model = merge_adapter(cast("PeftModel", model))
     model.eval()
-    if merge or not adapts:
-        # On the meta device, transformers reads no weights.
+    if not writes_adapter:
+        # This model shows the dtype in which transformers loads each weight. On the meta device, no weights are read.
         reloadable = type(base_model).from_pretrained(
             base,
             dtype=dtype,
@@ -99,11 +101,11 @@ def export_checkpoint(
             trust_remote_code=trust_remote_code,
         )
         _cast_as_loaded(model, reloadable, dtype)
-    text = format_card(
+    card = format_card(
         config,
         Training.of_checkpoint(checkpoint),
         seq2seq=model.config.is_encoder_decoder,
-        adapter=adapts and not merge,
+        adapter=writes_adapter,
         notes=notes,
     )
 
@@ -111,9 +113,9 @@ def export_checkpoint(
     with staged(folder) as staging:
         with disk_errors_named(folder, "Free some space, or give another --output."):
             _write(model, tokenizer, config, staging)
-            (staging / "README.md").write_text(text, encoding="utf-8")
-        if adapts and not merge:
-            # One model at a time: two copies of a large base do not fit most hosts.
+            (staging / "README.md").write_text(card, encoding="utf-8")
+        if writes_adapter:
+            # Compute the logits and free the model before the other is loaded: most hosts cannot hold a large base twice.
             expected = _logits(model)
             base_class = type(base_model)
             del model, base_model
@@ -124,19 +126,19 @@ def export_checkpoint(
             _cast_buffers(model, reloaded)
             expected = _logits(model)
         difference = float((expected - _logits(reloaded)).abs().max() / expected.abs().max())
-        # The difference of logits that are no numbers is no number, too.
+        # If logits are NaN, so is the difference, and every comparison with it is False.
         if not difference <= _ALLOWED:
             raise CheckpointError(
                 f"{folder}: what was written does not reload to the same model: logits differ by {difference:.1e} of the "
                 f"largest, allowed is {_ALLOWED:.0e} (nan: numbers exceed the range of {dtype}). Nothing was kept."
             )
-        # Another export may have ended since the first look.
+        # Another export to this folder may have ended since the first check.
         require_new(folder, "--output")
     return {"folder": folder, "difference": difference, "notes": notes}
 
 
 def _describe_limits(recorded: dict[str, Any], adapts: bool) -> list[str]:
-    """Return notes for people. ``recorded`` is the checkpoint's config.json."""
+    """Return notes for people on how the exported model may differ. ``recorded`` is the checkpoint's config.json."""
     config = recorded["config"]
     notes = []
     if config["chat_template"] and "chat_template" not in recorded:
@@ -154,20 +156,23 @@ def _cast_as_loaded(model: Model, reloadable: PreTrainedModel, dtype: torch.dtyp
     """Cast the weights to the dtypes in which transformers loads them: some are fp32, whatever ``dtype`` is.
 
     Buffers keep their dtype: a router's bias in half precision chooses other experts.
+
+    Args:
+        reloadable: a model of the same class, as transformers loads it with ``dtype``.
     """
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(reloadable.get_parameter(name).dtype)
     model.config.dtype = dtype
 
 
-def _base_model(
+def _load_base(
     recorded: dict[str, Any], checkpoint: Path, revision: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, str]:
     """Return the model that the run began with, in fp32, and its location. ``recorded`` is the checkpoint's config.json."""
     import transformers
 
     name = recorded["config"]["model_name_or_path"]
-    # A run from scratch saves the weights that it begins with.
+    # A run from scratch has no name of a model. It saves the weights that it begins with.
     source = str(checkpoint.parents[1] / "initial_model")
     if name is not None:
         source = embedded.located(name)
@@ -186,17 +191,18 @@ def _base_model(
             f"{str(error).splitlines()[0]}{advice}"
         ) from error
     freeze_unused(model)
-    # A digest reads every weight, so it is computed only if the checkpoint has one to compare with.
+    # A digest reads the files of weights, so it is computed only if the checkpoint has one to compare with.
     has_digest = (recorded.get("base") or {}).get("weights") is not None
     current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)
+    # Weights that were loaded at the recorded commit of the hub are the same, and need no comparison of digests.
     origin.check(checkpoint, recorded, current, weights=not recorded.get("base_commit") or Path(source).exists())
     return model, source
 
 
-def _tokenizer(
+def _load_tokenizer(
     config: dict[str, Any], template: str | None, base: str, revision: str, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase:
-    """Return the run's tokenizer, with the chat template from the checkpoint. ``revision`` is the base's."""
+    """Return the run's tokenizer, with the chat template ``template``. ``base`` and ``revision`` locate the base model."""
     name = base
     if config["tokenizer_name"]:
         name = embedded.located(config["tokenizer_name"])
@@ -211,11 +217,16 @@ def _tokenizer(
     return tokenizer
 
 
-def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
-    """Copy the trained weights into ``model``. Raises `CheckpointError` if one is missing or an adapter is untrained."""
+def _restore_weights(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
+    """Copy the checkpoint's trained weights and buffers into ``model``.
+
+    Raises:
+        CheckpointError: the weights do not fit the model, one is missing, or ``model`` has an adapter that was not trained.
+    """
     reader = Reader(checkpoint)
     shapes = reader.index["shapes"]
     parameters = dict(model.named_parameters())
+    # Only an adapter is checked for having been trained.
     is_trained = not adapts
     for name, shape in shapes.items():
         model_shape = list(parameters[name].shape) if name in parameters else "not there"
@@ -224,8 +235,9 @@ def _fill(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
                 f"{checkpoint}: {name} is {shape} in it, and {model_shape} in the model that its config names."
             )
         value = reader.read_tensor(f"weight/{name}")
-        # Another version or machine may start with other values of lora_A, which is drawn at random, and of DoRA's magnitudes,
-        # which are norms of the base weights. So a difference in these does not show that the adapter was trained.
+        # An adapter is trained if a weight differs from its initial value in this model. Another version or machine may begin
+        # with other values of lora_A, which is drawn at random, and of DoRA's magnitudes, which are norms of the base weights.
+        # So a difference in these shows nothing.
         has_known_start = "lora_A" not in name and "lora_magnitude" not in name
         if not is_trained and has_known_start:
             is_trained = not torch.equal(value, parameters[name])
@@ -276,7 +288,7 @@ def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, A
 
 
 def _reload_adapter(folder: Path, base_class: type[PreTrainedModel], base: str) -> PeftModel:
-    """Load the written adapter onto its base, as its users will."""
+    """Load the written adapter onto its base, as its users will do."""
     from peft import PeftConfig, PeftModel
 
     revision = PeftConfig.from_pretrained(str(folder)).revision or "main"
@@ -287,7 +299,7 @@ def _reload_adapter(folder: Path, base_class: type[PreTrainedModel], base: str) 
 
 
 def _cast_buffers(model: Model, reloaded: Model) -> None:
-    """Cast the buffers of ``model`` to the dtypes of ``reloaded``. transformers casts some when it loads in half precision."""
+    """Cast the buffers of ``model`` to the dtypes of ``reloaded``: transformers casts some if it loads in half precision."""
     reloaded_buffers = dict(persistent_buffers(reloaded))
     for name, buffer in persistent_buffers(model):
         buffer.data = buffer.data.to(reloaded_buffers[name].dtype)
@@ -297,8 +309,8 @@ def _cast_buffers(model: Model, reloaded: Model) -> None:
 def _logits(model: Model) -> torch.Tensor:
     """Return the logits of fixed random tokens, fp32 [2, _TOKENS, vocabulary]."""
     # The first ids are left out, since they are often special tokens, and padding would be masked.
-    vocabulary = text_config(model.config).vocab_size
-    ids = torch.randint(3, min(vocabulary, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+    vocabulary_size = text_config(model.config).vocab_size
+    ids = torch.randint(3, min(vocabulary_size, 1000), (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids

@@ -21,14 +21,16 @@ RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_pen
 def decoding(
     model_settings: GenerationConfig, *, num_beams: int, max_tokens: int, min_tokens: int = 0, **rules: float | None
 ) -> GenerationConfig:
-    """Return a config of deterministic beam search (greedy with one beam); set it as ``model.generation_config``.
+    """Return a generation config for deterministic beam search (greedy with one beam).
+
+    ``generate`` reads some settings from the model, so set the result as ``model.generation_config``.
 
     Args:
-        model_settings: the model's own config. Its special tokens stay. Its lengths, beams and sampling are replaced, so that
-            they neither override the arguments nor conflict with them.
+        model_settings: the model's own generation config. The result has its special tokens, but not its lengths, beams and
+            sampling, which would override the arguments or conflict with them.
         max_tokens: maximum number of tokens of a text, with its end token and without the decoder's start token, as in labels.
         min_tokens: minimum number of tokens before the end token.
-        rules: values of `RULES`. The model's own value stays if one is None or not given.
+        rules: values of `RULES`. If a value is None or missing, the model's own value stays.
     """
     config = copy.deepcopy(model_settings)
     config.update(
@@ -46,53 +48,54 @@ def decoding(
     )
     config.update(**{name: value for name, value in rules.items() if value is not None})
     if num_beams == 1:
-        # transformers refuses to save these without beams.
+        # transformers refuses to save these settings of beam search with one beam.
         config.update(early_stopping=None, length_penalty=None)
     return config
 
 
 def stop_tokens(model_settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool) -> list[int]:
-    """Return every token that ends an answer: those of the model's own generation config, and those that training ends with.
+    """Return the ids of all tokens that end an answer: those of the model's own config, and those that end texts in training.
 
     A base model's config often names the end of a document only, while its chat template ends turns with another token.
     """
-    ends = model_settings.eos_token_id
-    # A config has one token, a list of them, or None.
-    model_ends = set(ends if isinstance(ends, list) else [ends]) - {None}
+    end_ids = model_settings.eos_token_id
+    # A config has one id, a list of ids, or None.
+    model_ends = set(end_ids if isinstance(end_ids, list) else [end_ids]) - {None}
     return sorted(model_ends | end_tokens(tokenizer, chats=not encoder_decoder))
 
 
-def _one_or_all(tokens: list[int]) -> int | list[int] | None:
-    """Return stop tokens as a config holds them: a single one as a number, since some readers accept no list."""
+def _as_config_value(tokens: list[int]) -> int | list[int] | None:
+    """Return stop tokens as a config holds them: one token as a number, since some readers accept no list; None if empty."""
     return tokens[0] if len(tokens) == 1 else tokens or None
 
 
 def save_weights(model: PreTrainedModel, folder: Path, **options: Any) -> None:
-    """Write the model with transformers' ``save_pretrained`` and its ``options``. `save_generation_config` has to follow."""
+    """Write the model with transformers' ``save_pretrained`` and its ``options``, without its generation config.
+
+    Call `save_generation_config` afterwards.
+    """
     from transformers import GenerationConfig
 
-    # Before 5.23, transformers writes no model whose config it finds invalid. Published ones are, such as those with a
-    # temperature and without sampling.
+    # Before 5.23, transformers refuses to write a model whose generation config is invalid. Many published configs are invalid,
+    # such as those with a temperature but without sampling. So an empty config takes its place.
     with replaced(model, "generation_config", GenerationConfig()):
         model.save_pretrained(str(folder), **options)
 
 
 def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write ``generation_config.json`` into ``folder``, with every token at which the model stops.
-
-    ``save_pretrained`` does not write it, because its checks refuse many published configs.
-    """
+    """Write ``generation_config.json`` into ``folder``, with every token at which the model stops. See `save_weights`."""
     config = copy.deepcopy(model.generation_config)
-    config.eos_token_id = _one_or_all(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
-    # Without this, the file would say that it was derived from config.json, which names fewer tokens.
+    config.eos_token_id = _as_config_value(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
+    # Otherwise the file would say that it was derived from config.json, which names fewer stop tokens.
     config._from_model_config = False
-    if prefix_of(model) and hasattr(model, "peft_config"):  # an adapter has no config.json
+    # An adapter has no config.json that could hold the prefix.
+    if prefix_of(model) and hasattr(model, "peft_config"):
         config.source_prefix = prefix_of(model)  # type: ignore[union-attr]  # it keeps keys that it does not know
     config.to_json_file(folder / "generation_config.json", use_diff=True)
 
 
 def prefix_of(model: PreTrainedModel | PeftModel) -> str:
-    """Return the text before every source, which `answer_as_measured` wrote to the model's config."""
+    """Return the text that precedes every source, as `answer_as_measured` wrote it to the config; else an empty text."""
     tasks = getattr(model.config, "task_specific_params", None) or {}
     return str(tasks.get("chatbot", {}).get("prefix", ""))
 
@@ -107,12 +110,12 @@ def answer_as_measured(
     min_tokens: int,
     **rules: float | None,
 ) -> None:
-    """Write an encoder-decoder's generation settings and its prefix to its configs.
+    """Write an encoder-decoder's generation settings and its source prefix to its configs, which are saved with the model.
 
-    Both are saved with the model, so that it later generates as it did in the evaluation. `decoding` explains the settings.
+    So it later generates as it did in the evaluation. `decoding` explains the settings.
     """
     settings = model.generation_config
     model.generation_config = decoding(settings, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens, **rules)
-    model.generation_config.eos_token_id = _one_or_all(stop_tokens(settings, tokenizer, encoder_decoder=True))
+    model.generation_config.eos_token_id = _as_config_value(stop_tokens(settings, tokenizer, encoder_decoder=True))
     tasks = getattr(model.config, "task_specific_params", None) or {}
     model.config.task_specific_params = tasks | {"chatbot": {"prefix": source_prefix}}

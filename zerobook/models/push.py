@@ -11,7 +11,7 @@ def check_push(name: str) -> None:
     """Check that this machine may upload to the hub, before anything is exported.
 
     Raises:
-        ConfigError: no name of a repository, no token, or the hub is switched off.
+        ConfigError: ``name`` is no name of a repository, there is no token, or HF_HUB_OFFLINE is set.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -27,30 +27,30 @@ def check_push(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, private: bool) -> str:
-    """Upload ``folder`` as the model repository ``name``, which is created where it is missing. Return its address.
+    """Upload ``folder`` to the model repository ``name``, which is created if it does not exist. Return its address.
 
     Raises:
-        ConfigError: the hub cannot be reached, or refuses, or the repository is public, and ``private`` is set.
+        ConfigError: the hub cannot be reached, or refuses, or ``private`` is set and the repository exists and is public.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     try:
-        # The repository may be there from an earlier upload.
+        # The repository may exist from an earlier upload.
         address = api.create_repo(name, private=private, exist_ok=True)
-        # An existing repository stays as visible as it is.
+        # `create_repo` does not make an existing repository private.
         if private and not api.model_info(address.repo_id).private:
             raise ConfigError(
                 f"--private: {address} is there already, and public, so nothing was uploaded. Make it private, or give another "
                 f"name. {_later_upload(folder)}"
             )
         api.upload_folder(
-            # A name without an owner is completed with that of the token.
+            # If the name has no owner, the hub has added the owner of the token.
             repo_id=address.repo_id,
             folder_path=folder,
             commit_message="Exported by zerobook",
-            # These files of an earlier upload would be read in place of the new model.
+            # Delete files of an earlier upload that would be read in place of the new ones.
             delete_patterns=["model*.safetensors*", "adapter_*", "config.json", "chat_template.jinja"],
         )
     except HfHubHTTPError as error:
@@ -60,12 +60,13 @@ def push(folder: Path, name: str, *, private: bool) -> str:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--push {name}: the hub refuses: {reason}.{advice} {_later_upload(folder)}") from error
     except Exception as error:
-        # The module's name depends on the hub client's version.
+        # An error of the network comes from httpx, or from a module whose name begins so: it depends on the client's version.
         if not type(error).__module__.startswith("httpx"):
             raise
         raise ConfigError(f"--push {name}: the hub cannot be reached: {error}. {_later_upload(folder)}") from error
     return str(address)
 
 
+# A sentence for messages: the export is not lost.
 def _later_upload(folder: Path) -> str:
     return f"The export is in {folder}: hf upload NAME {folder} uploads it later."

@@ -1,4 +1,4 @@
-"""Frozen base weights in 4 and 8 bits. bitsandbytes quantises them while they are loaded, or they are stored quantised."""
+"""Frozen base weights in 4 and 8 bits. bitsandbytes quantises them while they are loaded, or has quantised the saved model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def nf4(precision: str) -> BitsAndBytesConfig:
     """Return the config of QLoRA's base weights: 4-bit NormalFloat with double quantisation (Dettmers et al., 2023).
 
-    The storage dtype equals the compute dtype, so that FSDP2 and ZeRO-3 shard the packed weights like the others.
+    The dtype that the packed weights are stored in equals the compute dtype, so that FSDP2 and ZeRO-3 can shard them together
+    with the other weights.
     """
     from transformers import BitsAndBytesConfig
 
@@ -45,15 +46,19 @@ def int8() -> BitsAndBytesConfig:
 
 
 def base_of(model_config: PreTrainedConfig) -> str | None:
-    """Return the format that a model was saved in: ``nf4`` (or FP4, of the same size) or ``int8``; None if it is not
-    quantised by bitsandbytes."""
-    facts = _facts(model_config) or {}
+    """Return the format in which bitsandbytes has quantised a saved model: ``nf4`` (or FP4, of the same size) or ``int8``.
+
+    Returns:
+        None if the model is not quantised, or by another library.
+    """
+    facts = _quantisation_facts(model_config) or {}
     if facts.get("load_in_4bit"):
         return "nf4"
     return "int8" if facts.get("load_in_8bit") else None
 
 
-def _facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
+# The model's quantisation config as a dictionary; None if it is not quantised.
+def _quantisation_facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
     facts = getattr(model_config, "quantization_config", None)
     if facts is None or isinstance(facts, dict):
         return facts
@@ -61,17 +66,17 @@ def _facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: LaunchPlan) -> None:
-    """Check that this run can train adapters on a model whose weights are stored quantised.
+    """Check that this run can train adapters on a model that was saved quantised. Any other model passes.
 
     Raises:
         ConfigError: the run trains the weights themselves, or their format is not supported, by recipes or by the strategy.
     """
-    facts = _facts(model_config)
-    base = base_of(model_config)
+    facts = _quantisation_facts(model_config)
     if facts is None:
         return
+    base = base_of(model_config)
     name = f"model_name_or_path: {config.model_name_or_path}"
-    # A format of another library, such as GPTQ.
+    # Another library has quantised the model, such as GPTQ.
     if base is None:
         raise ConfigError(
             f"{name} is quantised with {facts.get('quant_method', 'an unnamed method')}, and recipes only support weights "
@@ -99,9 +104,9 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
 
 @contextmanager
 def quantisable_layers() -> Iterator[None]:
-    """Return a context in which Falcon is built of torch's own linear layers.
+    """Return a context in which Falcon is built of ``nn.Linear``.
 
-    transformers quantises no subclass of them, and Falcon's is one with the same weights and the same product.
+    Falcon's linear layers are a subclass with the same weights and the same product, and transformers quantises no subclass.
     """
     from transformers.models.falcon import modeling_falcon
 
@@ -110,10 +115,10 @@ def quantisable_layers() -> Iterator[None]:
 
 
 def check_layers(model: PreTrainedModel, base: str) -> None:
-    """Check that a model has layers that transformers quantises. They may be quantised already.
+    """Check that a model has at least one layer that is quantised or that transformers can quantise.
 
     Raises:
-        ConfigError: all layers are of other classes. transformers would quantise nothing, without a message.
+        ConfigError: all layers are of other classes. transformers quantises none of them, without a message.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -121,7 +126,7 @@ def check_layers(model: PreTrainedModel, base: str) -> None:
     head = model.get_output_embeddings()
     for module in model.modules():
         is_quantised = type(module).__module__.startswith("bitsandbytes.")
-        # A subclass of nn.Linear is not quantised.
+        # transformers quantises no subclass of nn.Linear.
         can_be_quantised = type(module) is nn.Linear or isinstance(module, Conv1D)
         if module is not head and (is_quantised or can_be_quantised):
             return
@@ -138,7 +143,7 @@ def keep_4bit_layout(model: nn.Module) -> None:
     """Keep bitsandbytes' 4-bit weights in the layout in which they were loaded.
 
     On CPUs with AVX512-BF16, bitsandbytes repacks them in place at the first forward pass in evaluation mode, and rounds
-    their scales to bf16. FSDP2 and ZeRO-3 then gather the repacked bytes as plain ones, and every loss after that is wrong.
+    their scales to bf16. FSDP2 and ZeRO-3 do not know that they gather repacked bytes, and every loss after that is wrong.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

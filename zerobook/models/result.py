@@ -45,7 +45,7 @@ class Loaded:
 
     @property
     def context(self) -> int | None:
-        """Maximum tokens that the model reads, on each side of a seq2seq model; None if positions are not limited."""
+        """Maximum number of tokens that the model reads, on each side of a seq2seq model; None if there is no limit."""
         return context_of(self.model.config)
 
     @property
@@ -85,25 +85,26 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
     prepare_attention()
     name = locate_result(str(path), trust_remote_code=trust_remote_code)
     options = {"trust_remote_code": trust_remote_code}
+    tokenizer_name = name
+    tokenizer_options = options
     if (Path(name) / "adapter_config.json").exists():
-        adapted_model, tokenizer_name, tokenizer_options = _load_adapter(name, options)
+        adapted_model, base_name, base_options = _load_adapter(name, options)
         model: PreTrainedModel | PeftModel = adapted_model
+        # An adapter that was saved without its tokenizer uses its base's.
+        if not (Path(name) / "tokenizer_config.json").exists():
+            tokenizer_name = base_name
+            tokenizer_options = base_options
     else:
         model = _load_model(name, options, str(path))
-        tokenizer_name = name
-        tokenizer_options = options
-    # An adapter that was saved without its tokenizer uses its base's.
-    if (Path(name) / "tokenizer_config.json").exists():
-        tokenizer_name = name
-        tokenizer_options = options
     tokenizer = _load_tokenizer(tokenizer_name, tokenizer_options, str(path))
     kind: Kind = "seq2seq" if model.config.is_encoder_decoder else "causal"
-    # Training switches the cache off and saves this setting; without a cache, every answer takes quadratic time.
+    # Training switches the cache off, and models are saved with this setting. Without a cache, each new token would need a
+    # forward pass over the complete answer.
     use_cache(model, True)
     model.generation_config.use_cache = True
     module = cast("nn.Module", model).eval()
     if torch.cuda.is_available():
-        # Measured before the move: a move that fails leaves some of the weights on the GPU.
+        # Measure the free memory before the move: a move that fails leaves some of the weights on the GPU.
         free_bytes, _ = torch.cuda.mem_get_info()
         try:
             module.to("cuda")
@@ -117,18 +118,19 @@ def load_result(path: str | Path, *, trust_remote_code: bool = False) -> Loaded:
 
 
 def locate_result(name: str, *, trust_remote_code: bool = False) -> str:
-    """Return the folder that holds the files, or ``name`` itself where it can only be on the hub.
+    """Return the folder of the model or adapter that ``name`` stands for, or ``name`` itself if it can only be on the hub.
 
     Args:
+        name: as ``path`` of `load_result`.
         trust_remote_code: run modelling code that comes with a checkpoint's model.
     """
     if name.startswith(embedded.PREFIX):
-        return _embedded(name)
+        return _locate_embedded(name)
     folder = Path(name).expanduser()
     if not folder.exists():
         # ``owner/name`` may be on the hub, unless there is a folder ``owner`` here.
-        beside_others = len(folder.parts) > 1 and folder.parent.is_dir()
-        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or beside_others:
+        is_in_local_folder = len(folder.parts) > 1 and folder.parent.is_dir()
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or is_in_local_folder:
             raise ConfigError(
                 f"{name}: there is no such folder. Give a run's output_dir, or the model or adapter folder in it."
             )
@@ -137,67 +139,72 @@ def locate_result(name: str, *, trust_remote_code: bool = False) -> str:
     if not folder.is_dir():
         raise ConfigError(f"{name}: this is a file. Give the folder that holds config.json or adapter_config.json.")
     if (folder / store.MANIFEST).exists():
-        return _exported_to_load(folder, trust_remote_code)
+        return _export_for_loading(folder, trust_remote_code)
     if holds_result(folder):
         return str(folder)
     try:
         result = find_result(name)
     except ConfigError:
-        # A run that has not ended has no result yet, and its newest checkpoint takes that place.
+        # A run that has not ended has no result yet. Its newest checkpoint takes the place of the result.
         newest = store.list_complete(store.folder_of(name))[-1:]
         if not newest:
             raise
-        return _exported_to_load(newest[0], trust_remote_code)
+        return _export_for_loading(newest[0], trust_remote_code)
     return str(result.adapter or result.model)
 
 
 def exported_checkpoint(name: str, *, trust_remote_code: bool = False) -> str:
-    """Return a folder with the model of a checkpoint, or ``name`` if that is not a checkpoint. A run can start from it."""
+    """Return a folder with the exported model if ``name`` is a checkpoint, so that a run can start from it; else ``name``."""
     folder = Path(name).expanduser()
-    return str(_exported(folder, "", trust_remote_code)) if (folder / store.MANIFEST).exists() else name
+    return str(_export_to_cache(folder, "", trust_remote_code)) if (folder / store.MANIFEST).exists() else name
 
 
-def _exported_to_load(checkpoint: Path, trust_remote_code: bool) -> str:
-    """Return a folder with the checkpoint's model, which has to be loaded at once. Delete those that are not used any more."""
-    folder = _exported(checkpoint, "loaded-", trust_remote_code)
+def _export_for_loading(checkpoint: Path, trust_remote_code: bool) -> str:
+    """Return a folder with the checkpoint's model. Load it soon: later calls delete folders that were not used for an hour."""
+    folder = _export_to_cache(checkpoint, "loaded-", trust_remote_code)
     for other in folder.parent.glob("loaded-*/"):
-        # Another process may be loading one of the last hour, and may delete an older one.
-        with suppress(FileNotFoundError), locks.locked(_lock(other), wait=0) as alone:
-            if alone and time.time() - other.stat().st_mtime > 3600:
+        # A process that has just exported a folder may still be loading it, so only old folders are deleted. Another process
+        # may delete this one at the same time.
+        with suppress(FileNotFoundError), locks.locked(_lock_file(other), wait=0) as is_locked:
+            if is_locked and time.time() - other.stat().st_mtime > 3600:
                 shutil.rmtree(other)
     return str(folder)
 
 
-def _exported(checkpoint: Path, prefix: str, trust_remote_code: bool) -> Path:
-    """Return a folder with the checkpoint's model, in a cache: an adapter is not merged. Other processes wait meanwhile."""
+def _export_to_cache(checkpoint: Path, prefix: str, trust_remote_code: bool) -> Path:
+    """Return a folder of the cache with the checkpoint's model, and export it if it is missing. Adapters are not merged.
+
+    While a process exports a checkpoint, others that need it wait.
+    """
     from zerobook.models.export import export_checkpoint
 
     checkpoint = checkpoint.resolve()
     key = file_digest(checkpoint / store.MANIFEST)
     folder = embedded.cache_dir() / "exports" / f"{prefix}{checkpoint.parents[1].name}-{checkpoint.name}-{key[:12]}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locks.locked(_lock(folder)), redirect_stdout(sys.stderr):
+    # stdout is for answers, so messages go to stderr.
+    with locks.locked(_lock_file(folder)), redirect_stdout(sys.stderr):
         if not folder.exists():
             say(f"{checkpoint}: making a model of this checkpoint in {folder}")
             # In fp32, as the run trains and measures it.
             export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False, trust_remote_code=trust_remote_code)
-        # Unused models are deleted.
+        # The folder's time is that of its last use. `_export_for_loading` deletes old folders.
         os.utime(folder)
     return folder
 
 
-def _lock(folder: Path) -> Path:
+def _lock_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _embedded(name: str) -> str:
+def _locate_embedded(name: str) -> str:
     # The conversion prints messages, and stdout is for answers.
     with redirect_stdout(sys.stderr):
         return embedded.located(name)
 
 
 def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str, dict[str, Any]]:
-    """Return the adapted model, the location of its base, and the options for loading the base."""
+    """Return (the model with the adapter, the location of its base, the options for loading the base)."""
     from peft import PeftModel
     from transformers import GenerationConfig
 
@@ -214,10 +221,10 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
         raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
     base = base_name
     options = options | {"revision": revision or "main"}
-    # The embedded model has another path if the adapter was trained on another machine, or under another home.
+    # On the machine that trained the adapter, or in another home directory, the embedded model has another path.
     embedded_folder = embedded.cache_dir() / "SmolLM2-135M-Instruct"
     if not Path(base_name).exists() and Path(base_name).parts[-2:] == embedded_folder.parts[-2:]:
-        base = _embedded(f"{embedded.PREFIX}smollm2")
+        base = _locate_embedded(f"{embedded.PREFIX}smollm2")
     try:
         base = locate_result(base, trust_remote_code=options["trust_remote_code"])
         model = _load_model(base, options, base_name)
@@ -227,7 +234,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
             f"Bring the base there, or write its place into {file} as base_model_name_or_path."
         ) from error
     try:
-        # The run's own names the tokens that end its chats.
+        # The generation config of the run names the tokens that end its chats.
         if (Path(folder) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         grow_for_adapter(model, Path(folder))
@@ -236,6 +243,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
         raise ConfigError(f"{folder}: the adapter does not load onto {base_name}: {_first_line(error)}") from error
 
 
+# ``shown``, here and below: the name that the user gave, for messages.
 def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedModel:
     from transformers import AutoConfig
 
@@ -248,7 +256,7 @@ def _load_model(name: str, options: dict[str, Any], shown: str) -> PreTrainedMod
         return kind.from_pretrained(name, config=config, dtype="auto", **options)
     # JSON, safetensors, the hub client and torch raise errors of their own about a file.
     except Exception as error:
-        raise _unreadable(name, shown, "model", error) from error
+        raise _not_loadable_error(name, shown, "model", error) from error
 
 
 def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTrainedTokenizerBase:
@@ -256,26 +264,28 @@ def _load_tokenizer(name: str, options: dict[str, Any], shown: str) -> PreTraine
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    # Readers of a tokenizer's files raise errors of their own, too.
+    # Readers of a tokenizer's files also raise errors of their own.
     except Exception as error:
-        raise _unreadable(name, shown, "tokenizer", error) from error
+        raise _not_loadable_error(name, shown, "tokenizer", error) from error
     if tokenizer.pad_token_id is None:
         # Padding is masked from attention by position, so any token works.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def _unreadable(name: str, shown: str, what: str, error: Exception) -> ConfigError:
+# ``part`` is "model" or "tokenizer".
+def _not_loadable_error(name: str, shown: str, part: str, error: Exception) -> ConfigError:
     if Path(name).exists():
-        return ConfigError(f"{shown}: the folder is here, but the {what} cannot be loaded: {_first_line(error)}")
+        return ConfigError(f"{shown}: the folder is here, but the {part} cannot be loaded: {_first_line(error)}")
     return ConfigError(
-        f"{shown}: there is no such folder here, and the {what} cannot be loaded: {_first_line(error)}{hub.advice(error)}"
+        f"{shown}: there is no such folder here, and the {part} cannot be loaded: {_first_line(error)}{hub.advice(error)}"
     )
 
 
+# The first line of an error's text, or the name of its class if it has no text.
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     if lines[0].endswith(":"):
-        # A heading needs the line after it.
+        # A heading says nothing without the line after it.
         return " ".join(lines[:2])
     return lines[0]

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 def save_model(
     strategy: Strategy, tokenizer: PreTrainedTokenizerBase, config: RecipeConfig, make_card: Callable[[], str] | None = None
 ) -> Path:
-    """Write the trained model (or adapter) as a plain folder that ``from_pretrained`` takes. Collective.
+    """Write the trained model (or adapter) as a folder that ``from_pretrained`` takes, and return the folder. Collective.
 
     Rank 0 gathers one weight after another. Trained weights are read from their fp32 master copies. A full model is written
-    with its frozen weights and in ``config.dtype``, whatever precision it was trained in. An adapter is written in fp32.
-    Weights that transformers always loads in fp32 are written in fp32, and buffers in the dtypes in which they were loaded. The
-    folder is written under another name, flushed to disk and renamed. Until then, the result of an earlier attempt stays.
+    with its frozen weights, in ``config.dtype``, whatever precision it was trained in. Weights that transformers always loads
+    in fp32 are written in fp32, and buffers in the dtypes in which they were loaded. An adapter is written in fp32.
+
+    The folder is written under another name, flushed to disk and renamed. Until then, the result of an earlier attempt stays.
 
     Args:
         make_card: makes the folder's README.md; called on rank 0.
@@ -78,6 +79,7 @@ def bytes_of_result(strategy: Strategy, config: RecipeConfig) -> int:
     return sum(math.prod(strategy.shape(parameter)) * dtype.itemsize for _, parameter in strategy.saved())
 
 
+# The dtype of the saved weights, except for those that transformers always loads in fp32.
 def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
     from transformers import PreTrainedModel
 
@@ -105,7 +107,7 @@ def _write(
         save_adapter(model, folder, weights)
     else:
         save_weights(model, folder, state_dict=weights)
-        # save_pretrained writes the live settings: the strategy's compute dtype, the cache that training switches off.
+        # save_pretrained writes the settings of training: the dtype that the strategy computes in, and no cache.
         file = folder / "config.json"
         facts = read_json(file) | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
         if "text_config" in facts:
