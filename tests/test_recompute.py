@@ -122,10 +122,10 @@ def test_the_second_product_of_an_adapter_is_computed_again():
     """It is cheap, and as large as the layer's own."""
     x, a, b = torch.randn(64, 128), torch.randn(128, 4, requires_grad=True), torch.randn(4, 128, requires_grad=True)
     kept = recompute._SavedResults(frozenset(["aten::mm"]))
-    with recompute._Save(kept):
+    with recompute._SaveResults(kept):
         _ = (x @ a) @ b
     assert [tuple(t.shape) for t in recompute.saved_tensors()] == [(64, 4)]
-    with recompute._Reuse(kept):
+    with recompute._ReuseResults(kept):
         _ = (x @ a) @ b
     assert not list(recompute.saved_tensors()), "each result is handed out once, and then freed"
 

@@ -1,6 +1,6 @@
-"""Layers compiled by torch.compile: one layer's code is compiled, and all layers run it (regional compilation).
+"""Regional compilation: torch.compile compiles the code of one layer, and all layers run it.
 
-A whole model takes as many times longer to compile as it has layers, and computes the same.
+To compile a complete model takes as many times longer as it has layers, and the results are the same.
 """
 
 from __future__ import annotations
@@ -9,29 +9,29 @@ import torch
 from torch import nn
 
 VARIANTS = 32
-"""Forms of a layer that may be compiled: training and evaluation, each with the lengths that are not yet variable. After 8,
-torch's default, a layer would run without compilation."""
+"""Maximum number of compiled forms of a layer. torch compiles one for training and one for evaluation, and more for the first
+lengths of rows, until it treats lengths as variable. Beyond the maximum (torch's default is 8), a layer runs uncompiled."""
 
 
 def compile_layers(model: nn.Module) -> int:
-    """Compile the ``forward`` of every layer, and return the number of layers. The code is compiled when a layer first runs.
+    """Set every layer to be compiled when it first runs, and return the number of layers.
 
-    Hooks on the layers, by which FSDP2 gathers weights, stay outside of the compiled code.
-
-    Random numbers are drawn as without compilation, so dropout leaves out the same activations.
+    Only ``forward`` is compiled. FSDP2 gathers weights in hooks on the layers, which stay outside of the compiled code. Random
+    numbers are drawn as without compilation, so dropout leaves out the same activations.
 
     Args:
-        model: as the strategy prepared it.
+        model: the model that the strategy has prepared.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     # Keep a higher limit that the user has set.
     torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    # Under DDP, torch would cut each layer at the bounds of gradient buckets. Between layers there are cuts enough.
+    # Under DDP, torch would split compiled code at the bounds of gradient buckets, so that reductions begin early. Here each
+    # layer is compiled separately, and reductions can begin between layers.
     torch._dynamo.config.optimize_ddp = False
     for layer in layers:
-        # An option stays with the compiled code. A setting of torch holds only in the thread that made it, and backward has
-        # threads of its own. The attribute is that of this layer: other models of its class stay as they are.
+        # Draw random numbers as without compilation. This is an option of the compiled code and not a setting of torch, since
+        # a setting applies only to the thread that made it, and the backward pass has other threads.
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})
     return len(layers)

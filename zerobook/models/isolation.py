@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
+# Tokens of a sample in the measured rows.
 _LENGTH = 12
 _NOISE = 4.0
-"""Largest difference that counts as rounding, in units of the model's own noise. Models without experts have no noise. Random
-models with experts, of 24 and 48 layers in bf16, with a rounding error added to every expert's output, had 0.6 to 2.1 times
-their noise if they kept samples apart, and 7 to 130 times their noise if they did not."""
+"""Largest difference that counts as rounding, in units of the noise of `measure_influence`. Models without experts have no
+noise. Random models with experts, of 24 and 48 layers in bf16, with a rounding error added to every expert's output, had 0.6
+to 2.1 times their noise if they kept samples apart, and 7 to 130 times their noise if they did not."""
 
 
 def choose_isolating_collator(
@@ -49,15 +50,14 @@ def choose_isolating_collator(
 
     Args:
         keep_mask: the objective needs the mask of padded rows.
-        supervised: the objective takes the positions that have a target.
+        supervised: the objective needs the list of the positions that have a target.
         flag: name of the flag by which samples share a row, for the error.
-        chooses_attention, trains: as of `choose_packed_collator`.
+        chooses_attention: see `choose_packed_collator`.
+        trains: see `choose_packed_collator`.
 
     Raises:
         ConfigError: samples that share a row see each other in every form: see `choose_packed_collator`.
     """
-    # A subclass may pad again, which moves the positions.
-    is_built_in = type(collate) in (CausalCollator, PackedCollator)
     if isinstance(collate, PackedCollator):
         # Padding on the right, which has no mask, would count as load of the experts.
         if keep_mask and collate.flatten:
@@ -67,7 +67,8 @@ def choose_isolating_collator(
         )
     elif isinstance(collate, CausalCollator) and not keep_mask:
         collate = choose_padded_collator(strategy, collate)
-    if is_built_in and supervised:
+    # A subclass may pad again, which would move the positions that have a target.
+    if supervised and type(collate) in (CausalCollator, PackedCollator):
         return replace(cast("CausalCollator | PackedCollator", collate), supervised=True)
     return collate
 
@@ -85,13 +86,13 @@ def choose_padded_collator(strategy: Strategy, collate: CausalCollator) -> Causa
     # A recipe may have a model of its own, with other names of arguments, which cannot be tested.
     if not hasattr(strategy.unwrapped, "get_input_embeddings"):
         return collate
-    # The fastest collator comes first. The last one is the original, which needs no test.
-    maskless = replace(collate, mask=False, lengths="flash" in _attention(strategy))
-    candidates = [*_add_no_cache(strategy, maskless), maskless, collate]
+    # The fastest collator comes first. The last one is the original: it is right if the model runs with it at all.
+    maskless = replace(collate, mask=False, lengths="flash" in _attention_name(strategy))
+    candidates = [*_with_no_cache(strategy, maskless), maskless, collate]
     failure: Exception | None = None
     for candidate in candidates:
         try:
-            influence_of_padding, noise = influence(strategy, _make_padded_batches(candidate, strategy))
+            influence_of_padding, noise = measure_influence(strategy, *_make_padded_batches(candidate, strategy))
         # A lack of memory says nothing about the candidate.
         except torch.OutOfMemoryError:
             raise
@@ -104,8 +105,10 @@ def choose_padded_collator(strategy: Strategy, collate: CausalCollator) -> Causa
     # A recipe's own collator may need arrays that the rows of this test do not have.
     if type(collate) is not CausalCollator:
         return collate
-    name = type(strategy.unwrapped).__name__
-    raise ConfigError(f"model_name_or_path: {name} fails with a batch of text ({type(failure).__name__}: {failure}).")
+    raise ConfigError(
+        f"model_name_or_path: {type(strategy.unwrapped).__name__} fails with a batch of text "
+        f"({type(failure).__name__}: {failure})."
+    )
 
 
 def choose_packed_collator(
@@ -122,15 +125,15 @@ def choose_packed_collator(
     the batch. Some models ignore the positions (Falcon before transformers 5.24) and need a full mask. A measurement decides.
 
     Args:
-        chooses_attention: the user has not named the attention, so another one takes the place of flex attention if the GPU
-            cannot run that.
-        trains: the model gets backward passes, too.
+        chooses_attention: the user has not named the attention. If the GPU cannot run flex attention, another one takes its
+            place.
+        trains: the model also gets backward passes.
 
     Raises:
-        ConfigError: no form isolates the samples, as in recurrent models, or the model takes no full mask, as Bloom, which
-            counts positions in a mask of padding, or its attention depends on the position in the row (Falcon with ALiBi).
+        ConfigError: no form isolates the samples. Recurrent models never isolate them, Bloom takes no full mask (it counts
+            positions in a mask of padding), and Falcon's attention with ALiBi depends on the position in the row.
     """
-    attention = _attention(strategy)
+    attention = _attention_name(strategy)
     has_flash = "flash" in attention
     dependence = _find_row_position_dependence(strategy.unwrapped, is_joined=collate.flatten, uses_model_masks=not has_flash)
     if dependence is not None:
@@ -138,22 +141,22 @@ def choose_packed_collator(
             f"{flag}: {type(strategy.unwrapped).__name__} has {dependence}, which counts tokens from the start of the row "
             f"and not of the sample. Pass --{flag} false."
         )
-    # In a joined row no token is certainly unseen, so noise can be measured only on rows that are not joined.
+    # A joined row holds all rows of a batch, so there is no other row whose change shows the noise. Measure separate rows.
     if collate.flatten and not has_flash:
         separate_rows = choose_packed_collator(strategy, replace(collate, flatten=False), flag)
         return replace(separate_rows, flatten=True)
 
-    # Measure the forms from the cheapest to the dearest, and take the first that isolates.
+    # Measure the forms from the cheapest to the most expensive, and take the first that isolates.
     failures = []
-    for candidate, marker in _packed_forms(strategy, collate):
+    for candidate, marker in _list_packed_forms(strategy, collate):
         try:
             failure = _find_mixing(strategy, candidate, marker, trains=trains)
         # A lack of memory says nothing about the candidate.
         except torch.OutOfMemoryError:
             raise
-        # Architectures raise different errors where they take no such mask.
+        # Architectures raise different errors for inputs that they do not take.
         except Exception as error:
-            # The GPUs of a launch are equal, so all ranks come here, or none.
+            # The GPUs of a launch are equal, so either all ranks call these collectives, or none.
             if attention == "flex_attention" and chooses_attention:
                 _replace_flex_attention(strategy, error)
                 return choose_packed_collator(strategy, collate, flag)
@@ -172,12 +175,13 @@ def _find_mixing(strategy: Strategy, candidate: PackedCollator, marker: str, *, 
     """Return how samples that share a row change each other's logits; None if they do not. Collective.
 
     Args:
-        marker: what tells the model the samples' borders in this form of the collator, for the message.
+        marker: the input that shows the model the samples' borders in this form of the collator, for the message.
     """
-    tests_backward = trains and _attention(strategy) == "flex_attention"
+    tests_backward = trains and _attention_name(strategy) == "flex_attention"
     with _flex_backward() if tests_backward else nullcontext():
-        influence_of_others, noise = influence(strategy, _make_packed_batches(candidate, strategy))
-        sees_itself_alone = influence_of_others <= _NOISE * noise  # False if either is NaN
+        influence_of_others, noise = measure_influence(strategy, *_make_packed_batches(candidate, strategy))
+        # False if either is NaN.
+        sees_itself_alone = influence_of_others <= _NOISE * noise
         if sees_itself_alone and keeps_positions(strategy, candidate):
             return None
     if sees_itself_alone:
@@ -200,10 +204,10 @@ def _replace_flex_attention(strategy: Strategy, error: Exception) -> None:
 
 @contextmanager
 def _flex_backward() -> Iterator[None]:
-    """Return a context in which every flex attention also runs its backward pass, of its output alone.
+    """Return a context in which every forward pass of flex attention is followed by its backward pass.
 
-    The kernel of the backward pass needs more of a GPU's shared memory than that of the forward pass. Where it does not fit,
-    the training would fail in its first step.
+    The kernel of the backward pass needs more of a GPU's shared memory than that of the forward pass. If it needs too much,
+    training fails in its first step, so a measurement has to run it.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -212,8 +216,7 @@ def _flex_backward() -> Iterator[None]:
     def attend_and_differentiate(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        # Detach the inputs from the model, whose wrapper would take a backward pass through weights for one of a training
-        # step.
+        # Detach the inputs from the model: its wrapper would take a backward pass through weights for part of a training step.
         with torch.enable_grad():
             inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
             output, _ = attend(module, *inputs, *args, **kwargs)
@@ -227,16 +230,16 @@ def _flex_backward() -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS["flex_attention"] = attend
 
 
-def _packed_forms(strategy: Strategy, collate: PackedCollator) -> list[tuple[PackedCollator, str]]:
-    """Return (a form of ``collate``, what tells the model the samples' borders in it), the cheapest first."""
-    attention = _attention(strategy)
+def _list_packed_forms(strategy: Strategy, collate: PackedCollator) -> list[tuple[PackedCollator, str]]:
+    """Return pairs (a form of ``collate``, the input that shows the model the samples' borders in it), the cheapest first."""
+    attention = _attention_name(strategy)
     forms = []
     if "flash" in attention:
         with_lengths = replace(collate, lengths=True)
-        for form in (*_add_no_cache(strategy, with_lengths), with_lengths):
+        for form in (*_with_no_cache(strategy, with_lengths), with_lengths):
             forms.append((form, "the samples' lengths"))
     forms.append((collate, "position_ids"))
-    # A full mask would replace a sliding window; flash and flex attention take none.
+    # A full mask would replace the mask of a sliding window. Flash and flex attention take no mask.
     has_window = getattr(strategy.unwrapped.config, "sliding_window", None)
     if attention in ("sdpa", "eager") and not has_window:
         mask = torch.bool if attention == "sdpa" else compute_dtype(strategy.plan.precision)
@@ -245,25 +248,27 @@ def _packed_forms(strategy: Strategy, collate: PackedCollator) -> list[tuple[Pac
 
 
 @torch.no_grad()
-def influence(strategy: Strategy, batches: tuple[tuple[dict[str, Any], ...], slice]) -> tuple[float, float]:
+def measure_influence(strategy: Strategy, batches: tuple[dict[str, Any], ...], compared: slice) -> tuple[float, float]:
     """Measure the effect of tokens that must not be seen on the logits of others. Collective.
 
-    No bound for rounding is needed. The batches have one shape, so the same kernels sum the same numbers in the same order:
-    if nothing is seen, logits are equal to the last bit. Experts are the exception, since other tokens are grouped
-    differently. So the logits are also compared after a change in another row, which no model sees: this is the noise.
+    No tolerance for rounding is needed. The batches have one shape, so the same kernels sum the same numbers in the same order:
+    if the tokens are not seen, logits are equal to the last bit. Models with experts are the exception, since other
+    tokens are grouped in another way for the experts. So the logits are also compared after a change in another row, which no
+    model sees: this difference is the noise.
 
     Args:
-        batches: three of one shape, as collators make them, and the range of the first row's logits to compare. The second has
-            other tokens where they must not be seen; the third has other tokens in another row.
+        batches: three batches of one shape, as collators make them. The second has other tokens where they must not be seen;
+            the third has other tokens in another row.
+        compared: range of the tokens of the first row whose logits are compared.
 
     Returns:
-        (difference by the second batch, difference by the third), root mean squares as shares of the logits' own; the mean
-        over all ranks.
+        (difference by the second batch, difference by the third): root mean squares, divided by that of the logits, and
+        averaged over all ranks.
     """
-    logits, changed_by_unseen, changed_by_row = _logits(strategy, *batches)
+    logits, changed_by_unseen, changed_by_row = _compute_logits(strategy, batches, compared)
     differences = torch.stack([(changed_by_unseen - logits).norm(), (changed_by_row - logits).norm()])
     differences /= logits.norm().clamp_min(1e-6)
-    # All ranks decide by the mean: it keeps a difference on one rank, and a NaN.
+    # All ranks decide by the mean, so they decide the same. A difference or a NaN on one rank shows in it.
     by_unseen, by_row = (strategy.sum_over_ranks(differences) / strategy.world_size).tolist()
     return by_unseen, by_row
 
@@ -279,12 +284,12 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     # The second sample is computed in the row, alone, and alone with later positions.
     first, second = random_tokens(strategy, 2 * _LENGTH).reshape(2, -1)
     positions = np.arange(_LENGTH)
-    packed_batch = collate([_row(np.r_[first, second], np.tile(positions, 2))])
+    packed_batch = collate([_row(np.concatenate([first, second]), np.tile(positions, 2))])
     batch_alone = collate([_row(second, positions)])
     batch_later = collate([_row(second, positions + _LENGTH)])
-    [packed] = _logits(strategy, (packed_batch,), slice(_LENGTH, 2 * _LENGTH))
-    alone, later = _logits(strategy, (batch_alone, batch_later), slice(_LENGTH))
-    # False if either is NaN.
+    [packed] = _compute_logits(strategy, (packed_batch,), slice(_LENGTH, 2 * _LENGTH))
+    alone, later = _compute_logits(strategy, (batch_alone, batch_later), slice(_LENGTH))
+    # A comparison with NaN is False.
     is_near = (packed - alone).norm() <= (later - alone).norm() / 2
     return strategy.sum_over_ranks(is_near.float().reshape(1)).item() == strategy.world_size
 
@@ -292,13 +297,18 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
 def _find_row_position_dependence(model: nn.Module, *, is_joined: bool, uses_model_masks: bool) -> str | None:
     """Return the part of the model whose effect depends on the position of a token in its row; None if there is none.
 
-    The short rows of `influence` do not show such an effect.
+    The short rows of `measure_influence` do not show such an effect.
+
+    Args:
+        is_joined: all rows of a batch are joined to one.
+        uses_model_masks: the attention uses masks that the model makes. Flash attention uses none.
     """
     config = cast("PreTrainedModel", model).config.get_text_config()
     # Falcon: transformers rounds the biases of ALiBi to bf16. Far from the start of a row, those of adjacent tokens are equal.
     # With 64 heads, the logits of a sample at token 1900 differed by 11 % from those of the sample alone.
     # Llama 4: the borders of attention chunks and the temperature follow the position in the row.
-    for key in ("alibi", "attention_chunk_size", "attn_temperature_tuning") if is_joined else ("alibi",):
+    keys = ("alibi", "attention_chunk_size", "attn_temperature_tuning") if is_joined else ("alibi",)
+    for key in keys:
         if getattr(config, key, None):
             return f"{key} in its config"
     positions = getattr(config, "max_position_embeddings", None)
@@ -310,16 +320,22 @@ def _find_row_position_dependence(model: nn.Module, *, is_joined: bool, uses_mod
 
 
 def _make_padded_batches(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
-    """Return three batches: a short row beside a long one; other tokens in its padding; another long row."""
+    """Return the arguments of `measure_influence` after ``strategy``, to measure the influence of padding.
+
+    The batches are: a short row and a long one; other tokens in the short row's padding; another long row.
+    """
     short, long, other = np.split(random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
     batches = [collate([_row(short), _row(tokens)]) for tokens in (long, long, other)]
-    # The short row's padding gets other tokens, which the row must not see.
+    # The short row must not see the tokens in its padding.
     batches[1]["input_ids"][0, _LENGTH : 2 * _LENGTH] = torch.as_tensor(other[:_LENGTH])
     return tuple(batches), slice(_LENGTH)
 
 
 def _make_packed_batches(collate: PackedCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
-    """Return three batches: two rows of two samples each; another first sample in the first row; in the second row."""
+    """Return the arguments of `measure_influence` after ``strategy``, to measure the influence of samples in the same row.
+
+    The batches are: two rows of two samples each; another first sample in the first row; another first sample in the second.
+    """
     a, b, c, d, other = random_tokens(strategy, 5 * _LENGTH).reshape(5, -1)
     positions = np.tile(np.arange(_LENGTH), 2)
     batches = []
@@ -337,17 +353,19 @@ def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.n
 
 def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
     """Return ids of the model's vocabulary, int64 [count], the same on every rank."""
-    model = cast("PreTrainedModel", strategy.unwrapped)
-    # Ids below 1000 are in every vocabulary that is not tiny, and a fixed seed gives all ranks the same.
-    return np.random.default_rng(0).integers(3, min(embedding_rows(model), 1000), count)
+    vocabulary_size = embedding_rows(cast("PreTrainedModel", strategy.unwrapped))
+    # The first ids are often special tokens. A fixed seed gives all ranks the same ids.
+    return np.random.default_rng(0).integers(3, min(vocabulary_size, 1000), count)
 
 
-def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slice) -> list[torch.Tensor]:
-    """Return the first row's logits at ``where``, in evaluation mode, fp32 [tokens, vocabulary] of each batch. Collective.
+def _compute_logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slice) -> list[torch.Tensor]:
+    """Return each batch's logits of the first row's tokens in the range ``where``, fp32 [tokens, vocabulary]. Collective.
 
-    Rows may be as long as in training. If the model's output layer can be told so, it computes no other logits.
+    The model runs in evaluation mode.
     """
     model = strategy.model
+    # Rows may be padded to the length of rows in training. A model with a `LossHead` computes the logits of ``where`` only, so
+    # that no cut is left to do.
     head: LossHead | None = getattr(strategy.unwrapped, "loss_head", None)
     kept = where if head is None else slice(None)
     was_training = model.training
@@ -359,20 +377,21 @@ def _logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], where: slic
             with nullcontext() if head is None else head.keeping(where):
                 logits = model(**to_device(inputs, strategy.device)).logits
             rows.append(logits[0, kept].to(torch.float32, copy=True))
-            # The next forward pass begins without the logits of this one.
+            # Free the logits of all other tokens before the next forward pass.
             del logits
         return rows
     finally:
         model.train(was_training)
-        # Do this after an error, too: the next forward pass must not find weights that are still gathered.
+        # Do so after an error, too: the next forward pass must not begin with weights that are still gathered.
         strategy.release_gathered_parameters()
 
 
-def _add_no_cache(strategy: Strategy, collate: Any) -> Iterator[Any]:
-    """Yield the collator with a `NoCache`, unless activations are recomputed: transformers then removes it, with a warning."""
+def _with_no_cache(strategy: Strategy, collate: Any) -> Iterator[Any]:
+    """Yield ``collate`` with a `NoCache`, or nothing if activations are recomputed: transformers then warns and removes it."""
     if not any(getattr(module, "gradient_checkpointing", False) for module in strategy.unwrapped.modules()):
         yield replace(collate, no_cache=True)
 
 
-def _attention(strategy: Strategy) -> str:
+# Such as sdpa or flash_attention_2. A model that names no attention gives "None".
+def _attention_name(strategy: Strategy) -> str:
     return str(getattr(getattr(strategy.unwrapped, "config", None), "_attn_implementation", None))

@@ -19,6 +19,7 @@ from zerobook.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Names of torch's operations whose results ``selective`` saves: matrix products and attention.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "transformers::grouped_mm_fallback")
 _ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
@@ -30,17 +31,17 @@ _ATTENTION = (
     "zerobook::attention",  # the planner's, in place of those above
 )
 _WIDENING = 8
-"""A product is cheap, and is recomputed, if its result is more than this many times as wide as the dimension that it sums over.
-The second product of an adapter is such a product."""
+"""If the result of a product is more than this many times as wide as the dimension that it sums over, the product is cheap, and
+is recomputed. The second product of an adapter is such a product."""
 
 
 def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0) -> None:
-    """Let the model's layers recompute activations as the config's ``activation_checkpointing`` asks.
+    """Let the model's layers recompute activations as the setting ``activation_checkpointing`` says.
 
     Args:
         mode: ``full``, ``every:N``, ``selective`` or ``offload``; ``none`` changes nothing.
-        attention_dropout: the model's. Above 0, ``selective`` recomputes attention too: a kernel that is not run again does
-            not advance the generator of random numbers, and every dropout after it would draw another mask.
+        attention_dropout: the model's. Above 0, ``selective`` also recomputes attention: if its kernel did not run again, it
+            would not advance the generator of random numbers, and every dropout after it would draw another mask.
 
     Raises:
         ConfigError: transformers cannot do this to the model's class.
@@ -59,9 +60,11 @@ def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0)
         )
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable()
-    else:  # transformers before 5.20
+    else:
+        # transformers before 5.20 has another name for it.
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    # Outputs of frozen embeddings have no graph; an input that requires grad connects the checkpoints to one.
+    # The outputs of frozen embeddings require no gradient. Let them require one, so that the layers become part of autograd's
+    # graph.
     model.enable_input_require_grads()
     if mode == "full":
         return
@@ -70,9 +73,9 @@ def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0)
         raise ConfigError(
             f"activation_checkpointing: {mode}, and the code of {name} supports only full and none. Pass one of them."
         )
-    # With dropout, attention is left to run again, see above.
+    # Attention with dropout runs again: see ``attention_dropout`` above.
     saved_operations = frozenset(_PRODUCTS if attention_dropout else _PRODUCTS + _ATTENTION)
-    make_contexts = partial(_contexts, saved_operations)
+    make_contexts = partial(_make_contexts, saved_operations)
     selective_checkpoint = partial(checkpoint, use_reentrant=False, context_fn=make_contexts)
     for index, layer in enumerate(layers):
         if mode == "selective":
@@ -93,8 +96,9 @@ def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _SavedResults:
-    """Results of one run of a layer, by operation and by their order; None if an operation is to run again."""
+    """Results of one forward pass of a layer, by operation and in order. None stands for one that has to be computed again."""
 
+    # All objects that still exist, for `saved_tensors`.
     alive: WeakSet[_SavedResults] = WeakSet()
 
     def __init__(self, operations: frozenset[str]):
@@ -106,7 +110,7 @@ class _SavedResults:
         """Return whether a result is saved: that of attention, or of a product that costs much."""
         if name not in _PRODUCTS:
             return True
-        # addmm takes the bias first.
+        # The first argument of addmm is the bias.
         first = args[1] if name == "aten::addmm" else args[0]
         return result.shape[-1] <= _WIDENING * first.shape[-1]
 
@@ -124,12 +128,12 @@ def _tensors(result: Any) -> Iterator[torch.Tensor]:
     return (tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor))
 
 
-class _Save(TorchDispatchMode):
-    """Save results of the forward pass.
+class _SaveResults(TorchDispatchMode):
+    """A context of the forward pass that saves results.
 
-    torch's `create_selective_checkpoint_contexts` does nearly the same. It refuses a second run with other operations than
-    the first had, as ZeRO-3's gathers are, and does not see a change in place through `_unsafe_view`, which every linear layer
-    without a bias returns.
+    torch's `create_selective_checkpoint_contexts` does nearly the same, but has two faults. It raises an error if the second
+    run has other operations than the first, and under ZeRO-3 it has: the gathers of weights. It also does not notice if a
+    result is changed in place through the `_unsafe_view` that every linear layer without a bias returns.
     """
 
     def __init__(self, saved: _SavedResults):
@@ -141,10 +145,11 @@ class _Save(TorchDispatchMode):
         schema = func._schema
         name = schema.name
         if name in self.saved.operations:
-            # None keeps the order of the results: this operation is to run again.
+            # None says that this operation has to run again, and keeps the place of its result in the order.
             saved_result = None
             if self.saved.is_worth_saving(name, args, result):
-                # Leave out the graph: it refers to the checkpoint, which refers to this result, and none would be freed.
+                # Detach the result from its graph. The graph refers to the checkpoint, which refers to the saved result, so
+                # that none of them would be freed.
                 saved_result = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
             self.saved.results[name].append(saved_result)
         # A result that a later operation changes in place has to be computed again.
@@ -155,16 +160,16 @@ class _Save(TorchDispatchMode):
         return result
 
 
-class _Reuse(TorchDispatchMode):
-    """Return the results that were saved, each once, and run every other operation again."""
+class _ReuseResults(TorchDispatchMode):
+    """A context of the second run that returns each saved result once, and runs every other operation again."""
 
     def __init__(self, saved: _SavedResults):
         super().__init__()
         self.saved = saved
         self.counts: dict[str, int] = defaultdict(int)
 
-    def __enter__(self) -> _Reuse:
-        # The backward pass may enter it again, and begins with the first result each time.
+    def __enter__(self) -> _ReuseResults:
+        # The backward pass may enter this context several times. Each time, the layer runs from its first operation.
         self.counts.clear()
         return super().__enter__()
 
@@ -176,18 +181,19 @@ class _Reuse(TorchDispatchMode):
             self.counts[name] += 1
             if index < len(results) and results[index] is not None:
                 result = results[index]
-                # It is used once: its memory is free as soon as the backward pass is done with it.
+                # Drop the reference, so that the memory is free as soon as the backward pass has used the result.
                 results[index] = None
                 return result
         return func(*args, **(kwargs or {}))
 
 
-def _contexts(operations: frozenset[str]) -> tuple[_Save, _Reuse]:
+# The contexts of a layer's forward pass and of its second run, as torch's checkpoint takes them.
+def _make_contexts(operations: frozenset[str]) -> tuple[_SaveResults, _ReuseResults]:
     saved = _SavedResults(operations)
-    return _Save(saved), _Reuse(saved)
+    return _SaveResults(saved), _ReuseResults(saved)
 
 
 def saved_tensors() -> Iterator[torch.Tensor]:
-    """Yield the tensors that ``selective`` saves for backward passes to come. autograd does not know them."""
+    """Yield the tensors that ``selective`` has saved for later backward passes. autograd does not list them."""
     for saved in list(_SavedResults.alive):
         yield from _tensors(dict(saved.results))

@@ -20,25 +20,26 @@ from zerobook.utils.model_config import text_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Names of modules, as the last part of their path.
 _FOR_OTHER_INPUTS = ("multi_modal_projector", "visual_projection", "embed_tokens_extend")
-"""Names of modules that bring images or sound into the text model's embedding."""
+"""Modules that bring images or sound into the text model's embedding."""
 _UNUSED = ("query_global", "key_global", "value_global", "pooler")
-"""Names of modules that text input does not use: LED's projections for tokens with global attention, which no recipe asks for,
-and poolers, which summarise a text in one vector."""
+"""Modules that no recipe uses: LED's projections for tokens with global attention, and poolers, which summarise a text in one
+vector."""
 _CROSS_ATTENTION = ("encoder_attn", "encoder_attn_layer_norm", "cross_attn", "cross_attn_layer_norm")
-"""Names of modules of an encoder-decoder's decoder that are unused where it is loaded without the encoder."""
+"""Modules that attend to an encoder. They are unused if a decoder is loaded without its encoder."""
 
 
 def freeze_unused(model: PreTrainedModel) -> str | None:
-    """Freeze the weights that text input does not use, and those that the model's class keeps fixed. Call it on a loaded model.
+    """Freeze the weights of a loaded model that text input does not use, and those that the model's class does not train.
 
-    transformers 5.23 makes every weight that it loads trainable, also fixed ones such as sinusoidal positions.
+    transformers 5.23 makes every weight that it loads trainable, even if the model's class has made it without a gradient.
 
     Returns:
         A note for the user that names the unused modules; None if text input uses all modules.
     """
-    # The model's class makes some weights without a gradient: sinusoidal positions, and biases by which routers balance their
-    # experts. A new model on the meta device tells which, without memory for it.
+    # Weights that the class makes without a gradient are sinusoidal positions, and biases by which routers balance their
+    # experts. A new model shows which these are. On the meta device, it needs no memory.
     with torch.device("meta"):
         fresh_model = type(model)(copy.deepcopy(model.config))
     fixed = {name for name, parameter in fresh_model.named_parameters() if not parameter.requires_grad}
@@ -49,7 +50,7 @@ def freeze_unused(model: PreTrainedModel) -> str | None:
             parameter.requires_grad = False
     if not modules:
         return None
-    # layers.0.pooler, layers.1.pooler, ... are named once, as layers.*.pooler. A dict keeps their order.
+    # layers.0.pooler, layers.1.pooler, ... are named once, as layers.*.pooler. A dictionary keeps their order.
     patterns = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", module) for module in modules)
     return f"text input does not use {', '.join(patterns)} of this {type(model).__name__}: frozen, and without adapters"
 
@@ -59,8 +60,9 @@ def unused_modules(model: PreTrainedModel) -> list[str]:
     unused: list[str] = []
     for path, module in model.named_modules():
         # `named_modules` yields a module before the modules inside of it.
-        inside = path.startswith(tuple(f"{outer}." for outer in unused))
-        if path and not inside and _is_unused(model, path, module):
+        is_inside = path.startswith(tuple(f"{outer}." for outer in unused))
+        # The path of the model itself is empty.
+        if path and not is_inside and _is_unused(model, path, module):
             unused.append(path)
     # A module without weights, such as an activation, has nothing to freeze.
     return [path for path in unused if list(model.get_submodule(path).parameters())]
@@ -72,16 +74,20 @@ def _is_unused(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
     name = path.rpartition(".")[2]
     if name in (*_FOR_OTHER_INPUTS, *_UNUSED):
         return True
+    # The parts of an encoder-decoder are models, of which some may read images or sound.
     if model.config.is_encoder_decoder:
         return isinstance(module, PreTrainedModel) and not _reads_text(module)
+    # A decoder without an encoder.
     if not getattr(model.config, "add_cross_attention", False):
         if name in _CROSS_ATTENTION:
             return True
-        # Mllama leaves out the layers that attend to an image alone.
+        # Mllama skips the layers that only attend to an image.
         if hasattr(module, "cross_attn") and not hasattr(module, "self_attn"):
             return True
+    # This model is not composite: its config is that of its text model.
     if text_config(model.config) is model.config:
         return isinstance(module, PreTrainedModel) and not _reads_text(module)
+    # In a composite model, text uses the modules inside the text model, and those around it.
     return not any(_contains(module, text) or _contains(text, module) for text in _text_modules(model))
 
 
@@ -98,7 +104,7 @@ def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module is not model and module.config is text:
             inner.append(module)
-    # If no text model can be told from the other parts, yield the complete model, so that all of its modules count as used.
+    # If no part has the text model's config, yield the complete model, so that all of its modules count as used.
     yield from inner or [model]
     output = model.get_output_embeddings()
     if output is not None:

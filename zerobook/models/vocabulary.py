@@ -17,59 +17,60 @@ if TYPE_CHECKING:
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
-    """Add ``tokens`` to the tokenizer. Its ``new_token_ids`` lists the ids of those that it did not have.
+    """Add ``tokens`` to the tokenizer. Its attribute ``new_token_ids`` lists the ids of those that it did not have.
 
-    A token that the chat template writes is a special token: texts may not contain it, and decoding skips it. The others are
-    parts of texts.
+    A token that the chat template writes becomes a special token: texts may not contain it, and decoding skips it. The other
+    tokens are parts of texts.
     """
     from tokenizers import AddedToken
 
     vocabulary = tokenizer.get_vocab()
     template = str(tokenizer.chat_template or "")
     # Repeated tokens are dropped. Ids are assigned in the order of the flag.
-    new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
-    for token in new:
+    new_tokens = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
+    for token in new_tokens:
         tokenizer.add_tokens(AddedToken(token, special=token in template, normalized=False))
-    tokenizer.new_token_ids = sorted(cast("list[int]", tokenizer.convert_tokens_to_ids(new)))
+    tokenizer.new_token_ids = sorted(cast("list[int]", tokenizer.convert_tokens_to_ids(new_tokens)))
 
 
 def fit_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Give the embeddings a row for each new token, which starts at the mean of the others. Collective.
+    """Give the embeddings a row for each new token, which begins as the mean of the other rows. Collective.
 
     Returns:
         A note for people; None if the run adds no tokens.
     """
-    new = getattr(tokenizer, "new_token_ids", [])
-    if not new:
+    new_ids = getattr(tokenizer, "new_token_ids", [])
+    if not new_ids:
         return None
     rows = embedding_rows(model)
     grow_embeddings(model, len(tokenizer))
-    _start_at_mean(model, new)
+    _start_at_mean(model, new_ids)
     size = f"{rows} rows, as before"
     if len(tokenizer) > rows:
         size = f"{rows} -> {len(tokenizer)} rows"
-    return f"{counted(len(new), 'new token')}, which start at the mean of the others; embeddings: {size}"
+    return f"{counted(len(new_ids), 'new token')}, which start at the mean of the others; embeddings: {size}"
 
 
 def grow_embeddings(model: PreTrainedModel, rows: int) -> None:
-    """Give the input and output embeddings at least ``rows`` rows. ``base_facts`` of the model records their number."""
+    """Give the input and output embeddings at least ``rows`` rows, and record their number in the model's ``base_facts``."""
     if rows <= embedding_rows(model):
         return
-    # Tie what is tied now: a config may tie weights that differ in the model's file, as in Flan-T5.
+    # `resize_token_embeddings` ties weights. Let it tie those that are tied now: a config may also tie weights that differ in
+    # the model's file, as that of Flan-T5.
     model.tie_weights = partial(model.tie_weights, recompute_mapping=False)  # type: ignore[method-assign]
-    # The new rows of transformers are drawn at random around the mean.
+    # With `mean_resizing`, transformers would draw the new rows at random around the mean.
     model.resize_token_embeddings(rows, mean_resizing=False)
     del model.tie_weights
     facts = getattr(model, "base_facts", None)
     if facts is not None:
-        # An export makes the base anew, and gives it as many rows.
+        # An export loads the base again, and has to give it as many rows.
         facts["embedding_rows"] = rows
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
     """Return the number of rows of the input embeddings."""
     embeddings = model.get_input_embeddings()
-    # Embeddings with an adapter have the original ones inside of them.
+    # A module with an adapter has the original embeddings as its `base_layer`.
     return cast("nn.Embedding", getattr(embeddings, "base_layer", embeddings)).num_embeddings
 
 
@@ -81,25 +82,27 @@ def are_tied(model: PreTrainedModel) -> bool:
 
 
 def embedding_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the input and, if they are not tied, the output embeddings, as peft's ``modules_to_save`` takes
-    them."""
+    """Return the names of the input embeddings and, if they are not tied, of the output embeddings.
+
+    Names are the last parts of paths, as peft's ``modules_to_save`` takes them.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     return [names[id(module)].rsplit(".", 1)[-1] for module in _embeddings(model)]
 
 
 def _embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the input and, if they are not tied, the output embeddings."""
+    """Return the input embeddings and, if they are not tied, the output embeddings, where the model has them."""
     embeddings = [model.get_input_embeddings()]
     if not are_tied(model):
         embeddings.append(model.get_output_embeddings())
     return [module for module in embeddings if module is not None]
 
 
-def _start_at_mean(model: PreTrainedModel, new: list[int]) -> None:
+def _start_at_mean(model: PreTrainedModel, new_ids: list[int]) -> None:
     """Set the rows of new tokens to the mean of the rows before them: Hewitt, 2021, "Initializing New Word Embeddings".
 
-    The model then gives a new token about the probability of an average one; with small random rows it would give it more than
-    all others together.
+    The model then gives a new token about the probability of an average token. With small random rows, it would give it a
+    higher probability than all others together.
     """
     from peft.utils.integrations import gather_params_ctx
 
@@ -110,6 +113,6 @@ def _start_at_mean(model: PreTrainedModel, new: list[int]) -> None:
             if weight.is_meta:
                 continue
             with torch.no_grad(), gather_params_ctx([weight]):
-                # Under ZeRO-3, rank 0's change is sent to the others.
+                # Under ZeRO-3, a rank may have no rows here. It gets rank 0's change when the context ends.
                 if len(weight):
-                    weight[new] = weight[: new[0]].float().mean(0).to(weight.dtype)
+                    weight[new_ids] = weight[: new_ids[0]].float().mean(0).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Measurement, on the model itself, of whether it computes the same for rows whose tokens are split."""
+"""Check, by a measurement on the model, that it computes the same logits for a row whose tokens are split among processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerobook.models.isolation import random_tokens
 from zerobook.objective import Objective, with_targets
 from zerobook.strategy import Strategy
 
-# Tokens of a process in the measured row.
+# Tokens that each process has of the measured row.
 _TOKENS = 16
 # Largest difference that is taken for rounding, as a share of the logits, by the run's precision.
 _ROUNDING = {"no": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
@@ -51,7 +51,10 @@ def check_split(strategy: Strategy, objective: Objective) -> None:
 
 @torch.no_grad()
 def _measure_difference(strategy: Strategy) -> float:
-    """Return the difference of a split row's logits from the whole row's: root mean squares, as a share; over all ranks."""
+    """Return how much a split row's logits differ from the complete row's, over all ranks. Collective.
+
+    The root mean square of the difference is divided by that of the complete row's logits. Infinite if it is not finite.
+    """
     assert strategy.token_split is not None
     model = strategy.model
     was_training = model.training
@@ -65,13 +68,13 @@ def _measure_difference(strategy: Strategy) -> float:
         with strategy.split_tokens({"input_ids": ids, "labels": ids}) as piece:
             inputs, _ = with_targets(piece)
             logits = model(**inputs).logits.float()
-        # The whole row's logits for the tokens that this process has of the split row.
+        # The complete row's logits for the tokens that this process has of the split row.
         expected = row_logits[:, piece["position_ids"][0]]
         sums = torch.stack([(logits - expected).square().sum(), expected.square().sum()])
     finally:
         model.train(was_training)
         strategy.release_gathered_parameters()
-    # All ranks decide alike, by the sums over all of them. Collective.
+    # All ranks decide by the sums over all ranks, so they decide the same. Collective.
     difference, size = strategy.sum_over_ranks(sums).tolist()
     if not np.isfinite(difference):
         return float("inf")
