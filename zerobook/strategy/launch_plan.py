@@ -19,7 +19,7 @@ class LaunchPlan:
     zero_stage: int | None = None
     offload_optimizer: str = "none"
     offload_param: str = "none"
-    secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 is without
+    secondary: int = 1  # ZeRO-3 with hpZ: processes of a node, which share a second copy of the weights; 1 if there is none
     replicate: int = 1  # FSDP: groups that hold copies of each other (hybrid sharding)
     shard: int = 1  # FSDP: processes that share one copy
     reshards: bool = True  # FSDP: weights are freed after a layer's forward pass
@@ -87,19 +87,20 @@ class LaunchPlan:
             return [list(range(self.world_size))]
         if self.replicate == 1:
             return []
-        # Hybrid sharding: the ranks of a replica are adjacent.
-        ranks_of_replica = self.world_size // self.replicate
-        return [list(range(place, self.world_size, ranks_of_replica)) for place in range(ranks_of_replica)]
+        # Hybrid sharding: the ranks of a replica are adjacent, so ranks at the same position in their replicas form a group.
+        replica_size = self.world_size // self.replicate
+        return [list(range(position, self.world_size, replica_size)) for position in range(replica_size)]
 
     def copies_at_load(self, processes: int) -> int:
-        """Return the number of copies of the weights that the processes of a host load. ZeRO-3 shards while loading."""
+        """Return the number of complete copies of the weights that the ``processes`` of a host load."""
+        # Under ZeRO-3, each weight is sharded as soon as it is loaded.
         if self.zero_stage == 3 or self.loaded_in_parts:
             return 0
         return 1 if self.rank_0_loads else processes
 
     @property
     def loaded_in_parts(self) -> bool:
-        """Each process reads its part of the weights from the files: tensor and expert parallelism."""
+        """Whether each process reads only its part of the weights from the files: under tensor and expert parallelism."""
         return self.tensor > 1 or self.experts > 1
 
     @property
@@ -111,7 +112,7 @@ class LaunchPlan:
         return f"strategy {self.name} | {processes} | precision {self.precision} ({self.precision_source})"
 
     def record(self) -> dict[str, Any]:
-        """JSON-ready facts for the runlog and doctor; ``deepspeed_config`` is as resolved in memory."""
+        """Return JSON-ready facts for the runlog and doctor. ``deepspeed_config`` has the resolved values."""
         return {"name": self.name, **asdict(self)}
 
 
@@ -121,7 +122,7 @@ def zero_name(
     """Return the name of a ZeRO strategy, as `LaunchPlan.name`.
 
     Args:
-        secondary: processes that share a second copy of the weights (hpZ); 1 is without.
+        secondary: processes that share a second copy of the weights (hpZ); 1 if there is none.
         sequence: processes that share the tokens of a sample.
         optimizer_device: where the optimizer's state is offloaded to, or ``none``.
         parameter_device: where the weights are offloaded to, or ``none``.

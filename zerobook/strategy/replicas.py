@@ -14,9 +14,9 @@ import torch.distributed as dist
 from zerobook.strategy.mesh import Mesh
 
 _NUMBERS_AT_ONCE = 1 << 24
-"""Numbers of a weight that are summed at once."""
+"""Maximum number of elements of a weight that are summed at once."""
 _MOST_POSITIONS = 16
-"""Positions of each rank that are reported of a weight that differs."""
+"""Maximum number of differing positions that each rank reports."""
 
 
 class Replicas(NamedTuple):
@@ -26,10 +26,10 @@ class Replicas(NamedTuple):
         name: the first tensor that differs.
         tensors: the number of tensors that differ.
         ranks: those that should hold the same copy of it.
-        checksums: of the first tensor, by place in ``ranks``, as all lists below.
-        positions: elements of the flattened copy in which ranks differ from the first one.
-        values: the numbers at these positions.
-        is_shard: the copies are shards, so a position in one is none in the weight.
+        checksums: the checksum of each rank's copy of the first tensor, in the order of ``ranks``.
+        positions: elements of the flattened copy in which a rank differs from the first rank.
+        values: each rank's numbers at these positions, in the order of ``ranks``.
+        is_shard: the copies are shards, so a position in a copy is not a position in the weight.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Replicas(NamedTuple):
         """Return a sentence that names the rank whose copy differs, and the values.
 
         Args:
-            read: (name, position) -> the value in the last checkpoint, which decides if there is no majority.
+            read: (name, position) -> the value in the last checkpoint, which decides if there is no majority; None without one.
         """
         # Only the first differing element is compared and printed.
         position = 0
@@ -52,7 +52,7 @@ class Replicas(NamedTuple):
         if self.positions:
             position = self.positions[0]
             values = [numbers[0] for numbers in self.values]
-        # A shard's positions are not those of the weight that a checkpoint holds.
+        # A checkpoint holds complete weights, in which a shard's positions mean other elements.
         value_before = None
         if read is not None and not self.is_shard:
             value_before = read(self.name, position)
@@ -69,7 +69,12 @@ class Replicas(NamedTuple):
         return sentence
 
     def _find_wrong_ranks(self, values: Sequence[float], value_before: float | None) -> list[int]:
-        """Return the ranks that a majority, or else the last checkpoint, says are wrong; empty if neither does."""
+        """Return the ranks whose copies are wrong by a majority, or else by the last checkpoint; empty if neither decides.
+
+        Args:
+            values: one number of each rank's copy, in the order of ``ranks``.
+            value_before: the same number in the last checkpoint; None if it is not known.
+        """
         majority, votes = Counter(self.checksums).most_common(1)[0]
         if votes > len(self.checksums) / 2:
             return [rank for rank, checksum in zip(self.ranks, self.checksums, strict=True) if checksum != majority]
@@ -77,11 +82,11 @@ class Replicas(NamedTuple):
             return []
         distances = {}
         for rank, value in zip(self.ranks, values, strict=True):
-            # A value that is not finite is farther off than every number.
+            # A value that is not finite counts as farther away than every number.
             distances[rank] = abs(value - value_before) if math.isfinite(value) else math.inf
-        *_, second, farthest = sorted(distances, key=distances.__getitem__)
-        # Ten times as far from the checkpoint as any other value.
-        return [farthest] if distances[farthest] > 10 * distances[second] else []
+        # A rank is wrong if its value is more than ten times as far from the checkpoint as every other value.
+        *_, second_farthest, farthest = sorted(distances, key=distances.__getitem__)
+        return [farthest] if distances[farthest] > 10 * distances[second_farthest] else []
 
 
 def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
@@ -90,12 +95,12 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
     The ranks first compare a checksum of each weight. Then they compare the elements of the first weight that differs.
 
     Args:
-        groups: the ranks that should hold the same numbers; each rank is in one group.
-        named: name -> what this rank holds of the weight, the same names in the same order on every rank.
+        groups: groups of ranks that should hold the same numbers. Each rank is in one group.
+        named: (name, this rank's copy or shard) of each weight. All ranks have the same names in the same order.
     """
     # A checksum has 8 bytes, so little is sent.
     sums = torch.stack([_sum_of_bits(parameter) for _, parameter in named])
-    # NCCL sends nothing that lies in host memory, as offloaded weights do.
+    # NCCL cannot send from host memory, where the sums of offloaded weights are.
     sums = sums.to(mesh.device)
     sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(sums_of_ranks, sums)
@@ -108,16 +113,23 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
     differing = differs.any(dim=0).nonzero().flatten().tolist()
     if not differing:
         return None
-    # All ranks have the same checksums, so all of them compare the same weight of the same group here.
+    # All ranks have the checksums of all ranks, so they choose the same weight of the same group.
     first = differing[0]
     name, parameter = named[first]
     ranks_that_differ = differs[:, first].nonzero().flatten().tolist()
     ranks = next(list(group) for group in groups if ranks_that_differ[0] in group)
+    positions, values = _compare_elements(mesh, ranks, parameter)
+    checksums = all_checksums[ranks, first].tolist()
+    return Replicas(name, len(differing), ranks, checksums, positions, values, is_shard=len(groups) > 1)
+
+
+# Return (positions, values) of `Replicas` for the copies of one weight on ``ranks``. Collective over all ranks.
+def _compare_elements(mesh: Mesh, ranks: list[int], parameter: torch.Tensor) -> tuple[list[int], list[list[float]]]:
     bits = _bits(parameter).to(mesh.device)
-    # Ranks of other groups receive too, and their shard may have another size.
+    # The collectives below are over all ranks. A rank of another group takes part, and its own shard may have another size.
     size = mesh.gather(bits.numel())[ranks[0]]
     reference = bits.clone() if mesh.rank == ranks[0] else bits.new_empty(size)
-    # The same memory as bytes: neither NCCL nor gloo sends 2-byte integers.
+    # Send bytes, since neither NCCL nor gloo sends 2-byte integers.
     dist.broadcast(reference.view(torch.uint8), src=ranks[0])
     differing_here: list[int] = []
     if mesh.rank in ranks:
@@ -127,13 +139,12 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
     if mesh.rank in ranks:
         values_here = parameter.detach().flatten()[positions].float().tolist()
     values_of_ranks = mesh.gather(values_here)
-    values = [values_of_ranks[rank] for rank in ranks]
-    checksums = all_checksums[ranks, first].tolist()
-    return Replicas(name, len(differing), ranks, checksums, positions, values, is_shard=len(groups) > 1)
+    return positions, [values_of_ranks[rank] for rank in ranks]
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits, int64 []. torch copies what it sums to int64 first, so a large weight is summed in pieces."""
+    """Return the sum of the elements' bits, each read as an integer: an int64 tensor without dimensions."""
+    # torch copies what it sums to int64 first, which takes much memory, so a large weight is summed in pieces.
     pieces = _bits(tensor).split(_NUMBERS_AT_ONCE)
     return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
 

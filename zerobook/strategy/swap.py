@@ -26,23 +26,23 @@ class SwappedWeights:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._swap()
-        # After an error on this rank alone, the others never get here. Waiting for them in a collective would hide the error.
+        # If only this rank has an error, the others do not get here, and a collective would wait for them and hide the error.
         if error is None or self._state.mesh.world_size == 1:
             self._state.refresh_copies()
 
     def _swap(self) -> None:
         """Exchange the values of the optimizer's fp32 weights with those of the user's tensors."""
-        # Weights that are still gathered after a forward pass are copies with the old values.
+        # Weights that are still gathered after a forward pass are copies, and would keep the old values.
         self._state.release_gathered_parameters()
         with torch.no_grad():
             for name, parameter in self._state.trainable():
-                before = self._state.shard(parameter).clone()
+                values = self._state.shard(parameter).clone()
                 self._state.set_shard(parameter, self._weights[name])
-                self._weights[name].copy_(before)
+                self._weights[name].copy_(values)
 
 
 def check_shards(state: TrainingState, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Check that ``tensors`` are like the shards of the trained weights.
+    """Check that ``tensors`` have the names, shapes and dtypes of this rank's shards of the trained weights.
 
     Args:
         source: what the tensors belong to, for the message.

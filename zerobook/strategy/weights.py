@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
+# Prefixes that wrappers of a model put before the names of its weights.
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, shape: Callable[[nn.Parameter], torch.Size] = lambda p: p.shape
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's groups of trained weights. Only matrices decay, not biases and norm gains, as in the
-    transformers examples.
+    """Return the optimizer's groups of trained weights.
+
+    As in the examples of transformers, weight decay applies only to matrices, and not to biases and norm gains.
 
     Args:
-        shape: returns the shape of the whole weight, of which a rank may hold a part.
+        shape: returns the shape of the complete weight, of which a rank may hold a part.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if weight_decay == 0:
@@ -42,7 +44,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name, module that holds it, its name there) of each buffer that belongs to the state dict."""
+    """Yield (name in the model, module that holds the buffer, name in that module) for each buffer of the state dict."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for buffer_name, buffer in module._buffers.items():
@@ -51,8 +53,11 @@ def owners_of_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that bitsandbytes' layers keep beside their weights, whole on every rank: scales, tables, and in an
-    int8 layer the weight itself, which is the parameter's own memory if nothing is sharded."""
+    """Yield the tensors that bitsandbytes' layers keep beside their weights. They are not sharded.
+
+    These are scales, tables, and in an int8 layer the weight itself. If nothing is sharded, this weight shares its memory with
+    the parameter.
+    """
     for module in model.modules():
         for attribute in ("quant_state", "state"):
             yield from _tensors_of(getattr(module, attribute, None))
@@ -63,7 +68,7 @@ def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
     if type(holder).__module__.startswith("bitsandbytes."):
         for key, value in vars(holder).items():
             if isinstance(value, torch.Tensor):
-                # idx has the columns with large activations of the last micro-batch.
+                # `idx` belongs to the last micro-batch: it lists the columns with large activations.
                 if key != "idx":
                     yield value
             else:
@@ -80,10 +85,12 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
+# Return a complete tensor: a DTensor's shards are gathered, which is collective.
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+# Return this rank's shard of a DTensor, or the tensor itself.
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
