@@ -124,7 +124,7 @@ def test_the_ring_keeps_its_own_order():
     from zerobook.strategy.token_split import Ring
 
     class Unpatched(Ring):
-        def _patched(self):
+        def _attending_around_ring(self):
             from contextlib import nullcontext
 
             return nullcontext()

@@ -193,7 +193,7 @@ def test_weights_are_saved_in_the_dtypes_that_the_recipe_would_load():
     strategy = ModelParallelStrategy.__new__(ModelParallelStrategy)
     strategy.plan = SimpleNamespace(precision="bf16", tensor=1, experts=2, shard=2, device="cpu")
     model = strategy.load(load, {"dtype": torch.bfloat16})
-    strategy._remember(model)
+    strategy._record_loaded(model)
 
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.config.dtype == torch.bfloat16

@@ -405,15 +405,15 @@ def test_ranks_that_hold_the_same_weights(plan, groups):
     assert LaunchPlan(device="cpu", backend=None, precision="no", precision_source="", **plan).replica_groups == groups
 
 
-def mesh_of(rank, processes, *, data_parallel_size, computing_the_same=1):
+def mesh_of(rank, processes, *, data_parallel_size, tensor_parallel_size=1):
     accelerator = SimpleNamespace(num_processes=processes, process_index=rank)
-    return Mesh(accelerator, data_parallel_size, computing_the_same)
+    return Mesh(accelerator, data_parallel_size, tensor_parallel_size)
 
 
 def test_a_loss_is_scaled_by_the_processes_that_gradients_are_averaged_over(make):
     """Six processes, of which two share each sample. Where they compute the same, gradients are averaged over three."""
     plain, spread = make(), make()
-    spread.mesh = mesh_of(5, 6, data_parallel_size=3, computing_the_same=2)
+    spread.mesh = mesh_of(5, 6, data_parallel_size=3, tensor_parallel_size=2)
     for strategy in (plain, spread):
         with strategy.micro_batch(last=True):
             strategy.backward(strategy.model(torch.ones(2, 4)).sum())
@@ -432,7 +432,7 @@ def test_processes_with_other_tokens_of_a_sample_draw_other_random_numbers():
     shared = [mesh_of(rank, 4, data_parallel_size=2) for rank in range(4)]
     assert [mesh.data_parallel_rank for mesh in shared] == [0, 0, 1, 1]
     assert [mesh.token_parallel_rank for mesh in shared] == [0, 1, 2, 3] and shared[0].token_parallel_size == 4
-    alike = [mesh_of(rank, 4, data_parallel_size=2, computing_the_same=2) for rank in range(4)]
+    alike = [mesh_of(rank, 4, data_parallel_size=2, tensor_parallel_size=2) for rank in range(4)]
     assert [mesh.token_parallel_rank for mesh in alike] == [0, 0, 1, 1] and alike[0].token_parallel_size == 2
 
 
@@ -440,14 +440,14 @@ def test_processes_with_other_tokens_of_a_sample_draw_other_random_numbers():
 def test_the_loss_scale_lies_where_offloaded_gradients_do(monkeypatch, where):
     from zerobook.strategy.fsdp import FullyShardedStrategy
 
-    monkeypatch.setattr(Strategy, "_spread", lambda self, model, optimizer: (model, optimizer))
+    monkeypatch.setattr(Strategy, "_distribute", lambda self, model, optimizer: (model, optimizer))
     scaler, model = torch.amp.GradScaler("cpu", init_scale=8.0), torch.nn.Linear(2, 2)
     model.config = SimpleNamespace()
     strategy = FullyShardedStrategy.__new__(FullyShardedStrategy)
     strategy.accelerator = SimpleNamespace(scaler=scaler, num_processes=2, device=torch.device("cpu"))
     strategy.mesh = Mesh(strategy.accelerator)
     strategy.plan = SimpleNamespace(offload_optimizer=where, context=1)
-    strategy._spread(model, None)
+    strategy._distribute(model, None)
     scaler.scale(torch.ones((), device="meta"))  # a loss on another device
     assert scaler._scale.device.type == ("cpu" if where == "cpu" else "meta")
 

@@ -103,9 +103,9 @@ class Strategy(Engine):
     def swapped_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context in which the model has ``weights``: it is evaluated, and `get_tensor` returns them. Collective.
 
-        Nothing may be trained and no checkpoint may be saved inside. Afterwards, the training goes on bit for bit as it would
-        have. No memory is needed but for one shard: numbers are exchanged, so inside the context ``weights`` holds the
-        trained numbers.
+        Nothing may be trained and no checkpoint may be saved inside. Afterwards, the training continues exactly as without the
+        context. The numbers are exchanged: inside the context, ``weights`` holds the trained ones. So the only additional
+        memory is that of one shard.
 
         Args:
             weights: name -> fp32 tensor of the shape of this rank's shard, for every weight that `shards` yields.
@@ -116,9 +116,10 @@ class Strategy(Engine):
         return SwappedWeights(self, weights)
 
     def differing_replicas(self) -> Replicas | None:
-        """Return the difference between the ranks' copies of the weights; None if they are equal. Collective.
+        """Return the difference between the ranks' copies of the weights. Collective.
 
-        Without copies there is nothing to compare: ZeRO-3, and FSDP2 without replicas.
+        Returns:
+            None if all copies are equal, or if there are none, as under ZeRO-3 and under FSDP2 without replicas.
         """
         groups = self.plan.replica_groups
         if not groups:
@@ -127,12 +128,12 @@ class Strategy(Engine):
         return compare_replicas(self.mesh, groups, named)
 
     def finish(self) -> None:
-        """Delete files that only the training needs. Collective. Call it when the model is not used any more."""
+        """Delete files that only the training needs. Collective. Call it when the model will not be used again."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts about the strategy that runs, read from the live objects and not from the plan or files.
 
-        ``strategy`` has the form of `LaunchPlan.name`; ``wrapper`` is the class that wraps the model, or ``none``; ``masters``
+        ``strategy`` has the form of `LaunchPlan.name`. ``wrapper`` is the class that wraps the model, or ``none``. ``masters``
         is the number of weight elements that this rank's optimizer updates, without those that are swapped out.
         """
         trained = [parameter for _, parameter in self.trainable()]
@@ -141,7 +142,7 @@ class Strategy(Engine):
         return {
             "strategy": display_names.get(wrapper, wrapper),
             "wrapper": wrapper,
-            # Strategies with DeepSpeed set this.
+            # `ZeroStrategy` replaces this value.
             "zero_stage": None,
             "world_size": self.mesh.world_size,
             "master_dtype": str(trained[0].dtype).removeprefix("torch."),

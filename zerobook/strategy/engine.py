@@ -33,7 +33,9 @@ class Engine(TrainingState):
     max_grad_norm: float
     token_split: TokenSplit | None = None
     """The split of rows among processes; None if each process computes whole rows. `prepare` sets it."""
+    # The gradients of this step have been divided by fp16's loss scale.
     _unscaled = False
+    # The optimizer reads on the device whether it has to skip a step, so the host does not wait for the norm.
     _skips_on_device: bool
 
     def prepare(self, model: nn.Module, config: RecipeConfig, total_steps: int) -> None:
@@ -42,16 +44,16 @@ class Engine(TrainingState):
         Args:
             model: with ``requires_grad`` on the trained weights.
             config: the optimizer's settings.
-            total_steps: optimizer steps of the whole run, for a schedule that the strategy owns.
+            total_steps: optimizer steps of the complete run, for a schedule that the strategy owns.
         """
-        # The dtypes of the loaded model are recorded before weights are cast. Checkpoints and the saved model need them.
-        self._remember(model)
+        # Record the dtypes of the loaded model before weights are cast. Checkpoints and the saved model need them.
+        self._record_loaded(model)
         self.max_grad_norm = config.max_grad_norm
         # Trained weights are in fp32, since small updates of half-precision weights would be lost by rounding.
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = self._cast(parameter.data, torch.float32)
-        self.model, self.optimizer = self._spread(model, self._build_optimizer(model, config))
+        self.model, self.optimizer = self._distribute(model, self._build_optimizer(model, config))
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Distribute a second model, which is not trained, and return it prepared. Collective. Call it after `prepare`.
@@ -60,20 +62,23 @@ class Engine(TrainingState):
         """
         model.requires_grad_(requires_grad=False)
         model.eval()
-        return self._spread_frozen(model)
+        return self._distribute_frozen(model)
 
-    def _spread_frozen(self, model: nn.Module) -> nn.Module:
-        # Its weights stay as they were loaded: autocast computes some layers of the trained model with fp32 weights.
+    # Distribute a frozen model, and return it prepared.
+    def _distribute_frozen(self, model: nn.Module) -> nn.Module:
+        # Keep the dtypes in which its weights were loaded, since autocast computes some layers in fp32, as in the trained
+        # model.
         return self.accelerator.prepare_model(model, evaluation_mode=True)
 
+    # Subclasses may cast without reading the numbers.
     def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return weight.to(dtype)
 
     def _cast_frozen(self, model: nn.Module) -> None:
-        """Cast weights to the dtype that the run computes in. Buffers, such as rotary frequencies, keep their dtypes."""
+        """Cast a frozen model's weights to the dtype that the run computes in. Buffers, such as rotary frequencies, stay."""
         dtype = compute_dtype(self.plan.precision)
         for parameter in filter(torch.is_floating_point, model.parameters()):
-            # The numbers of quantised weights are packed.
+            # Quantised weights hold packed numbers, which cannot be cast.
             if hasattr(parameter, "quant_state"):
                 continue
             parameter.data = self._cast(parameter.data, dtype)
@@ -82,37 +87,41 @@ class Engine(TrainingState):
         """Adapt the strategy's settings to a model before it is loaded.
 
         Args:
-            new_model: returns a model of its class. Call it on the meta device, where it needs no memory.
+            new_model: makes a model of the same config. Call it on the meta device, where the model needs no memory.
         """
 
-    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+    def load(self, load_model: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         """Load a model as this strategy needs it before `prepare`. Collective.
 
         Args:
-            load: calls ``from_pretrained`` with its options.
-            options: those of the recipe, with ``dtype`` and ``config``.
+            load_model: calls ``from_pretrained`` with the options that it gets.
+            options: the options that the recipe chose, among them ``dtype`` and ``config``.
         """
-        return load(options)
+        return load_model(options)
 
-    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the prepared model and optimizer."""
         return self.accelerator.prepare(model, optimizer)
 
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
-        optimizer = self.optimizer_spec.build(self._groups(model, config.weight_decay), config)
+        optimizer = self.optimizer_spec.build(self._parameter_groups(model, config.weight_decay), config)
         if self.plan.offload_optimizer != "none" and self._skips_on_device:
-            # With True, the scaler would pass a copy of its flag that may not have arrived from the GPU yet. With False, the
-            # scaler reads the flag itself and skips the step.
+            # With True, the scaler would give the optimizer a copy of its flag that may not have arrived from the GPU yet. With
+            # False, the scaler reads the flag itself and skips the step.
             cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer
 
-    def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    # The optimizer's groups of trained weights, see `parameter_groups`.
+    def _parameter_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         return parameter_groups(model, weight_decay, self.shape)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for one micro-batch's forward and backward. Gradients are reduced in the ``last`` of a step only.
+        """Return a context for one micro-batch's forward and backward pass.
 
-        Both passes must be inside: DDP decides in its forward whether the backward after it will reduce.
+        Both passes must be inside: DDP decides in the forward pass whether the backward pass reduces gradients.
+
+        Args:
+            last: the micro-batch is the last one of its step. Only then are gradients reduced.
         """
         self.accelerator.gradient_state._set_sync_gradients(last)
         return nullcontext() if last else self._accumulating()
@@ -126,10 +135,11 @@ class Engine(TrainingState):
 
         Args:
             loss: scalar; the objective's loss, summed over this rank's rows and divided by the *global* sum of loss weights,
-                over all ranks and micro-batches of the step. The gradient of the step is then the sum of all such losses'
-                gradients, whatever the split.
+                over all ranks and micro-batches of the step. The gradient of the step is the sum of the gradients of all these
+                losses, whatever the rows of each rank and micro-batch.
         """
-        # Data parallelism averages over ranks and accelerate divides by the accumulation; the loss is a sum.
+        # The gradients have to be added. Data parallelism averages them over the ranks, and accelerate divides the loss by the
+        # accumulation, so multiply the loss by both numbers.
         factor = self.mesh.token_parallel_size * self.accelerator.gradient_accumulation_steps
         with self.split_attention():
             # A factor of 1 would only add a node to the graph.
@@ -141,9 +151,9 @@ class Engine(TrainingState):
         """Return a context for the forward pass of a batch. It yields this rank's tokens: all, unless ranks share rows.
 
         Args:
-            batch: whole rows, the same on all ranks of a group.
+            batch: complete rows, the same on all ranks of a group.
         """
-        return nullcontext(batch) if self.token_split is None else _split(self.token_split, batch)
+        return nullcontext(batch) if self.token_split is None else _split_batch(self.token_split, batch)
 
     def split_attention(self) -> AbstractContextManager[None]:
         """Return a context for the backward pass, which may compute attention again."""
@@ -155,7 +165,7 @@ class Engine(TrainingState):
         Call it after the last backward pass of a step and before `optimizer_step`, which it does not affect.
         """
         self._unscale()
-        # The optimizer's groups hold the trained weights; to walk the model takes longer.
+        # Take the trained weights from the optimizer's groups: a pass through all modules of the model takes longer.
         gradients = []
         for group in self.optimizer.param_groups:
             gradients += [parameter.grad for parameter in group["params"] if parameter.grad is not None]
@@ -175,7 +185,13 @@ class Engine(TrainingState):
             yield name, torch.empty(0) if gradient is None else gradient.detach().reshape(-1)
 
     def _gradient(self, index: int, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return this rank's part; None if it has none. Here every rank holds all gradients, so ranks take them in turn."""
+        """Return this rank's part of a weight's gradient; None if it has none.
+
+        In this class every rank holds all gradients, so each gradient counts as the part of one rank, in turn.
+
+        Args:
+            index: the weight's position in `trainable`.
+        """
         return parameter.grad if index % self.mesh.world_size == self.mesh.rank else None
 
     def _unscale(self) -> None:
@@ -185,9 +201,10 @@ class Engine(TrainingState):
             self._unscaled = True
 
     def optimizer_step(self, learning_rate: float) -> torch.Tensor | float:
-        """Clip the gradients, step, and drop them. If the norm is not finite, nothing is changed and no step is counted.
+        """Clip the gradients, update the weights, and drop the gradients.
 
-        An optimizer that cannot skip a step on the device makes the host wait for the norm in every step.
+        If the norm is not finite, no weight is changed and no step is counted. An optimizer that cannot skip a step on the
+        device makes the host wait for the norm in every step.
 
         Args:
             learning_rate: the rate of this step. It does not change a schedule that the strategy owns.
@@ -199,21 +216,22 @@ class Engine(TrainingState):
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = self.gradient_norm()
-        # The norm is that of all groups together, and each group is scaled by it.
+        # Each group is clipped by the norm of all groups together. A maximum of 0 means that gradients are not clipped.
         for group in self.optimizer.param_groups:
             torch.nn.utils.clip_grads_with_norm_(group["params"], self.max_grad_norm or float("inf"), norm)
         is_finite = torch.isfinite(norm)
-        # accelerate's wrapper steps fp16's scaler; without one, it only searches the import path for an optimizer's library.
+        # With fp16, the step goes through accelerate's wrapper, which calls the scaler. Without a scaler, torch's optimizer is
+        # called directly, since the wrapper would search the import path for a library in each step.
         has_scaler = self.accelerator.scaler is not None
         optimizer = self.optimizer if has_scaler else self._torch_optimizer()
         if self._skips_on_device:
-            # The flag stays on the device, so the host need not wait. fp16's scaler replaces it with its own.
+            # The flag stays on the device, so the host does not wait. fp16's scaler replaces it with its own flag.
             cast("FlaggedOptimizer", self._torch_optimizer()).found_inf = (~is_finite).float()
             optimizer.step()
         elif has_scaler or is_finite.item():
-            # The scaler checks the norm, and waits, itself.
+            # A scaler itself checks the gradients, and waits for the device.
             optimizer.step()
-        # It stays a tensor on the device, like the flag.
+        # The count becomes a tensor on the device, so that the host does not wait for it.
         self._applied = self._applied + is_finite
         self._unscaled = False
         optimizer.zero_grad(set_to_none=True)
@@ -232,8 +250,9 @@ class Engine(TrainingState):
         return float(self.optimizer.param_groups[0]["lr"])
 
 
+# This rank's tokens of a batch, and attention over complete rows.
 @contextmanager
-def _split(split: TokenSplit, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _split_batch(split: TokenSplit, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     tokens = split.cut(batch)
     with split.attention(len(tokens["input_ids"])):
         yield tokens

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, register_fsdp_forward_method
 
 from zerobook.strategy.base import Strategy
-from zerobook.strategy.fsdp_loading import replace_parameter, weights_freed_as_sharded, zeros
+from zerobook.strategy.fsdp_loading import make_zeros, replace_parameter, weights_freed_as_sharded
 from zerobook.strategy.pieces import Read
 from zerobook.strategy.token_split import Ring
 from zerobook.strategy.weights import local, owners_of_buffers
@@ -35,8 +35,8 @@ class FullyShardedStrategy(Strategy):
 
     shards_parameters = True
     generation_in_step = True
-    _zeros = False
-    """This rank's weights have no values yet: they come from rank 0."""
+    _awaits_weights = False
+    """This rank's weights are zeros until `prepare`, which sends those of rank 0."""
 
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
         super().__init__(accelerator, plan)
@@ -45,69 +45,64 @@ class FullyShardedStrategy(Strategy):
                 f"accelerate chose {accelerator.distributed_type} where the file asks for FSDP2; sharding would be dropped"
             )
 
-    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
-        """Load the weights on rank 0, which `shard_weights` reads. On other ranks, they are zeros until `prepare`."""
+    def load(self, load_model: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+        """Load the weights on rank 0. On the other ranks, they are zeros until `prepare` sends and shards rank 0's."""
         is_quantised = "quantization_config" in options or getattr(options["config"], "quantization_config", None)
         if not self.plan.rank_0_loads or is_quantised:
-            return super().load(load, options)
-        self._zeros = not self.is_main
-        if self._zeros:
-            # In the file's dtype, the weights stay in the mapped file, and nothing is read.
+            return super().load(load_model, options)
+        self._awaits_weights = not self.is_main
+        if self._awaits_weights:
+            # In the dtype of the file, weights are views of the mapped file, and nothing is read.
             options = options | {"dtype": "auto"}
-        model = load(options)
-        parameters = dict(model.named_parameters())
-        dtypes = {name: tensor.dtype for name, tensor in (*parameters.items(), *model.named_buffers())}
-        # Other ranks read the file's dtypes; rank 0 has those that the recipe chose. Collective.
+        model = load_model(options)
+        dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        # The other ranks have the dtypes of the file. Rank 0 has those that the recipe chose. Collective.
         dtypes, model.config.dtype = self.from_main((dtypes, model.config.dtype))
-        if self._zeros:
-            for name, parameter in parameters.items():
-                if parameter.is_meta:
-                    # The file lacks it: transformers makes it on rank 0 only.
-                    replace_parameter(model, parameter, nn.Parameter(zeros(parameter.shape, dtypes[name])))
-                else:
-                    parameter.data = zeros(parameter.shape, dtypes[name])
-            for name, buffer in model.named_buffers():
-                buffer.data = buffer.data.to(dtypes[name])
+        if self._awaits_weights:
+            _fill_with_zeros(model, dtypes)
         return model
 
     def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return zeros(weight.shape, dtype) if self._zeros else super()._cast(weight, dtype)
+        return make_zeros(weight.shape, dtype) if self._awaits_weights else super()._cast(weight, dtype)
 
     def _build_optimizer(self, model: nn.Module, config: RecipeConfig) -> torch.optim.Optimizer:
         optimizer = super()._build_optimizer(model, config)
         if isinstance(optimizer, torch.optim.SGD):
-            # torch 2.13 has no fused SGD of DTensors, and its other kernels do not read the flag.
+            # torch 2.13 has no fused SGD for DTensors, and its other kernels do not read the flag by which a step is skipped on
+            # the device.
             for group in optimizer.param_groups:
                 group["fused"] = False
             self._skips_on_device = False
             cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer
 
-    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.plan.context > 1:
             from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-            # accelerate's hooks for context parallelism drop the mask of every forward pass, also those of generation. The
-            # strategy file's way to pass keys and values on is all that is kept of it.
+            # accelerate's hooks for context parallelism drop the mask of every forward pass, also in generation. So they are
+            # not installed. Only the strategy file's way to pass keys and values on is set here.
             self.accelerator._prepare_cp = lambda *objects: objects
             set_rotate_method(self.accelerator.parallelism_config.cp_handler.cp_comm_strategy)
         with self._sharding(model):
-            prepared = super()._spread(model, optimizer)
+            prepared_model, prepared_optimizer = super()._distribute(model, optimizer)
         # `generate` calls parts of the model directly (an encoder, the base inside of adapters). Weights outside of all sharded
-        # layers are gathered by the hooks of the whole model only.
-        register_fsdp_forward_method(prepared[0], "generate")
+        # layers are gathered only by hooks of the complete model, which are then also called around `generate`.
+        register_fsdp_forward_method(prepared_model, "generate")
         if self.plan.context > 1:
             self.token_split = Ring(self.accelerator.torch_device_mesh["cp"])
         if self.accelerator.scaler is not None and self.plan.offload_optimizer != "none":
-            keep_scale_in_host_memory(self.accelerator.scaler)
-        return prepared
+            # Offloaded gradients are in host memory, so keep fp16's loss scale there, too. From the GPU, torch would copy it
+            # without waiting, and could multiply gradients before it has arrived.
+            self.accelerator.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        return prepared_model, prepared_optimizer
 
-    def _spread_frozen(self, model: nn.Module) -> nn.Module:
+    def _distribute_frozen(self, model: nn.Module) -> nn.Module:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        # Shards are gathered in this dtype, so those in fp32 would take twice the memory for the same results.
+        # The model computes in this dtype. Shards in fp32 would take twice the memory for the same results.
         self._cast_frozen(model)
-        # `Accelerator.prepare` takes a model with its optimizer only.
+        # `Accelerator.prepare` refuses a model without an optimizer, so call what it would call.
         self.accelerator.state.fsdp_plugin.set_auto_wrap_policy(model)
         with self._sharding(model):
             return fsdp2_prepare_model(self.accelerator, model)
@@ -127,7 +122,7 @@ class FullyShardedStrategy(Strategy):
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
-        # Replicas of hybrid sharding add their gradients once a step; without replicas this changes nothing.
+        # The replicas of hybrid sharding add their gradients once a step. Without replicas this changes nothing.
         sharded = cast("FSDPModule", self.model)
         sharded.set_requires_all_reduce(False)
         try:
@@ -136,9 +131,8 @@ class FullyShardedStrategy(Strategy):
             sharded.set_requires_all_reduce(True)
 
     def release_gathered_parameters(self) -> None:
-
-        # Gathered parameters are plain tensors, not those of the optimizer. And if some ranks did not re-shard them, ranks
-        # would call different collectives in the next forward.
+        # Gathered parameters are plain tensors, and not the optimizer's DTensors. If only some ranks re-sharded them, ranks
+        # would call different collectives in the next forward pass.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -192,8 +186,8 @@ class FullyShardedStrategy(Strategy):
         return tensors
 
     def describe(self) -> dict[str, Any]:
-
-        # The root keeps weights outside of the layers gathered, whatever the file says, so it is left out.
+        # The first module is the model itself. It keeps the weights outside of the layers gathered, whatever the file says, so
+        # it is left out.
         _, *modules = self.model.modules()
         states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
         groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
@@ -222,22 +216,30 @@ class FullyShardedStrategy(Strategy):
 
     def _live_groups(self) -> list[str]:
         """Return the groups of processes, as they are written in the strategy's name."""
+        # A mesh of two dimensions is that of hybrid sharding: replicas x ranks of a replica.
         mesh = self._live_mesh()
         return [] if len(mesh) == 1 else [f"hybrid {'x'.join(map(str, mesh))}"]
 
 
-def keep_scale_in_host_memory(scaler: torch.amp.GradScaler) -> None:
-    """Keep fp16's loss scale in host memory, as offloaded gradients are.
-
-    From the GPU, torch would copy it without waiting, and could multiply gradients before it has arrived.
-    """
-    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+# Set the model's weights to zeros, and cast its buffers. ``dtypes`` has the dtype of each by name.
+def _fill_with_zeros(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    for name, parameter in dict(model.named_parameters()).items():
+        zeros = make_zeros(parameter.shape, dtypes[name])
+        if parameter.is_meta:
+            # The file lacks this weight, and transformers initialises it on rank 0 only. The data of a
+            # parameter on the meta device cannot be set, so the parameter is replaced.
+            replace_parameter(model, parameter, nn.Parameter(zeros))
+        else:
+            parameter.data = zeros
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.data.to(dtypes[name])
 
 
 def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return where this rank's shard of a tensor begins, as in `Piece`; None for a tensor that is not sharded.
+    """Return the ``offset`` of this rank's shard of a tensor, as in `Piece`; None for a tensor that is not sharded.
 
-    A shard of rows is a range of the flattened tensor. A shard of another dimension has an offset in each dimension.
+    A shard of rows is a range of the flattened tensor, so its offset has one number. A shard of another dimension has an offset
+    in each dimension.
     """
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -246,12 +248,13 @@ def shard_offset(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if all(placement == Shard(0) or placement.is_replicate() for placement in tensor.placements):
+        # The index of the first row, times the size of a row.
         return (int(offsets[0]) * torch.Size(tensor.shape[1:]).numel(),)
     return tuple(map(int, offsets))
 
 
 def _read_into(shard: torch.Tensor, offset: tuple[int, ...], read: Read) -> None:
-    """Read a shard that begins at ``offset``, as in `Piece`."""
+    """Read a shard from a checkpoint into ``shard``. ``offset`` says where it begins, as in `Piece`."""
     if shard.numel() == 0:
         return
     if len(offset) == 1:
@@ -265,9 +268,10 @@ def _read_into(shard: torch.Tensor, offset: tuple[int, ...], read: Read) -> None
 def _prepare_encoder_decoder(model: nn.Module) -> Iterator[None]:
     """Help accelerate to shard an encoder-decoder model.
 
-    accelerate puts the embedding and the head into a group of their own, without the encoder's and decoder's views of the
-    same weight, which torch refuses. While the two are hidden, all of them stay in the root's group. BlenderBot and Pegasus
-    do not name the classes of their layers, so these are set here.
+    accelerate puts the embedding and the head into a group of their own. The encoder and the decoder use the same weight, and
+    are not in this group, which torch refuses. In this context, accelerate does not see embedding and head, so all of these
+    stay in the group of the complete model. BlenderBot and Pegasus do not name the classes of their layers, which accelerate
+    needs, so these are set here.
     """
     model = cast("PreTrainedModel", model)
     if not model._no_split_modules:
@@ -286,8 +290,10 @@ def _prepare_encoder_decoder(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hide_absent_layers(model: nn.Module) -> Iterator[None]:
-    """Hide layer classes that the model's class names and this model does not have: accelerate refuses these. A composite
-    class names those of all models that it can be composed of."""
+    """Hide layer classes that the model's class names and this model does not have, since accelerate refuses them.
+
+    A composite class names the layer classes of all models that it can be composed of.
+    """
     model = cast("PreTrainedModel", model)
     original_names = getattr(model, "_no_split_modules", None)
     class_names = {type(module).__name__ for module in model.modules()}
@@ -300,9 +306,10 @@ def _hide_absent_layers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _keep_ties(model: nn.Module) -> Iterator[None]:
-    """Let ``tie_weights``, which accelerate calls once the weights are on the meta device, tie all that is tied now.
+    """Let the model's ``tie_weights`` tie all weights that are tied now.
 
-    That of transformers does not know the copies of modules which peft trains.
+    accelerate calls it when the weights are on the meta device. transformers' own method does not know the copies of modules
+    that peft trains.
     """
     # Store the weights' ids, since references would keep the weights in memory.
     names_by_id: dict[int, list[str]] = {}
@@ -324,15 +331,17 @@ def _keep_ties(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hide_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Keep persistent buffers out of the state dict: accelerate treats every tensor in it as a sharded parameter.
-    Collective."""
+    """Keep persistent buffers out of the state dict, since accelerate treats every tensor in it as a sharded parameter.
+
+    The buffers get rank 0's values on ``device``. Collective.
+    """
     import torch.distributed as dist
 
     hidden = list(owners_of_buffers(model))
     for _, module, buffer_name in hidden:
         buffer = getattr(module, buffer_name)
         value = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-        # Only rank 0 has a value for a buffer that the file lacks.
+        # If the model's file lacks the buffer, only rank 0 has its value.
         dist.broadcast(value, src=0)
         setattr(module, buffer_name, value)
         module._non_persistent_buffers_set.add(buffer_name)

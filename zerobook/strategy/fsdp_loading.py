@@ -1,4 +1,4 @@
-"""Weights that rank 0 has loaded, sharded over the ranks of FSDP2 one at a time."""
+"""Shard the weights that rank 0 has loaded over the ranks of FSDP2, one weight at a time."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from zerobook.utils.replaced import replaced
 
 
 def weights_freed_as_sharded() -> AbstractContextManager[None]:
-    """Return a context in which accelerate shards a model with `shard_weights`.
+    """Return a context in which accelerate shards a model with `shard_weights`, which frees each weight as it is sharded.
 
-    accelerate's own function keeps rank 0's whole model until every weight has been sharded, so that the host holds the model
-    twice, and it sends every weight twice.
+    accelerate's own function keeps rank 0's complete model until every weight has been sharded, so that the host holds the
+    model twice, and it sends every weight twice.
     """
     from accelerate.utils import fsdp_utils
 
     return replaced(fsdp_utils, "fsdp2_load_full_state_dict", shard_weights)
 
 
-def zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros in host memory of which the system provides no page before it is written."""
-    size = shape.numel() * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+def make_zeros(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros in host memory. They take no memory until they are written."""
+    # numpy asks the operating system for zeros, which provides a page only when it is written. `torch.zeros` writes all pages.
+    return torch.from_numpy(np.zeros(shape.numel() * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` in the place of ``old``, under all of its names."""
+    """Replace the parameter ``old`` by ``new``, under all of its names."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is old:
@@ -45,15 +45,19 @@ def shard_weights(
 ) -> nn.Module:
     """Broadcast rank 0's weights, and keep each rank's shard of them. Collective.
 
+    The names of the arguments are those of accelerate's function, which this one replaces.
+
     Args:
         model: sharded, on the meta device.
-        full_sd: the weights, of which rank 0's are read. It is emptied: a weight is freed when it has been sharded.
+        full_sd: name -> complete weight, of which rank 0's are read. It is emptied: a weight is freed when it has been sharded.
         cpu_offload: keep shards in host memory.
     """
     shards_by_id: dict[int, torch.Tensor] = {}
-    # It also has the versions of the modules, without which BatchNorm adds a counter that the model does not take.
+    # Fill the model's own state dict: it also has the versions of the modules, without which BatchNorm would add a counter that
+    # the model does not take.
     state = model.state_dict(keep_vars=True)
     for name, target in state.items():
+        # The other ranks may lack a weight, and need none.
         full = full_sd.pop(name) if accelerator.is_main_process else full_sd.pop(name, None)
         # Tied weights are one parameter under several names.
         if id(target) not in shards_by_id:
@@ -65,7 +69,7 @@ def shard_weights(
 
 
 def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTensor:
-    """Return this rank's shard of a weight that rank 0 has. Collective."""
+    """Return this rank's shard of the weight ``full`` of rank 0, distributed like ``target``. Collective."""
     mesh = target.device_mesh
     if dist.get_rank() == 0:
         assert full is not None
@@ -75,8 +79,8 @@ def _shard(full: torch.Tensor | None, target: DTensor, cpu_offload: bool) -> DTe
     dist.broadcast(weight, src=0)
     # Without a source rank, nothing is sent: each rank takes its shard of what it has.
     shard = distribute_tensor(weight, mesh, target.placements, src_data_rank=None).to_local()
-    # A view would keep the whole weight in memory.
+    # A view would keep the complete weight in memory.
     shard = shard.clone(memory_format=torch.contiguous_format)
     sharded = DTensor.from_local(shard, mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride())
-    # Only the DTensor itself can leave the device of its mesh: `from_local` moves every shard to that device.
+    # `from_local` moves every shard to the device of the mesh, so an offloaded shard is moved back afterwards.
     return cast("DTensor", sharded.to("cpu")) if cpu_offload else sharded

@@ -22,18 +22,18 @@ class Mesh:
     """The processes of a run, as accelerate has formed them.
 
     ``rank`` and ``world_size`` count processes. ``data_parallel_rank`` and ``data_parallel_size`` count groups of processes
-    that read different samples: they decide the cut of a batch. ``token_parallel_rank`` and ``token_parallel_size`` count
-    those that compute different tokens: they decide the seeds of a step. The processes of a group have adjacent ranks.
+    that read different samples: they decide how a batch is divided. ``token_parallel_rank`` and ``token_parallel_size`` count
+    groups that compute different tokens: they decide the seeds of a step. The processes of a group have adjacent ranks.
 
     Args:
         data_parallel_size: the number of groups; None if each process reads samples of its own.
-        computing_the_same: processes of a group that compute the same losses, each with its part of the weights.
+        tensor_parallel_size: processes that compute the same losses, each with its part of the weights.
     """
 
-    def __init__(self, accelerator: Accelerator, data_parallel_size: int | None = None, computing_the_same: int = 1):
+    def __init__(self, accelerator: Accelerator, data_parallel_size: int | None = None, tensor_parallel_size: int = 1):
         self.accelerator = accelerator
         self.data_parallel_size = data_parallel_size or accelerator.num_processes
-        self._computing_the_same = computing_the_same
+        self._tensor_parallel_size = tensor_parallel_size
         self._wait_count = 0
 
     @property
@@ -50,12 +50,12 @@ class Mesh:
 
     @property
     def token_parallel_size(self) -> int:
-        """Processes that compute different tokens: samples of their own, or tokens of their own of shared samples."""
-        return self.world_size // self._computing_the_same
+        """Number of groups that compute different tokens: of different samples, or different tokens of shared samples."""
+        return self.world_size // self._tensor_parallel_size
 
     @property
     def token_parallel_rank(self) -> int:
-        return self.rank // self._computing_the_same
+        return self.rank // self._tensor_parallel_size
 
     @property
     def is_main(self) -> bool:
@@ -81,12 +81,13 @@ class Mesh:
         return values
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce sums over this rank's samples, or over its tokens of them, and return the sums over all samples.
+        """All-reduce sums over this rank's samples, or over its part of their tokens. Return the sums over all samples.
 
         Args:
-            values: any shape; changed in place. Of the processes that compute the same samples and tokens, one counts.
+            values: any shape; changed in place.
         """
-        if self.rank % self._computing_the_same:
+        # Of the processes that compute the same samples and tokens, only the first counts.
+        if self.rank % self._tensor_parallel_size:
             values.zero_()
         return self.sum_over_ranks(values)
 
@@ -102,7 +103,7 @@ class Mesh:
         # The other ranks have to know the size before they can receive.
         size = torch.tensor([len(data)], device=self._message_device)
         dist.broadcast(size, src=0)
-        content = self._as_tensor(data, self._checked(int(size)))
+        content = self._as_tensor(data, self._check_size(int(size)))
         dist.broadcast(content, src=0)
         if self.is_main:
             return cast("T", value)
@@ -116,7 +117,7 @@ class Mesh:
         size = torch.tensor([len(data)], device=self._message_device)
         sizes = [torch.empty_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size)
-        lengths = [self._checked(int(size_of_rank)) for size_of_rank in sizes]
+        lengths = [self._check_size(int(size_of_rank)) for size_of_rank in sizes]
         # An all-gather takes tensors of one size.
         content = self._as_tensor(data, max(lengths))
         contents = [torch.empty_like(content) for _ in range(self.world_size)]
@@ -137,7 +138,7 @@ class Mesh:
         result: Any = None
         error: Exception | None = None
         if self.is_main:
-            result, error = _outcome(work)
+            result, error = _run_and_catch(work)
         if takes_long and self.world_size > 1:
             self._wait_for_all()
         result, error = self.from_main((result, error))
@@ -152,12 +153,12 @@ class Mesh:
             work: its result must be valid for all processes of a node.
 
         Raises:
-            The first error that any node met, on every process. A `ZerobookError` names the node if there are several.
+            The first error of any node, on every process. The message of a `ZerobookError` names the node if there are several.
         """
         result: Any = None
         error: Exception | None = None
         if self.accelerator.is_local_main_process:
-            result, error = _outcome(work)
+            result, error = _run_and_catch(work)
         if self.world_size > 1:
             # A collective alone would time out while a node works for hours.
             self._wait_for_all()
@@ -177,9 +178,10 @@ class Mesh:
         return result
 
     def _wait_for_all(self) -> None:
-        """Wait until all ranks are here, for up to a week, since a rank may tokenize for days. A collective times out earlier.
+        """Wait up to a week until all ranks have called this. A collective would time out while a rank tokenizes for days.
 
-        Only the existence of a key counts. Values are not read, so other writers of the store cannot pass data through them.
+        Ranks set keys in torch's store. Only the existence of a key counts. Values are not read, so that a program that writes
+        to the store cannot pass data to a rank.
         """
         store = dist.distributed_c10d._get_default_store()
         # Keys stay in the store, so each wait has names of its own.
@@ -191,23 +193,23 @@ class Mesh:
     # --- bytes in tensors
     @property
     def _message_device(self) -> torch.device:
-        # gloo beside NCCL takes tensors of the host, without a copy to the device.
+        # If gloo is available beside NCCL, it sends tensors in host memory, without a copy to the device.
         return torch.device("cpu") if "cpu" in str(dist.get_backend_config()) else self.device
 
     def _as_tensor(self, data: bytes, size: int) -> torch.Tensor:
-        """Return a message as a tensor, uint8 [size], with zeros behind it."""
+        """Return a message as a tensor, uint8 [size], with zeros after the message."""
         content = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         return content.to(self._message_device)
 
+    # Return the size of a message from another rank. It is checked before memory of this size is reserved.
     @staticmethod
-    def _checked(size: int) -> int:
-        # It is checked before memory of this size is reserved.
+    def _check_size(size: int) -> int:
         if not 0 < size <= messages.MOST_BYTES:
             raise messages.MessageError(f"a rank sends a message of {size} bytes; at most {messages.MOST_BYTES} are taken.")
         return size
 
 
-def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _run_and_catch(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Return (result of ``work``, None), or (None, the error that it raised)."""
     try:
         return work(), None

@@ -29,46 +29,48 @@ class ModelParallelStrategy(FullyShardedStrategy):
     different samples. accelerate is not used for this, since its own tensor parallelism does not work with transformers 5.23.
     """
 
-    def load(self, load: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
+    def load(self, load_model: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         from transformers.distributed import DistributedConfig
 
         plan = self.plan
-        half = plan.precision == "bf16"
-        sizes = DistributedConfig(tp_size=plan.tensor, ep_size=plan.experts, fsdp_size=plan.shard, fsdp_mixed_precision=half)
-        # Weights are trained in fp32. They are loaded so, since they cannot be cast once they are sharded.
-        model = load(options | {"dtype": torch.float32, "distributed_config": sizes})
-        # The dtypes that the recipe chose. On the meta device, no weights are read.
-        chosen = load(options | {"device_map": "meta"})
-        model.config.dtype = chosen.config.dtype
-        # For types, every attribute of a module is a tensor or a module.
-        model.chosen_dtypes = {name: weight.dtype for name, weight in chosen.named_parameters()}  # type: ignore[assignment]
-        # With it, save_pretrained would gather weights that it is given whole.
+        is_bf16 = plan.precision == "bf16"
+        distributed_config = DistributedConfig(
+            tp_size=plan.tensor, ep_size=plan.experts, fsdp_size=plan.shard, fsdp_mixed_precision=is_bf16
+        )
+        # Weights are trained in fp32. They are loaded in fp32, since they cannot be cast once they are sharded.
+        model = load_model(options | {"dtype": torch.float32, "distributed_config": distributed_config})
+        # A second model shows the dtypes that the recipe chose. On the meta device, no weights are read.
+        unread_model = load_model(options | {"device_map": "meta"})
+        model.config.dtype = unread_model.config.dtype
+        # mypy takes every attribute of a module for a tensor or a module.
+        model.chosen_dtypes = {name: weight.dtype for name, weight in unread_model.named_parameters()}  # type: ignore[assignment]
+        # With this setting, save_pretrained would gather weights, but it gets them gathered.
         del model.config.distributed_config
         if plan.device == "cpu":
-            # Shards are views of tensors in the mapped file, if they have its dtype.
+            # A shard in the dtype of the file is a view of the mapped file. Give it memory of its own.
             model._apply(torch.clone)
         if plan.shard == 1:
-            self._shard_alone(model, half=half)
+            self._shard_alone(model, is_bf16=is_bf16)
         return model
 
-    def _shard_alone(self, model: PreTrainedModel, *, half: bool) -> None:
+    def _shard_alone(self, model: PreTrainedModel, *, is_bf16: bool) -> None:
         """Put the model under FSDP2 on this process alone, which casts weights to bf16 and collects gradients in fp32."""
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if is_bf16 else MixedPrecisionPolicy()
         mesh = cast("TransformersDeviceMesh", model._mesh_manager).get_mesh("fsdp")
         for module in model.modules():
             if type(module).__name__ in (model._no_split_modules or ()):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    def _remember(self, model: nn.Module) -> None:
-        super()._remember(model)
-        # The weights were loaded in fp32.
+    def _record_loaded(self, model: nn.Module) -> None:
+        super()._record_loaded(model)
+        # The weights were loaded in fp32, which is not the dtype that the recipe chose.
         self.loaded_dtypes = cast("Any", model).chosen_dtypes
 
-    def _groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    def _parameter_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         """Return the groups, each of weights that share one mesh: torch's fused kernels take no others."""
         groups: list[dict[str, Any]] = []
-        for group in super()._groups(model, weight_decay):
+        for group in super()._parameter_groups(model, weight_decay):
             by_mesh: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 by_mesh.setdefault(cast("DTensor", parameter).device_mesh, []).append(parameter)
@@ -76,12 +78,12 @@ class ModelParallelStrategy(FullyShardedStrategy):
             groups += [{**group, "params": parameters} for parameters in by_mesh.values()]
         return groups
 
-    def _spread(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _distribute(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         register_fsdp_forward_method(model, "generate")
         return model, self.accelerator.prepare_optimizer(optimizer)
 
-    def _spread_frozen(self, model: nn.Module) -> nn.Module:
-        # Loading has distributed it.
+    def _distribute_frozen(self, model: nn.Module) -> nn.Module:
+        # `load` has already distributed the model.
         return model
 
     def _is_copy(self, tensor: DTensor) -> bool:

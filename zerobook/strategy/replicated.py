@@ -11,8 +11,8 @@ class ReplicatedStrategy(Strategy):
     """One process, or DDP: every rank holds everything."""
 
     def inference(self) -> AbstractContextManager[None]:
-        # The weights are fp32, and accelerate wraps autocast around ``forward`` alone. Around a whole call, each weight is
-        # cast once; inside of ``forward``, all of them would be cast again for every token.
+        # accelerate applies autocast in ``forward`` only, and casts the fp32 weights again in each call, which is for each
+        # token of `generate`. Around the complete generation, autocast casts each weight once.
         return self.accelerator.autocast()
 
     def _accumulating(self) -> AbstractContextManager[None]:

@@ -18,14 +18,14 @@ from zerobook.strategy.pieces import Piece, Read
 from zerobook.strategy.weights import full, local, persistent_buffers, quantisation_state, storage_bytes, unwrapped_name
 
 _SPLIT = 1 << 18
-"""Elements; a smaller tensor is written by one rank."""
+"""A tensor with fewer elements is written by one rank."""
 
 
 class TrainingState:
     """Weights, optimizer state and buffers of a prepared model, as this rank holds them.
 
-    Tensors are read and written whole (`get_tensor`) or in pieces (`pieces`, `restore`), by parameter name. This makes
-    a checkpoint independent of the strategy that wrote it. These calls are collective.
+    Tensors are read and written by parameter name, complete (`get_tensor`) or in pieces (`pieces`, `restore`). So a checkpoint
+    does not depend on the strategy that wrote it.
     """
 
     mesh: Mesh
@@ -38,10 +38,10 @@ class TrainingState:
     """dtype of each weight as the model was loaded, by name"""
     _loaded_buffers: dict[str, torch.Tensor]
     _applied: torch.Tensor | int = 0
-    """Steps taken, for an optimizer that does not count its own."""
+    """Number of steps that changed the weights, for an optimizer that does not count them."""
 
-    def _remember(self, model: nn.Module) -> None:
-        """Keep dtypes and buffers as the model was loaded; call it before anything is cast."""
+    def _record_loaded(self, model: nn.Module) -> None:
+        """Record the dtypes of the loaded model, and copy its buffers. Call it before anything is cast."""
         self.loaded_dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._loaded_buffers = {}
         for name, buffer in persistent_buffers(model):
@@ -60,7 +60,7 @@ class TrainingState:
                 yield unwrapped_name(name), parameter
 
     def saved(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of every weight of the saved model: with adapters, of the trained ones."""
+        """Yield (name, parameter) of every weight that the saved model holds: with adapters, of the trained ones only."""
         adapts = hasattr(self.unwrapped, "peft_config")
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad or not adapts:
@@ -71,14 +71,14 @@ class TrainingState:
         return parameter.shape
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
-        # accelerate's wrapper has torch's optimizer inside.
+        # accelerate's wrapper has torch's optimizer as its attribute `optimizer`.
         inner = self.optimizer
         while hasattr(inner, "optimizer"):
             inner = inner.optimizer
         return inner
 
     def initialising_whole(self) -> AbstractContextManager[None]:
-        """Return a context in which new models hold whole weights on this process, under any sharding."""
+        """Return a context in which new models have complete weights on this process, under every strategy."""
         return nullcontext()
 
     def materialise_optimizer(self) -> None:
@@ -91,22 +91,22 @@ class TrainingState:
             self.optimizer_spec.init_state(optimizer, parameter)
 
     def state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
-        """Return name -> shape of the state that the optimizer keeps for a weight, whole."""
+        """Return name -> shape of the state that the optimizer keeps for a complete weight."""
         return self.optimizer_spec.state_shapes(self.shape(parameter))
 
     def get_tensor(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
-        """Return the whole fp32 weight (``key`` None) or optimizer state, such as ``exp_avg``. Collective.
+        """Return the complete weight (``key`` None) or its optimizer state ``key``, such as ``exp_avg``, in fp32. Collective.
 
-        Peak memory is one whole tensor per rank.
+        Each rank needs memory for one complete tensor.
         """
         return full(self._tensor(parameter, key).detach()).float()
 
     def shards(self, key: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, this rank's shard) of every trained weight, or of its optimizer state ``key``. No collective.
 
-        A shard is what the optimizer steps: fp32, whole in one process and under DDP, some rows under FSDP2, and a flat part,
-        which may be empty, under ZeRO. A rank has the same shapes during the whole run. The tensor is live and may be in
-        host memory. It is valid until the next one is yielded, and must not be changed.
+        A shard is the fp32 tensor that the optimizer updates: the complete weight in one process and under DDP, some of its
+        rows under FSDP2, and a flat part, which may be empty, under ZeRO. Its shape is the same during the complete run. The
+        tensor is live and may be in host memory. It is valid until the next one is yielded, and must not be changed.
         """
         if key is not None:
             self.materialise_optimizer()
@@ -118,7 +118,7 @@ class TrainingState:
         return local(self._tensor(parameter, key).detach())
 
     def set_shard(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """Write this rank's shard of a trained weight. Copies for the forward pass change with `refresh_copies` only."""
+        """Write this rank's shard of a trained weight. Call `refresh_copies` before the next forward pass."""
         self.shard(parameter).copy_(values)
 
     def refresh_copies(self) -> None:
@@ -128,17 +128,17 @@ class TrainingState:
         """Re-shard parameters that forward-only passes (evaluation, generation) left gathered. Call on every rank."""
 
     def pieces(self, more: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> Iterator[Piece]:
-        """Yield this rank's share of all weights and optimizer state. All ranks together yield each element once.
+        """Yield this rank's part of all weights and optimizer state. All ranks together yield each element once.
 
         Nothing is sent between ranks. Values may be live: they are valid until the next piece is yielded.
 
         Args:
-            more: key -> name -> tensors like this rank's shards, which are yielded too.
+            more: key -> name of a weight -> tensor of the shape of this rank's shard. These tensors are yielded, too.
         """
         more = more or {}
         for index, (name, parameter) in enumerate(self.trainable()):
+            # None stands for the weight itself.
             for key in (None, *self.state_shapes(parameter), *more):
-                # None stands for the weight itself.
                 if key is not None and key in more:
                     shard = more[key][name]
                 else:
@@ -155,14 +155,18 @@ class TrainingState:
     ) -> tuple[tuple[int, ...], torch.Tensor] | None:
         """Return ``offset`` and ``values`` of the `Piece` that this rank writes; None if it writes nothing.
 
-        Here every rank holds all tensors: each writes a part of a large tensor, and small tensors are written by one rank
-        each, in turn.
+        In this class every rank holds all tensors. Each rank writes a part of every large tensor. A small tensor is written by
+        one rank, in turn.
+
+        Args:
+            index: the weight's position in `trainable`.
+            shard: this rank's shard of the weight or of its state.
         """
         flat = shard.reshape(-1)
         if flat.numel() < _SPLIT:
             is_turn = index % self.mesh.world_size == self.mesh.rank
             return ((0,), flat) if is_turn else None
-        # Rounded up, so the last ranks' parts can be shorter or empty.
+        # The size of a part is rounded up, so the last ranks' parts may be shorter or empty.
         length = -(-flat.numel() // self.mesh.world_size)
         start = min(length * self.mesh.rank, flat.numel())
         return (start,), flat[start : start + length]
@@ -175,8 +179,8 @@ class TrainingState:
         """Restore a weight (``key`` None) or optimizer state. Collective.
 
         Args:
-            read: reads the tensor in the checkpoint. Each rank reads what it alone needs; what all ranks need is read by rank 0
-                and broadcast.
+            read: reads the tensor in the checkpoint. If all ranks need the complete tensor, rank 0 reads and sends it.
+                Otherwise each rank reads its part.
         """
         with torch.no_grad():
             shape = self.shape(parameter) if key is None else self.state_shapes(parameter)[key]
@@ -187,10 +191,10 @@ class TrainingState:
                 self.optimizer_spec.set_state(self._torch_optimizer(), parameter, key, value)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return copies of the `persistent_buffers` on the CPU, in the dtypes they were loaded in.
+        """Return copies of the `persistent_buffers` on the CPU, in the dtypes in which they were loaded.
 
-        DeepSpeed casts floating buffers to its compute dtype. A buffer that is still its loaded value, rounded to that dtype,
-        is returned as it was loaded.
+        DeepSpeed rounds floating-point buffers to the dtype that it computes in. If a buffer has not changed since, the value
+        before rounding is returned.
         """
         copies = {}
         for name, buffer in persistent_buffers(self.unwrapped):
@@ -208,19 +212,19 @@ class TrainingState:
         with torch.no_grad():
             for name, buffer in persistent_buffers(self.unwrapped):
                 buffer.copy_(values[name])
-                # Without this, `buffers` would compare with the values from before, and return the rounded ones.
+                # `buffers` compares with these values. With the old ones, it would return rounded values.
                 self._loaded_buffers[name] = values[name]
 
+    # The weight itself (``key`` None) or its optimizer state, as this rank's optimizer holds it.
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
         return parameter if key is None else self.optimizer_spec.get_state(self._torch_optimizer(), parameter, key)
 
     def _read_by_main(self, shape: torch.Size, read: Read) -> torch.Tensor:
-        """Return the whole tensor of ``shape`` on every rank's device; rank 0 reads it."""
+        """Return the complete tensor of ``shape``, which rank 0 reads and sends, on every rank's device. Collective."""
         if self.mesh.is_main:
             value = read(0, shape.numel()).view(shape).to(self.mesh.device)
         else:
             value = torch.empty(shape, dtype=torch.float32, device=self.mesh.device)
-        # Every rank needs all of it, so one of them reads and sends it.
         if self.mesh.world_size > 1:
             dist.broadcast(value, src=0)
         return value
@@ -233,24 +237,25 @@ class TrainingState:
         counted = self.optimizer_spec.get_step(self._torch_optimizer())
         return int(self._applied) if counted is None else counted
 
+    # Set the count that `optimizer_steps` returns.
     def set_optimizer_steps(self, steps: int) -> None:
         self._applied = steps
         self.optimizer_spec.set_step(self._torch_optimizer(), steps)
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """Return the fp16 loss scaler's ``kind``, ``scale`` and whole ``state``; None if no loss is scaled."""
+        """Return the fp16 loss scaler's ``kind``, ``scale`` and complete ``state``; None if the loss is not scaled."""
         scaler = self.accelerator.scaler
         if scaler is None:
             return None
         return {"kind": type(scaler).__name__, "scale": scaler.get_scale(), "state": scaler.state_dict()}
 
     def load_scaler_state(self, saved: dict[str, Any] | None) -> None:
-        """Load what `scaler_state` returned; from another kind of scaler, the scale alone."""
+        """Load what `scaler_state` returned; if that was another kind of scaler, load its scale only."""
         scaler = self.accelerator.scaler
         if saved and scaler is not None:
             state = saved["state"]
             if saved["kind"] != type(scaler).__name__:
-                # Another kind counts other things, and the scale alone means the same.
+                # The scale means the same in both kinds. The other numbers of the state do not.
                 state = scaler.state_dict() | {"scale": saved["scale"]}
             scaler.load_state_dict(state)
 
@@ -258,10 +263,10 @@ class TrainingState:
         """Set a schedule that the strategy owns to ``step`` applied steps. Steps skipped for an overflow do not count."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that this rank holds now, counted from live tensors, each storage once.
+        """Return the bytes of the tensors that this rank holds now, on all devices together. Each storage counts once.
 
-        ``parameters`` (with the scales of quantised ones), ``gradients`` (at the seam; 0 elsewhere), and ``optimizer`` (fp32
-        masters and state). On every device together.
+        The keys are ``parameters`` (with the scales of quantised ones), ``gradients`` (0 unless it is called between the last
+        backward pass and the update of a step), and ``optimizer`` (fp32 masters and state).
         """
         return {name: storage_bytes(tensors) for name, tensors in self.live_tensors().items()}
 

@@ -1,8 +1,8 @@
 """Rows whose tokens are split among the processes of a group: DeepSpeed-Ulysses, and torch's context parallelism.
 
-Each process computes a part of each row, in all layers but attention. In attention, the processes of a group exchange what they
-need of each other: Ulysses exchanges heads for tokens (all-to-all), so each process attends with some heads over the whole row;
-context parallelism passes keys and values on (ring attention). Nothing else of a model may look at other tokens.
+Each process computes a part of each row, in all layers but attention. In attention, the processes of a group exchange data.
+Ulysses exchanges heads for tokens (all-to-all), so that each process computes some heads over the complete row. Context
+parallelism passes keys and values on (ring attention). No other layer of a model may use other tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ATTENTION = "sdpa"
-"""The only attention that rows are split under. On GPUs, it runs the flash kernels in half precision."""
+"""The ``attn_implementation`` that a model must have if rows are split. On GPUs, it runs flash kernels in half precision."""
 # Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`.
 _KEYS = {"input_ids", "labels", "past_key_values"}
 
@@ -35,7 +35,7 @@ Attention = Callable[..., tuple[torch.Tensor, None]]
 class TokenSplit(ABC):
     """The split of rows among the ``size`` processes of a group.
 
-    Each row is cut into ``chunk_count`` equal chunks. ``chunks`` are the numbers of this process's chunks.
+    Each row is cut into ``chunk_count`` equal chunks. ``chunks`` has the indices of this process's chunks.
     """
 
     size: int
@@ -43,10 +43,10 @@ class TokenSplit(ABC):
     chunk_count: int
 
     def cut(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's tokens of a batch of whole rows.
+        """Return this process's tokens of a batch of complete rows.
 
         Labels are shifted before they are split: the target of a process's last token is the first token of another process.
-        Rows are padded on the right to a multiple of the chunks, where no token sees the padding.
+        Rows are padded on the right to a multiple of ``chunk_count``. Attention is causal, so no token sees this padding.
 
         Args:
             batch: ``input_ids``, ``labels`` (int64 [rows, length]), padded on the right if at all.
@@ -57,7 +57,7 @@ class TokenSplit(ABC):
         Raises:
             ConfigError: the batch has something that this function cannot split.
         """
-        # What is not known might be a mask or an embedding, whose split is another one.
+        # An unknown key might be a mask or an embedding, which would have to be split in another way.
         unknown = sorted(batch.keys() - _KEYS)
         if unknown:
             raise ConfigError(
@@ -67,7 +67,7 @@ class TokenSplit(ABC):
         ids = batch["input_ids"]
         rows, length = ids.shape
         padding = -length % self.chunk_count
-        # A table of positions may end with the row, so padding repeats the last one.
+        # A model's table of positions may end with the row, so padding repeats the last position.
         positions = torch.arange(length + padding, device=ids.device).clamp(max=length - 1).expand(rows, -1)
         tokens: dict[str, Any] = {
             "input_ids": self._cut_rows(pad(ids, (0, padding))),
@@ -79,26 +79,26 @@ class TokenSplit(ABC):
         return tokens
 
     def _cut_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this process's chunks of whole rows, joined."""
+        """Return this process's chunks of complete rows, joined."""
         chunks = rows.chunk(self.chunk_count, dim=1)
         return torch.cat([chunks[index] for index in self.chunks], dim=1)
 
     @abstractmethod
     def attention(self, rows: int | None = None) -> AbstractContextManager[None]:
-        """Return a context in which the model's attention is that of whole rows, in forward and backward passes.
+        """Return a context for forward and backward passes in which attention covers the complete rows of a group.
 
-        Outside of it, the model computes whole rows alone, as in generation.
+        Outside of the context, each process computes complete rows by itself, as in generation.
 
         Args:
-            rows: of the batch; None: as many as before.
+            rows: number of rows of the batch; None keeps the last number.
         """
 
 
 class Ulysses(TokenSplit):
     """DeepSpeed's sequence parallelism for models of transformers, as accelerate has registered it.
 
-    It replaces transformers' attention for the rest of the process, and drops every mask. Both would be wrong in generation,
-    so the function is taken out again, and used in `attention` only.
+    accelerate replaces transformers' attention for the rest of the process, and drops every mask. Both would be wrong in
+    generation. So `ZeroStrategy` takes the function out again, and it is used in `attention` only.
 
     Args:
         registered: the function that accelerate has left in transformers' table of attention functions.
@@ -106,8 +106,9 @@ class Ulysses(TokenSplit):
 
     def __init__(self, registered: Attention):
         self._attention = registered
+        # DeepSpeed's object, which exchanges heads for tokens, is only reachable through the closure of accelerate's function.
         self._exchange = inspect.getclosurevars(registered).nonlocals["uattn"]
-        # accelerate would compute whole rows in evaluations.
+        # accelerate sets this to True, so that evaluations would compute complete rows in each process.
         self._exchange.disable_in_eval = False
         self.size = self._exchange.world_size
         self.chunk_count = self.size
@@ -128,7 +129,7 @@ class Ulysses(TokenSplit):
 class Ring(TokenSplit):
     """torch's context parallelism, which passes keys and values around the group.
 
-    A process has a chunk of the first half of each row and one of the second half, since later tokens attend to more of them.
+    A process has a chunk of the first half of each row and one of the second half, since later tokens attend to more tokens.
 
     Args:
         mesh: the group, of one dimension.
@@ -140,25 +141,27 @@ class Ring(TokenSplit):
         self.chunk_count = 2 * self.size
         if mesh.device_type == "cpu":
             _register_cpu_attention()
-        # torch decides which chunks a process gets, so it is asked and not assumed.
-        with self._patched() as chunks:
+        # torch decides which chunks a process gets.
+        with self._attending_around_ring() as chunks:
             self.chunks = chunks.tolist()
 
     @contextmanager
     def attention(self, rows: int | None = None) -> Iterator[None]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        # The math kernel is not a kernel of its own: its operations would attend to this process's tokens only. The order
-        # is set because torch's own differs among GPUs: on Hopper it begins with cuDNN.
+        # torch passes keys and values on for these kernels only. Its math kernel consists of other operations, which would
+        # attend to this process's tokens only. The order is set because torch's own order differs among GPUs: on Hopper it
+        # begins with cuDNN.
         fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        with self._patched(), sdpa_kernel(fused, set_priority=True), without_masks(attend_fused):
+        with self._attending_around_ring(), sdpa_kernel(fused, set_priority=True), without_masks(attend_fused):
             yield
 
     @contextmanager
-    def _patched(self) -> Iterator[torch.Tensor]:
-        """Replace torch's attention. Yield the numbers of this process's chunks: torch splits a row of one token each."""
+    def _attending_around_ring(self) -> Iterator[torch.Tensor]:
+        """Return a context in which torch's attention passes keys and values on. It yields the value of ``chunks``."""
         from torch.distributed.tensor.experimental import context_parallel
 
+        # torch splits the buffers that it gets. This row has one token in each chunk, the chunk's index.
         row = torch.arange(self.chunk_count, device=self._mesh.device_type)
         with context_parallel(self._mesh, buffers=[row], buffer_seq_dims=[0], no_restore_buffers={row}):
             yield row
@@ -166,12 +169,12 @@ class Ring(TokenSplit):
 
 @contextmanager
 def without_masks(attention: Attention) -> Iterator[None]:
-    """Return a context in which transformers makes no masks for `ATTENTION`, which is then causal.
+    """Return a context in which transformers calls ``attention`` for `ATTENTION`, and makes no masks, so that it is causal.
 
-    A mask would be one of this process's tokens alone.
+    A mask would cover this process's tokens only.
 
     Args:
-        attention: the function in place of transformers' own.
+        attention: takes the place of transformers' own function.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -188,41 +191,41 @@ def without_masks(attention: Attention) -> Iterator[None]:
 
 
 def _register_cpu_attention() -> None:
-    """Let torch's context parallelism use the CPU's flash attention. It changes nothing outside of `context_parallel`.
+    """Let torch's context parallelism use the CPU's flash attention. Nothing changes outside of `context_parallel`.
 
-    torch 2.13 passes keys and values on for the attention kernels of GPUs only.
+    torch 2.13 passes keys and values on only for the attention kernels of GPUs.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     handlers: dict[Any, Any] = {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _forward,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attend,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _differentiate,
     }
     _attention.custom_ops.update(handlers)
 
 
-def _forward(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+# The arguments of a handler are the operation, its positional arguments with DTensors, and its other arguments.
+def _attend(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Return (output, log-sum-exp) of attention over all processes' tokens."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _templated_ring_attention
 
-    query, key, value = (t.to_local() for t in args[:3])
-    # Callers pass these two by position or by name.
+    query, key, value = (tensor.to_local() for tensor in args[:3])
+    # Callers pass ``dropout_p`` and ``is_causal`` by position or by name.
     keywords = dict(zip(("dropout_p", "is_causal"), args[3:], strict=False)) | options
-    group = args[0].device_mesh.get_group()
-    outputs = _templated_ring_attention(group, 2, op, query, key, value, **keywords)
+    # 2 is the dimension of the tokens.
+    outputs = _templated_ring_attention(args[0].device_mesh.get_group(), 2, op, query, key, value, **keywords)
     return _shard_like(args[0], outputs)
 
 
-def _backward(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _differentiate(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Return the gradients of (query, key, value)."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _templated_ring_attention_backward
 
     # The order of ``_scaled_dot_product_flash_attention_for_cpu_backward``'s arguments.
-    gradient, query, key, value, out, logsumexp = (t.to_local() for t in args[:6])
+    gradient, query, key, value, out, logsumexp = (tensor.to_local() for tensor in args[:6])
     dropout, causal = args[6:8]
-    group = args[1].device_mesh.get_group()
     gradients = _templated_ring_attention_backward(
-        group,
+        args[1].device_mesh.get_group(),
         2,
         op,
         gradient,
