@@ -284,7 +284,7 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
     from peft.utils import load_peft_weights
 
     config = PeftConfig.from_pretrained(str(folder))
-    # peft saves every adapter as one for inference, whose weights it would freeze.
+    # peft writes inference_mode into every saved config. With this setting, it would freeze the adapter's weights.
     config.inference_mode = False
     # A checkpoint records the config as JSON, which has no sets.
     adapter_facts = {}
@@ -292,7 +292,8 @@ def continue_adapter(model: PreTrainedModel, folder: Path, *, revision: str = "m
         adapter_facts[key] = sorted(value) if isinstance(value, set) else value
 
     weights = load_peft_weights(str(folder), device="cpu")
-    # A saved adapter may hold embeddings with more rows than the model's. peft copies the model's, so these are grown first.
+    # A saved adapter may hold embeddings with more rows than the model's. peft makes a copy of the model's embeddings for them,
+    # so the model's are grown first.
     base_rows = embedding_rows(model)
     grow_for_adapter(model, folder)
     # peft also saves embeddings that are not trained, if they were resized. Zerobook saves only trained weights.
@@ -342,11 +343,12 @@ def merge_adapter(model: PeftModel) -> PreTrainedModel:
     """Add the adapter's product to the model's weights, and return the model.
 
     An adapter changes the output of one layer. If this layer shares its weight with another, as tied embeddings do, it first
-    gets a copy, so that the other layer does not change. peft then writes into the model's config that they are not tied.
+    gets a copy, so that the other layer does not change. peft then writes into the config that the embeddings are not tied.
     """
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
-        # peft keeps the original layer as `base_layer` of the module that adds the adapter. Other modules have none.
+        # peft keeps the original layer as `base_layer` of the module that adds the adapter. Other modules have none, and the id
+        # of None counts 0.
         layer: Any = getattr(module, "base_layer", None)
         if uses[id(getattr(layer, "weight", None))] > 1:
             layer.weight = nn.Parameter(layer.weight.detach().clone())
@@ -393,7 +395,9 @@ def _subtract_initial_product(weights: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 def _resolve_modules(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names of the modules to train in full, each once. With tied embeddings, the output's name becomes the input's.
+    """Return the names of the modules to train in full, each once.
+
+    If the embeddings are tied, the name of the input embeddings stands for both.
 
     Raises:
         ConfigError: the model has no such module, or its weights are quantised.

@@ -77,8 +77,8 @@ def format_card(
     rows = _describe_training(config, training, adapter) | _describe_run(training.run)
     # A setting without a value gets no row.
     lines += [f"| {name} | {value} |" for name, value in rows.items() if value not in (None, "")]
-    code = LOADING_CODE[library].format(task="Seq2SeqLM" if seq2seq else "CausalLM")
-    lines += ["", "## Use", "", "```python", code, "```", "", "## Limits", ""]
+    task = "Seq2SeqLM" if seq2seq else "CausalLM"
+    lines += ["", "## Use", "", "```python", LOADING_CODE[library].format(task=task), "```", "", "## Limits", ""]
     lines += ["The licences of the base model and of the data apply. Nothing but what the table says was measured."]
     lines += [f"{note[0].upper()}{note[1:]}." for note in notes]
     return "\n".join(lines) + "\n"

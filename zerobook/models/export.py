@@ -72,17 +72,15 @@ def export_checkpoint(
     revision = recorded.get("base_commit") or config["model_revision"]
     base_model, base = _load_base(recorded, checkpoint, revision, trust_remote_code)
     tokenizer = _load_tokenizer(config, recorded.get("chat_template"), base, revision, trust_remote_code)
-    base_facts = recorded.get("base") or {}
-    grow_embeddings(base_model, base_facts.get("embedding_rows", 0))
-    model: Model = base_model
+    base_class = type(base_model)
     if merge and base_of(base_model.config) is not None:
         raise CheckpointError(
             f"{checkpoint}: its base, {base}, is quantised, and adapters cannot be merged into quantised weights. Export the "
             "adapter alone with --keep_adapter."
         )
-    if adapts:
-        model = adapt_model(base_model, config, revision=revision, recorded=base_facts.get("adapter"))
-    _restore_weights(model, checkpoint, adapts)
+    model = _restore_model(base_model, recorded, checkpoint, revision)
+    # The adapted model refers to its base. Another reference would keep the base in memory below.
+    del base_model
     notes = _describe_limits(recorded, adapts)
 
     # Bring it into the form that is written.
@@ -92,7 +90,7 @@ def export_checkpoint(
     model.eval()
     if not writes_adapter:
         # This model shows the dtype in which transformers loads each weight. On the meta device, no weights are read.
-        reloadable = type(base_model).from_pretrained(
+        reloadable = base_class.from_pretrained(
             base,
             dtype=dtype,
             device_map="meta",
@@ -117,8 +115,7 @@ def export_checkpoint(
         if writes_adapter:
             # Compute the logits and free the model before the other is loaded: most hosts cannot hold a large base twice.
             expected = _logits(model)
-            base_class = type(base_model)
-            del model, base_model
+            del model
             reloaded: Model = _reload_adapter(staging, base_class, base)
         else:
             kind = auto_class(type(model.config), encoder_decoder=model.config.is_encoder_decoder)
@@ -135,6 +132,18 @@ def export_checkpoint(
         # Another export to this folder may have ended since the first check.
         require_new(folder, "--output")
     return {"folder": folder, "difference": difference, "notes": notes}
+
+
+# Return the checkpoint's model, made from its base. ``recorded`` is the checkpoint's config.json.
+def _restore_model(base_model: PreTrainedModel, recorded: dict[str, Any], checkpoint: Path, revision: str) -> Model:
+    base_facts = recorded.get("base") or {}
+    grow_embeddings(base_model, base_facts.get("embedding_rows", 0))
+    model: Model = base_model
+    adapts = trains_adapters(recorded["config"])
+    if adapts:
+        model = adapt_model(base_model, recorded["config"], revision=revision, recorded=base_facts.get("adapter"))
+    _restore_weights(model, checkpoint, adapts)
+    return model
 
 
 def _describe_limits(recorded: dict[str, Any], adapts: bool) -> list[str]:

@@ -252,9 +252,9 @@ def measure_influence(strategy: Strategy, batches: tuple[dict[str, Any], ...], c
     """Measure the effect of tokens that must not be seen on the logits of others. Collective.
 
     No tolerance for rounding is needed. The batches have one shape, so the same kernels sum the same numbers in the same order:
-    if the tokens are not seen, logits are equal to the last bit. Models with experts are the exception, since other
-    tokens are grouped in another way for the experts. So the logits are also compared after a change in another row, which no
-    model sees: this difference is the noise.
+    if the tokens are not seen, logits are equal to the last bit. Models with experts are the exception, since other tokens are
+    grouped in another way for the experts. So the logits are also compared after a change in another row, which no model sees:
+    this difference is the noise.
 
     Args:
         batches: three batches of one shape, as collators make them. The second has other tokens where they must not be seen;
@@ -275,9 +275,10 @@ def measure_influence(strategy: Strategy, batches: tuple[dict[str, Any], ...], c
 
 @torch.no_grad()
 def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
-    """Return whether a row's second sample has the positions that it has alone, in a model with a table of them. Collective.
+    """Return whether the positions of a row's second sample begin at 0 again, as in a row of its own. Collective.
 
-    Its logits in the row may differ from those of the sample alone by at most half as much as later positions change them.
+    This matters in models with a table of positions. There, the sample's logits in the row may differ from those of the sample
+    alone by at most half as much as later positions change them.
     """
     if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
@@ -364,8 +365,8 @@ def _compute_logits(strategy: Strategy, batches: tuple[dict[str, Any], ...], whe
     The model runs in evaluation mode.
     """
     model = strategy.model
-    # Rows may be padded to the length of rows in training. A model with a `LossHead` computes the logits of ``where`` only, so
-    # that no cut is left to do.
+    # Rows may be padded to the length of rows in training. To save memory, a model with a `LossHead` computes only the logits
+    # of ``where``. Of these, all are kept.
     head: LossHead | None = getattr(strategy.unwrapped, "loss_head", None)
     kept = where if head is None else slice(None)
     was_training = model.training

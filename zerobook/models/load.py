@@ -314,10 +314,7 @@ def load_model(
     if quantization is not None:
         options["quantization_config"] = quantization
     if strategy.is_main and quantization is None:
-        copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        warning = too_many_copies(hub.folder(name, revision), config.dtype, copies)
-        if warning:
-            say(warning)
+        _warn_of_copies(hub.folder(name, revision), config.dtype, strategy)
     # The strategy may build a model without weights, to see their sizes.
     strategy.prepare_to_load(partial(kind.from_config, deepcopy(model_config), trust_remote_code=config.trust_remote_code))
     with freed_blocks_returned(), quantisable_layers() if quantization is not None else nullcontext():
@@ -331,6 +328,14 @@ def load_model(
     _prepare_for_training(model, config, strategy)
     _check_complete(model, name)
     return model
+
+
+# Print a warning if the copies of the weights that this host's processes load may exceed its memory.
+def _warn_of_copies(folder: Path | None, dtype: str, strategy: Strategy) -> None:
+    copies = strategy.plan.copies_at_load(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    warning = too_many_copies(folder, dtype, copies)
+    if warning:
+        say(warning)
 
 
 def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) -> None:
@@ -548,12 +553,9 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
     return str(folder)
 
 
+# Whether ``folder`` holds the initial model that ``record`` describes. Raises `ConfigError` if it holds something else that may
+# not be replaced.
 def _has_initial_model(folder: Path, record: dict[str, Any], output_dir: str) -> bool:
-    """Return whether ``folder`` holds the initial model that ``record`` describes.
-
-    Raises:
-        ConfigError: it holds something else, which may not be replaced.
-    """
     recorded = _read_origin(folder)
     if recorded is not None and _is_same_initial_model(recorded, record):
         return True

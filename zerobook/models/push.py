@@ -57,8 +57,9 @@ def push(folder: Path, name: str, *, private: bool) -> str:
         advice = {401: " Run hf auth login.", 403: " The token needs write access to that name."}.get(
             error.response.status_code, ""
         )
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--push {name}: the hub refuses: {reason}.{advice} {_later_upload(folder)}") from error
+        raise ConfigError(
+            f"--push {name}: the hub refuses: {str(error).splitlines()[0]}.{advice} {_later_upload(folder)}"
+        ) from error
     except Exception as error:
         # An error of the network comes from httpx, or from a module whose name begins so: it depends on the client's version.
         if not type(error).__module__.startswith("httpx"):

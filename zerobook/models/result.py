@@ -174,7 +174,7 @@ def _export_for_loading(checkpoint: Path, trust_remote_code: bool) -> str:
 def _export_to_cache(checkpoint: Path, prefix: str, trust_remote_code: bool) -> Path:
     """Return a folder of the cache with the checkpoint's model, and export it if it is missing. Adapters are not merged.
 
-    While a process exports a checkpoint, others that need it wait.
+    While a process exports a checkpoint, others that need it wait. ``prefix`` begins the name of the folder.
     """
     from zerobook.models.export import export_checkpoint
 
@@ -186,7 +186,7 @@ def _export_to_cache(checkpoint: Path, prefix: str, trust_remote_code: bool) -> 
     with locks.locked(_lock_file(folder)), redirect_stdout(sys.stderr):
         if not folder.exists():
             say(f"{checkpoint}: making a model of this checkpoint in {folder}")
-            # In fp32, as the run trains and measures it.
+            # fp32 is the dtype of the weights in training and in the run's evaluations.
             export_checkpoint(checkpoint, folder, dtype=torch.float32, merge=False, trust_remote_code=trust_remote_code)
         # The folder's time is that of its last use. `_export_for_loading` deletes old folders.
         os.utime(folder)

@@ -91,6 +91,7 @@ def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
     return cast("torch.dtype", model.config.dtype if config.dtype == "auto" else DTYPES[config.dtype])
 
 
+# Write the model with ``weights`` in place of its own, which may be sharded, its configs, and the tokenizer.
 def _write(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -74,9 +74,10 @@ def _is_unused(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
     name = path.rpartition(".")[2]
     if name in (*_FOR_OTHER_INPUTS, *_UNUSED):
         return True
-    # The parts of an encoder-decoder are models, of which some may read images or sound.
+    # A part that is a model itself names its main input, which may be images or sound.
+    reads_other_input = isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids"
     if model.config.is_encoder_decoder:
-        return isinstance(module, PreTrainedModel) and not _reads_text(module)
+        return reads_other_input
     # A decoder without an encoder.
     if not getattr(model.config, "add_cross_attention", False):
         if name in _CROSS_ATTENTION:
@@ -86,13 +87,9 @@ def _is_unused(model: PreTrainedModel, path: str, module: nn.Module) -> bool:
             return True
     # This model is not composite: its config is that of its text model.
     if text_config(model.config) is model.config:
-        return isinstance(module, PreTrainedModel) and not _reads_text(module)
+        return reads_other_input
     # In a composite model, text uses the modules inside the text model, and those around it.
     return not any(_contains(module, text) or _contains(text, module) for text in _text_modules(model))
-
-
-def _reads_text(module: PreTrainedModel) -> bool:
-    return module.main_input_name == "input_ids"
 
 
 def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
