@@ -93,7 +93,7 @@ class AdapterConfig(RecipeConfig):
         problems = super().problems()
         try:
             # Names of modules are no pattern, and need no check.
-            re.compile(target_pattern(self.lora_target_modules) or "")
+            re.compile(find_target_pattern(self.lora_target_modules) or "")
         except re.error as error:
             problems.append(f"lora_target_modules: {self.lora_target_modules[0]!r} is no regular expression: {error}.")
         problems += self._conflicting_settings()
@@ -128,13 +128,13 @@ class AdapterConfig(RecipeConfig):
         return []
 
 
-def target_pattern(targets: list[str]) -> str | None:
+def find_target_pattern(targets: list[str]) -> str | None:
     """Return the single string that peft takes for ``targets``: a regular expression for complete names, or ``all-linear``.
 
     Returns:
         None if ``targets`` are names of modules, which peft takes as a list.
 
-    >>> target_pattern([r".*_proj"]), target_pattern(["q_proj", "v_proj"]), target_pattern(["all-linear"])
+    >>> find_target_pattern([r".*_proj"]), find_target_pattern(["q_proj", "v_proj"]), find_target_pattern(["all-linear"])
     ('.*_proj', None, 'all-linear')
     """
     if targets == ["all-linear"] or (len(targets) == 1 and re.search(r"[\\*+?|()\[\]^$]", targets[0])):
@@ -225,7 +225,7 @@ def add_adapter(
         task_type=task,
         use_rslora=method == "rslora",
         use_dora=method == "dora",
-        target_modules=target_pattern(targets) or targets,
+        target_modules=find_target_pattern(targets) or targets,
         exclude_modules=excluded,
         modules_to_save=full_modules or None,
         ensure_weight_tying=ties_copies,

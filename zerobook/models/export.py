@@ -110,19 +110,19 @@ def export_checkpoint(
     # Write it, and compare what was written.
     with staged(folder) as staging:
         with disk_errors_named(folder, "Free some space, or give another --output."):
-            _write(model, tokenizer, config, staging)
+            _write_model(model, tokenizer, config, staging)
             (staging / "README.md").write_text(card, encoding="utf-8")
         if writes_adapter:
             # Compute the logits and free the model before the other is loaded: most hosts cannot hold a large base twice.
-            expected = _logits(model)
+            expected = _compute_logits(model)
             del model
             reloaded: Model = _reload_adapter(staging, base_class, base)
         else:
             kind = auto_class(type(model.config), encoder_decoder=model.config.is_encoder_decoder)
             reloaded = kind.from_pretrained(staging, dtype=dtype, trust_remote_code=trust_remote_code).eval()
             _cast_buffers(model, reloaded)
-            expected = _logits(model)
-        difference = float((expected - _logits(reloaded)).abs().max() / expected.abs().max())
+            expected = _compute_logits(model)
+        difference = float((expected - _compute_logits(reloaded)).abs().max() / expected.abs().max())
         # If logits are NaN, so is the difference, and every comparison with it is False.
         if not difference <= _ALLOWED:
             raise CheckpointError(
@@ -187,10 +187,10 @@ def _load_base(
         source = embedded.located(name)
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        facts = transformers.AutoConfig.from_pretrained(source, **options)
-        drop_foreign_attention(facts)
-        kind = auto_class(type(facts), encoder_decoder=facts.is_encoder_decoder)
-        model = kind.from_pretrained(source, config=facts, dtype=torch.float32, **options)
+        model_config = transformers.AutoConfig.from_pretrained(source, **options)
+        drop_foreign_attention(model_config)
+        kind = auto_class(type(model_config), encoder_decoder=model_config.is_encoder_decoder)
+        model = kind.from_pretrained(source, config=model_config, dtype=torch.float32, **options)
     except (OSError, ValueError, SafetensorError) as error:
         advice = ""
         if "custom code" in str(error):
@@ -202,7 +202,7 @@ def _load_base(
     freeze_unused(model)
     # A digest reads the files of weights, so it is computed only if the checkpoint has one to compare with.
     has_digest = (recorded.get("base") or {}).get("weights") is not None
-    current = origin.facts(facts, hub.folder(source, revision) if has_digest else None)
+    current = origin.facts(model_config, hub.folder(source, revision) if has_digest else None)
     # Weights that were loaded at the recorded commit of the hub are the same, and need no comparison of digests.
     origin.check(checkpoint, recorded, current, weights=not recorded.get("base_commit") or Path(source).exists())
     return model, source
@@ -266,7 +266,7 @@ def _restore_weights(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
         raise CheckpointError(f"{checkpoint}: its adapter is what it was before training: its weights are the initial ones.")
 
 
-def _write(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:
+def _write_model(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
     from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config, save_weights
 
@@ -315,7 +315,7 @@ def _cast_buffers(model: Model, reloaded: Model) -> None:
 
 
 @torch.no_grad()
-def _logits(model: Model) -> torch.Tensor:
+def _compute_logits(model: Model) -> torch.Tensor:
     """Return the logits of fixed random tokens, fp32 [2, _TOKENS, vocabulary]."""
     # The first ids are left out, since they are often special tokens, and padding would be masked.
     vocabulary_size = text_config(model.config).vocab_size

@@ -89,12 +89,12 @@ def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTra
     # Otherwise the file would say that it was derived from config.json, which names fewer stop tokens.
     config._from_model_config = False
     # An adapter has no config.json that could hold the prefix.
-    if prefix_of(model) and hasattr(model, "peft_config"):
-        config.source_prefix = prefix_of(model)  # type: ignore[union-attr]  # it keeps keys that it does not know
+    if read_source_prefix(model) and hasattr(model, "peft_config"):
+        config.source_prefix = read_source_prefix(model)  # type: ignore[union-attr]  # it keeps keys that it does not know
     config.to_json_file(folder / "generation_config.json", use_diff=True)
 
 
-def prefix_of(model: PreTrainedModel | PeftModel) -> str:
+def read_source_prefix(model: PreTrainedModel | PeftModel) -> str:
     """Return the text that precedes every source, as `answer_as_measured` wrote it to the config; else an empty text."""
     tasks = getattr(model.config, "task_specific_params", None) or {}
     return str(tasks.get("chatbot", {}).get("prefix", ""))

@@ -59,7 +59,7 @@ def choose_isolating_collator(
         ConfigError: samples that share a row see each other in every form: see `choose_packed_collator`.
     """
     if isinstance(collate, PackedCollator):
-        # Padding on the right, which has no mask, would count as load of the experts.
+        # In a joined row, no mask covers the padding on the right, and the padding would count as load of the experts.
         if keep_mask and collate.flatten:
             collate = replace(collate, pad_to_multiple_of=1)
         collate = choose_packed_collator(
@@ -181,10 +181,10 @@ def _find_mixing(strategy: Strategy, candidate: PackedCollator, marker: str, *, 
     with _flex_backward() if tests_backward else nullcontext():
         influence_of_others, noise = measure_influence(strategy, *_make_packed_batches(candidate, strategy))
         # False if either is NaN.
-        sees_itself_alone = influence_of_others <= _NOISE * noise
-        if sees_itself_alone and keeps_positions(strategy, candidate):
+        is_isolated = influence_of_others <= _NOISE * noise
+        if is_isolated and keeps_positions(strategy, candidate):
             return None
-    if sees_itself_alone:
+    if is_isolated:
         return f"with {marker}, a sample's positions do not begin anew"
     return (
         f"with {marker}, another first sample changes the second one's logits by {influence_of_others:.1e}, and a change in "
@@ -283,11 +283,11 @@ def keeps_positions(strategy: Strategy, collate: PackedCollator) -> bool:
     if absolute_positions(cast("PreTrainedModel", strategy.unwrapped)) is None:
         return True
     # The second sample is computed in the row, alone, and alone with later positions.
-    first, second = random_tokens(strategy, 2 * _LENGTH).reshape(2, -1)
+    first, second = draw_random_tokens(strategy, 2 * _LENGTH).reshape(2, -1)
     positions = np.arange(_LENGTH)
-    packed_batch = collate([_row(np.concatenate([first, second]), np.tile(positions, 2))])
-    batch_alone = collate([_row(second, positions)])
-    batch_later = collate([_row(second, positions + _LENGTH)])
+    packed_batch = collate([_make_row(np.concatenate([first, second]), np.tile(positions, 2))])
+    batch_alone = collate([_make_row(second, positions)])
+    batch_later = collate([_make_row(second, positions + _LENGTH)])
     [packed] = _compute_logits(strategy, (packed_batch,), slice(_LENGTH, 2 * _LENGTH))
     alone, later = _compute_logits(strategy, (batch_alone, batch_later), slice(_LENGTH))
     # A comparison with NaN is False.
@@ -325,8 +325,8 @@ def _make_padded_batches(collate: CausalCollator, strategy: Strategy) -> tuple[t
 
     The batches are: a short row and a long one; other tokens in the short row's padding; another long row.
     """
-    short, long, other = np.split(random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
-    batches = [collate([_row(short), _row(tokens)]) for tokens in (long, long, other)]
+    short, long, other = np.split(draw_random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
+    batches = [collate([_make_row(short), _make_row(tokens)]) for tokens in (long, long, other)]
     # The short row must not see the tokens in its padding.
     batches[1]["input_ids"][0, _LENGTH : 2 * _LENGTH] = torch.as_tensor(other[:_LENGTH])
     return tuple(batches), slice(_LENGTH)
@@ -337,22 +337,22 @@ def _make_packed_batches(collate: PackedCollator, strategy: Strategy) -> tuple[t
 
     The batches are: two rows of two samples each; another first sample in the first row; another first sample in the second.
     """
-    a, b, c, d, other = random_tokens(strategy, 5 * _LENGTH).reshape(5, -1)
+    a, b, c, d, other = draw_random_tokens(strategy, 5 * _LENGTH).reshape(5, -1)
     positions = np.tile(np.arange(_LENGTH), 2)
     batches = []
     for rows in (((a, b), (c, d)), ((other, b), (c, d)), ((a, b), (other, d))):
-        batches.append(collate([_row(np.concatenate(samples), positions) for samples in rows]))
+        batches.append(collate([_make_row(np.concatenate(samples), positions) for samples in rows]))
     return tuple(batches), slice(_LENGTH, 2 * _LENGTH)
 
 
-def _row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.ndarray]:
+def _make_row(ids: np.ndarray, positions: np.ndarray | None = None) -> dict[str, np.ndarray]:
     row = {"input_ids": ids, "labels": ids}
     if positions is not None:
         row["position_ids"] = positions
     return row
 
 
-def random_tokens(strategy: Strategy, count: int) -> np.ndarray:
+def draw_random_tokens(strategy: Strategy, count: int) -> np.ndarray:
     """Return ids of the model's vocabulary, int64 [count], the same on every rank."""
     vocabulary_size = embedding_rows(cast("PreTrainedModel", strategy.unwrapped))
     # The first ids are often special tokens. A fixed seed gives all ranks the same ids.
@@ -393,6 +393,6 @@ def _with_no_cache(strategy: Strategy, collate: Any) -> Iterator[Any]:
         yield replace(collate, no_cache=True)
 
 
-# Such as sdpa or flash_attention_2. A model that names no attention gives "None".
+# Return the name of the model's attention, such as sdpa or flash_attention_2, or "None" if its config has no name.
 def _attention_name(strategy: Strategy) -> str:
     return str(getattr(getattr(strategy.unwrapped, "config", None), "_attn_implementation", None))

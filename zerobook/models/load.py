@@ -67,7 +67,7 @@ FLASH_HEAD = 256
 """Largest head dimension that flash attention 2 takes."""
 
 
-def locate(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
+def fetch_to_node(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:
     """Make the files of a model available on this node, and return the name that ``from_pretrained`` takes. Collective.
 
     An embedded model is converted, and a model of the hub is downloaded, by one process of each node. The others wait for as
@@ -89,7 +89,7 @@ def load_tokenizer(config: RecipeConfig, strategy: Strategy) -> PreTrainedTokeni
     if name is None:
         raise ConfigError("tokenizer_name: a model from --config_name needs a tokenizer; give --tokenizer_name.")
     tokenizer, was_given_pad_token = open_tokenizer(
-        locate(name, strategy, config.model_revision),
+        fetch_to_node(name, strategy, config.model_revision),
         template=config.chat_template_text,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
@@ -172,6 +172,7 @@ def choose_attention(
         )
     if request != "auto":
         return request
+    # On a CPU, the choice of transformers is right.
     if not hardware.gpus:
         return None
     supports_flash = getattr(model_class, "_supports_flash_attn", False) and not unfit
@@ -254,7 +255,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
         key = "config_name"
     assert name is not None
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
-    model_config = _from_pretrained(AutoConfig, locate(name, strategy, config.model_revision), key, options)
+    model_config = _from_pretrained(AutoConfig, fetch_to_node(name, strategy, config.model_revision), key, options)
     # The objective of encoder-decoders never adds the load-balancing loss.
     has_router_loss = router_coefficient(model_config) is not None and not model_config.is_encoder_decoder
     if config.router_aux_loss_coef is not None and not has_router_loss:
@@ -292,9 +293,9 @@ def load_model(
     commit = None
     if name is None:
         assert config.initialised_from is not None
-        name = _initialise(config, config.initialised_from, strategy, encoder_decoder=encoder_decoder)
+        name = _make_initial_model(config, config.initialised_from, strategy, encoder_decoder=encoder_decoder)
     else:
-        name = locate(name, strategy, config.model_revision, weights=True)
+        name = fetch_to_node(name, strategy, config.model_revision, weights=True)
         # All nodes load rank 0's commit, since a branch in another node's cache can be an older one.
         commit = strategy.on_main(lambda: hub.commit(name, config.model_revision))
         options["revision"] = commit or config.model_revision
@@ -347,9 +348,9 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
         # Each combination of shape, kind of mask and need of gradients is compiled; after 8 of them, torch's default, flex
         # attention computes without kernels.
         torch._dynamo.config.recompile_limit = 64
-    dropped = keep_all_layers(model)
-    if strategy.is_main and dropped:
-        say(f"layerdrop: {dropped:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
+    layerdrop = keep_all_layers(model)
+    if strategy.is_main and layerdrop:
+        say(f"layerdrop: {layerdrop:g} in the model's config, 0 here: ranks would leave out different layers, which ends a run")
     if strategy.is_main and config.attn_implementation == "auto":
         say(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
@@ -428,7 +429,7 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
         # Some models have a type for each type of layer. The key None stands for all layers.
         type_by_layer = rope_types if isinstance(rope_types, dict) else {None: rope_types}
         for layer_type, rope_type in type_by_layer.items():
-            limit = _rotary_limit(rotary, layer_type, rope_type)
+            limit = _find_rotary_limit(rotary, layer_type, rope_type)
             if limit is None or longest <= limit:
                 continue
             # A forward pass chooses the frequencies for its positions. It leaves those of an unknown type as they are, so the
@@ -448,8 +449,8 @@ def pin_rotary(model: nn.Module, longest: int) -> str | None:
     return note
 
 
-# The length beyond which the frequencies change with the lengths of a batch; None if they never do.
-def _rotary_limit(rotary: _Rotary, layer_type: str | None, rope_type: str) -> int | None:
+# Return the row length beyond which the frequencies change with the lengths of a batch; None if they never change.
+def _find_rotary_limit(rotary: _Rotary, layer_type: str | None, rope_type: str) -> int | None:
     if rope_type == "longrope":
         parameters = rotary.config.rope_parameters
         if layer_type is not None:
@@ -517,7 +518,7 @@ def absolute_positions(model: PreTrainedModel) -> int | None:
     return None
 
 
-def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, encoder_decoder: bool) -> str:
+def _make_initial_model(config: RecipeConfig, config_name: str, strategy: Strategy, *, encoder_decoder: bool) -> str:
     """Make the initial model of a run from scratch, unless an earlier attempt has made it, and return its folder. Collective.
 
     Rank 0 first locks the run's folder, so that it does not replace the model while another run loads it.
@@ -527,7 +528,7 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
 
     folder = Path(config.output_dir) / "initial_model"
     state.check_shared(strategy, config.output_dir)
-    source = locate(config_name, strategy, config.model_revision)
+    source = fetch_to_node(config_name, strategy, config.model_revision)
     record = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
     def make() -> None:
@@ -553,8 +554,8 @@ def _initialise(config: RecipeConfig, config_name: str, strategy: Strategy, *, e
     return str(folder)
 
 
-# Whether ``folder`` holds the initial model that ``record`` describes. Raises `ConfigError` if it holds something else that may
-# not be replaced.
+# Return whether ``folder`` holds the initial model that ``record`` describes. Raises `ConfigError` if it holds something else
+# that may not be replaced.
 def _has_initial_model(folder: Path, record: dict[str, Any], output_dir: str) -> bool:
     recorded = _read_origin(folder)
     if recorded is not None and _is_same_initial_model(recorded, record):

@@ -68,6 +68,6 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     return str(address)
 
 
-# A sentence for messages: the export is not lost.
+# Return a sentence for messages: the export can still be uploaded.
 def _later_upload(folder: Path) -> str:
     return f"The export is in {folder}: hf upload NAME {folder} uploads it later."

@@ -57,7 +57,7 @@ def base_of(model_config: PreTrainedConfig) -> str | None:
     return "int8" if facts.get("load_in_8bit") else None
 
 
-# The model's quantisation config as a dictionary; None if it is not quantised.
+# Return the model's quantisation config as a dictionary; None if it is not quantised.
 def _quantisation_facts(model_config: PreTrainedConfig) -> dict[str, Any] | None:
     facts = getattr(model_config, "quantization_config", None)
     if facts is None or isinstance(facts, dict):

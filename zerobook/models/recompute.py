@@ -110,9 +110,9 @@ class _SavedResults:
         """Return whether a result is saved: that of attention, or of a product that costs much."""
         if name not in _PRODUCTS:
             return True
-        # The first argument of addmm is the bias.
-        first = args[1] if name == "aten::addmm" else args[0]
-        return result.shape[-1] <= _WIDENING * first.shape[-1]
+        # A product sums over the last dimension of its first factor. addmm takes the bias before the factors.
+        first_factor = args[1] if name == "aten::addmm" else args[0]
+        return result.shape[-1] <= _WIDENING * first_factor.shape[-1]
 
     def drop(self, changed: torch.Tensor) -> None:
         """Drop the result whose storage an operation writes to."""
@@ -120,11 +120,11 @@ class _SavedResults:
         storage = changed.untyped_storage()._cdata
         for results in self.results.values():
             for index, result in enumerate(results):
-                if any(tensor.untyped_storage()._cdata == storage for tensor in _tensors(result)):
+                if any(tensor.untyped_storage()._cdata == storage for tensor in _iterate_tensors(result)):
                     results[index] = None
 
 
-def _tensors(result: Any) -> Iterator[torch.Tensor]:
+def _iterate_tensors(result: Any) -> Iterator[torch.Tensor]:
     return (tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor))
 
 
@@ -187,7 +187,7 @@ class _ReuseResults(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The contexts of a layer's forward pass and of its second run, as torch's checkpoint takes them.
+# Return the contexts of a layer's forward pass and of its second run, as torch's `checkpoint` takes them.
 def _make_contexts(operations: frozenset[str]) -> tuple[_SaveResults, _ReuseResults]:
     saved = _SavedResults(operations)
     return _SaveResults(saved), _ReuseResults(saved)
@@ -196,4 +196,4 @@ def _make_contexts(operations: frozenset[str]) -> tuple[_SaveResults, _ReuseResu
 def saved_tensors() -> Iterator[torch.Tensor]:
     """Yield the tensors that ``selective`` has saved for later backward passes. autograd does not list them."""
     for saved in list(_SavedResults.alive):
-        yield from _tensors(dict(saved.results))
+        yield from _iterate_tensors(dict(saved.results))

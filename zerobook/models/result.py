@@ -17,7 +17,7 @@ from zerobook.checkpoint import store
 from zerobook.checkpoint.result import find_result, holds_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.models.generation_config import prefix_of
+from zerobook.models.generation_config import read_source_prefix
 from zerobook.utils import hub, locks
 from zerobook.utils.attention import prepare_attention
 from zerobook.utils.library_messages import hush_loading
@@ -51,7 +51,7 @@ class Loaded:
     @property
     def source_prefix(self) -> str:
         """Prefix that recipes/seq2seq_chatbot.py put before every source, from the model's or the adapter's config."""
-        return prefix_of(self.model) or str(getattr(self.model.generation_config, "source_prefix", ""))
+        return read_source_prefix(self.model) or str(getattr(self.model.generation_config, "source_prefix", ""))
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
@@ -219,15 +219,15 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
         raise ConfigError(f"{file}: this is not an adapter's config: {error}.") from None
     if not base_name:
         raise ConfigError(f"{file}: it names no base_model_name_or_path. Write the model it was trained on there.")
-    base = base_name
+    base_location = base_name
     options = options | {"revision": revision or "main"}
     # On the machine that trained the adapter, or in another home directory, the embedded model has another path.
     embedded_folder = embedded.cache_dir() / "SmolLM2-135M-Instruct"
     if not Path(base_name).exists() and Path(base_name).parts[-2:] == embedded_folder.parts[-2:]:
-        base = _locate_embedded(f"{embedded.PREFIX}smollm2")
+        base_location = _locate_embedded(f"{embedded.PREFIX}smollm2")
     try:
-        base = locate_result(base, trust_remote_code=options["trust_remote_code"])
-        model = _load_model(base, options, base_name)
+        base_location = locate_result(base_location, trust_remote_code=options["trust_remote_code"])
+        model = _load_model(base_location, options, base_name)
     except ConfigError as error:
         raise ConfigError(
             f"{folder}: this is an adapter for {base_name}, and that base cannot be loaded: {error} "
@@ -238,7 +238,7 @@ def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str,
         if (Path(folder) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         grow_for_adapter(model, Path(folder))
-        return PeftModel.from_pretrained(model, folder), base, options
+        return PeftModel.from_pretrained(model, folder), base_location, options
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         raise ConfigError(f"{folder}: the adapter does not load onto {base_name}: {_first_line(error)}") from error
 
@@ -282,7 +282,7 @@ def _not_loadable_error(name: str, shown: str, part: str, error: Exception) -> C
     )
 
 
-# The first line of an error's text, or the name of its class if it has no text.
+# Return the first line of an error's text, or the name of its class if it has no text.
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     if lines[0].endswith(":"):

@@ -58,7 +58,7 @@ def save_model(
         advice = "Free some space, and resume from the last checkpoint with --resume_from_checkpoint auto."
         with disk_errors_named(folder, advice):
             try:
-                _write(model, tokenizer, staging, weights | strategy.buffers(), dtype)
+                _write_result(model, tokenizer, staging, weights | strategy.buffers(), dtype)
                 if make_card is not None:
                     (staging / "README.md").write_text(make_card(), encoding="utf-8")
                 modes_by_umask(staging)
@@ -79,7 +79,7 @@ def bytes_of_result(strategy: Strategy, config: RecipeConfig) -> int:
     return sum(math.prod(strategy.shape(parameter)) * dtype.itemsize for _, parameter in strategy.saved())
 
 
-# The dtype of the saved weights, except for those that transformers always loads in fp32.
+# Return the dtype of the saved weights, except for those that transformers always loads in fp32.
 def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
     from transformers import PreTrainedModel
 
@@ -92,7 +92,7 @@ def _saved_dtype(model: Any, config: RecipeConfig) -> torch.dtype:
 
 
 # Write the model with ``weights`` in place of its own, which may be sharded, its configs, and the tokenizer.
-def _write(
+def _write_result(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from zerobook.errors import ConfigError
-from zerobook.models.isolation import random_tokens
+from zerobook.models.isolation import draw_random_tokens
 from zerobook.objective import Objective, with_targets
 from zerobook.strategy import Strategy
 
@@ -38,14 +38,14 @@ def check_split(strategy: Strategy, objective: Objective) -> None:
         raise
     # Architectures raise different errors for arguments that they do not take.
     except Exception as error:
-        why = f"its forward pass fails on a part of a row ({type(error).__name__}: {error})"
+        reason = f"its forward pass fails on a part of a row ({type(error).__name__}: {error})"
     else:
         if difference <= _ROUNDING[strategy.plan.precision]:
             return
-        why = f"its logits for a split row differ from those for the whole row by {difference:.1e}"
+        reason = f"its logits for a split row differ from those for the whole row by {difference:.1e}"
     raise ConfigError(
         f"model: {name} splits rows among {size} processes, and {type(strategy.unwrapped).__name__} does not support that: "
-        f"{why}. Use a strategy file that does not split rows."
+        f"{reason}. Use a strategy file that does not split rows."
     )
 
 
@@ -58,7 +58,7 @@ def _measure_difference(strategy: Strategy) -> float:
     assert strategy.token_split is not None
     model = strategy.model
     was_training = model.training
-    tokens = random_tokens(strategy, _TOKENS * strategy.token_split.size)
+    tokens = draw_random_tokens(strategy, _TOKENS * strategy.token_split.size)
     ids = torch.as_tensor(tokens, device=strategy.device)[None]
     positions = torch.arange(ids.size(1), device=strategy.device)[None]
     # Dropout would differ between the two passes.
