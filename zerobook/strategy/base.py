@@ -27,7 +27,7 @@ from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.replicas import Replicas, compare_replicas
 from zerobook.strategy.swap import SwappedWeights
-from zerobook.strategy.weights import local, unwrapped_name
+from zerobook.strategy.weights import get_local_shard, unwrapped_name
 from zerobook.utils.units import counted
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class Strategy(Engine):
         groups = self.plan.replica_groups
         if not groups:
             return None
-        named = [(unwrapped_name(name), local(parameter)) for name, parameter in self.model.named_parameters()]
+        named = [(unwrapped_name(name), get_local_shard(parameter)) for name, parameter in self.model.named_parameters()]
         return compare_replicas(self.mesh, groups, named)
 
     def finish(self) -> None:
@@ -146,5 +146,5 @@ class Strategy(Engine):
             "zero_stage": None,
             "world_size": self.mesh.world_size,
             "master_dtype": str(trained[0].dtype).removeprefix("torch."),
-            "masters": sum(local(parameter).numel() for parameter in trained),
+            "masters": sum(get_local_shard(parameter).numel() for parameter in trained),
         }

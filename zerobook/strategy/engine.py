@@ -111,7 +111,7 @@ class Engine(TrainingState):
             cast("FlaggedOptimizer", optimizer)._step_supports_amp_scaling = False
         return optimizer
 
-    # The optimizer's groups of trained weights, see `parameter_groups`.
+    # Return the optimizer's groups of trained weights, see `parameter_groups`.
     def _parameter_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         return parameter_groups(model, weight_decay, self.shape)
 
@@ -250,7 +250,7 @@ class Engine(TrainingState):
         return float(self.optimizer.param_groups[0]["lr"])
 
 
-# This rank's tokens of a batch, and attention over complete rows.
+# Return a context that yields this rank's tokens of a batch. In it, attention covers complete rows.
 @contextmanager
 def _split_batch(split: TokenSplit, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     tokens = split.cut(batch)

@@ -14,7 +14,7 @@ from zerobook.strategy.base import Strategy
 from zerobook.strategy.fsdp_loading import make_zeros, replace_parameter, weights_freed_as_sharded
 from zerobook.strategy.pieces import Read
 from zerobook.strategy.token_split import Ring
-from zerobook.strategy.weights import local, owners_of_buffers
+from zerobook.strategy.weights import get_local_shard, owners_of_buffers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -47,6 +47,7 @@ class FullyShardedStrategy(Strategy):
 
     def load(self, load_model: Callable[[dict[str, Any]], PreTrainedModel], options: dict[str, Any]) -> PreTrainedModel:
         """Load the weights on rank 0. On the other ranks, they are zeros until `prepare` sends and shards rank 0's."""
+        # Each rank loads quantised weights itself.
         is_quantised = "quantization_config" in options or getattr(options["config"], "quantization_config", None)
         if not self.plan.rank_0_loads or is_quantised:
             return super().load(load_model, options)
@@ -154,7 +155,7 @@ class FullyShardedStrategy(Strategy):
         offset = shard_offset(parameter)
         if offset is None:
             return super().read_shard(parameter, read)
-        shard = torch.empty_like(local(parameter.detach()))
+        shard = torch.empty_like(get_local_shard(parameter.detach()))
         _read_into(shard, offset, read)
         return shard
 
@@ -182,7 +183,7 @@ class FullyShardedStrategy(Strategy):
     def live_tensors(self) -> dict[str, list[torch.Tensor]]:
         tensors = super().live_tensors()
         for name in tensors:
-            tensors[name] = list(map(local, tensors[name]))
+            tensors[name] = list(map(get_local_shard, tensors[name]))
         return tensors
 
     def describe(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class LaunchPlan:
         """A short name for people: ``ZeRO-3 (optimizer: cpu)``, ``ZeRO-3 hpZ 2x8``, ``FSDP2 2x2``, ``DDP``."""
         # The names are part of messages and of the runlog, and each strategy's ``describe`` makes the same ones.
         if self.kind == "deepspeed":
-            return zero_name(
+            return format_zero_name(
                 self.zero_stage,
                 world_size=self.world_size,
                 secondary=self.secondary,
@@ -116,7 +116,7 @@ class LaunchPlan:
         return {"name": self.name, **asdict(self)}
 
 
-def zero_name(
+def format_zero_name(
     stage: int | None, *, world_size: int, secondary: int, sequence: int, optimizer_device: str, parameter_device: str
 ) -> str:
     """Return the name of a ZeRO strategy, as `LaunchPlan.name`.

@@ -68,7 +68,7 @@ class ModelParallelStrategy(FullyShardedStrategy):
         self.loaded_dtypes = cast("Any", model).chosen_dtypes
 
     def _parameter_groups(self, model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-        """Return the groups, each of weights that share one mesh: torch's fused kernels take no others."""
+        """Return the optimizer's groups, each with weights of one mesh only: torch's fused kernels take no others."""
         groups: list[dict[str, Any]] = []
         for group in super()._parameter_groups(model, weight_decay):
             by_mesh: dict[Any, list[nn.Parameter]] = {}

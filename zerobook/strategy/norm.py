@@ -40,14 +40,14 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         else:
             unsharded.append(gradient)
     if not sharded:
-        return _norm(unsharded).float()
+        return _compute_norm(unsharded).float()
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     if unsharded:
-        total = _norm(unsharded).square_()
+        total = _compute_norm(unsharded).square_()
     for (mesh, placements), shards in sharded.items():
         # The sums are plain tensors. As DTensors, those of offloaded gradients would move from the CPU to the device of the
         # mesh.
-        square = _norm(shards).square_()
+        square = _compute_norm(shards).square_()
         for dimension, placement in enumerate(placements):
             # Copies of a shard count once. All ranks go through the meshes in the same order. Collective.
             if not placement.is_replicate():
@@ -82,7 +82,7 @@ def _is_uniform(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _compute_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of all tensors, fp64 and 0-dimensional: the norm of the norms of their rows. See `_SMALL`."""
     small = []
     norms = []

@@ -99,13 +99,14 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
         named: (name, this rank's copy or shard) of each weight. All ranks have the same names in the same order.
     """
     # A checksum has 8 bytes, so little is sent.
-    sums = torch.stack([_sum_of_bits(parameter) for _, parameter in named])
+    sums = torch.stack([_compute_checksum(parameter) for _, parameter in named])
     # NCCL cannot send from host memory, where the sums of offloaded weights are.
     sums = sums.to(mesh.device)
     sums_of_ranks = [torch.empty_like(sums) for _ in range(mesh.world_size)]
     dist.all_gather(sums_of_ranks, sums)
     # One row for each rank, one column for each weight.
     all_checksums = torch.stack(sums_of_ranks)
+    # Compare each rank with the first rank of its group.
     expected = all_checksums.clone()
     for group in groups:
         expected[list(group)] = all_checksums[group[0]]
@@ -125,12 +126,13 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
 
 # Return (positions, values) of `Replicas` for the copies of one weight on ``ranks``. Collective over all ranks.
 def _compare_elements(mesh: Mesh, ranks: list[int], parameter: torch.Tensor) -> tuple[list[int], list[list[float]]]:
-    bits = _bits(parameter).to(mesh.device)
+    bits = _view_as_integers(parameter).to(mesh.device)
     # The collectives below are over all ranks. A rank of another group takes part, and its own shard may have another size.
     size = mesh.gather(bits.numel())[ranks[0]]
     reference = bits.clone() if mesh.rank == ranks[0] else bits.new_empty(size)
     # Send bytes, since neither NCCL nor gloo sends 2-byte integers.
     dist.broadcast(reference.view(torch.uint8), src=ranks[0])
+    # Each rank finds where its copy differs from that of the first rank. Then all report their values at all these positions.
     differing_here: list[int] = []
     if mesh.rank in ranks:
         differing_here = (bits != reference).nonzero().flatten()[:_MOST_POSITIONS].tolist()
@@ -142,14 +144,14 @@ def _compare_elements(mesh: Mesh, ranks: list[int], parameter: torch.Tensor) -> 
     return positions, [values_of_ranks[rank] for rank in ranks]
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def _compute_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the elements' bits, each read as an integer: an int64 tensor without dimensions."""
     # torch copies what it sums to int64 first, which takes much memory, so a large weight is summed in pieces.
-    pieces = _bits(tensor).split(_NUMBERS_AT_ONCE)
+    pieces = _view_as_integers(tensor).split(_NUMBERS_AT_ONCE)
     return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Return the flattened tensor as integers, so that NaNs with the same bits are equal."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(integers[tensor.element_size()])

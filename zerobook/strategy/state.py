@@ -15,7 +15,14 @@ from zerobook.optimizer import OptimizerSpec
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.pieces import Piece, Read
-from zerobook.strategy.weights import full, local, persistent_buffers, quantisation_state, storage_bytes, unwrapped_name
+from zerobook.strategy.weights import (
+    gather_full,
+    get_local_shard,
+    persistent_buffers,
+    quantisation_state,
+    storage_bytes,
+    unwrapped_name,
+)
 
 _SPLIT = 1 << 18
 """A tensor with fewer elements is written by one rank."""
@@ -99,7 +106,7 @@ class TrainingState:
 
         Each rank needs memory for one complete tensor.
         """
-        return full(self._tensor(parameter, key).detach()).float()
+        return gather_full(self._tensor(parameter, key).detach()).float()
 
     def shards(self, key: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, this rank's shard) of every trained weight, or of its optimizer state ``key``. No collective.
@@ -115,7 +122,7 @@ class TrainingState:
 
     def shard(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """Return this rank's shard of a trained weight, see `shards`."""
-        return local(self._tensor(parameter, key).detach())
+        return get_local_shard(self._tensor(parameter, key).detach())
 
     def set_shard(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
         """Write this rank's shard of a trained weight. Call `refresh_copies` before the next forward pass."""
@@ -215,7 +222,7 @@ class TrainingState:
                 # `buffers` compares with these values. With the old ones, it would return rounded values.
                 self._loaded_buffers[name] = values[name]
 
-    # The weight itself (``key`` None) or its optimizer state, as this rank's optimizer holds it.
+    # Return the weight itself (``key`` None) or its optimizer state, as this rank's optimizer holds it.
     def _tensor(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
         return parameter if key is None else self.optimizer_spec.get_state(self._torch_optimizer(), parameter, key)
 
@@ -265,8 +272,8 @@ class TrainingState:
     def memory(self) -> dict[str, int]:
         """Return the bytes of the tensors that this rank holds now, on all devices together. Each storage counts once.
 
-        The keys are ``parameters`` (with the scales of quantised ones), ``gradients`` (0 unless it is called between the last
-        backward pass and the update of a step), and ``optimizer`` (fp32 masters and state).
+        The keys are ``parameters`` (with the scales of quantised ones), ``gradients`` (0 after a step has dropped them), and
+        ``optimizer`` (fp32 masters and state).
         """
         return {name: storage_bytes(tensors) for name, tensors in self.live_tensors().items()}
 

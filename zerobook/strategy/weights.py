@@ -34,7 +34,7 @@ def parameter_groups(
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, buffer) of the buffers that a model's saved state holds, such as BART's ``final_logits_bias``.
 
-    Of a model with adapters, only the adapters' buffers: the base is frozen, and its buffers are loaded with it.
+    For a model with adapters, yield only the adapters' buffers: the base is frozen, and its buffers are loaded with it.
     """
     has_adapters = hasattr(model, "peft_config")
     for name, module, buffer_name in owners_of_buffers(model):
@@ -60,10 +60,10 @@ def quantisation_state(model: nn.Module) -> Iterator[torch.Tensor]:
     """
     for module in model.modules():
         for attribute in ("quant_state", "state"):
-            yield from _tensors_of(getattr(module, attribute, None))
+            yield from _iterate_tensors(getattr(module, attribute, None))
 
 
-def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
+def _iterate_tensors(holder: object) -> Iterator[torch.Tensor]:
     """Yield the tensors of an object of bitsandbytes, and of such objects inside it: double quantisation nests its states."""
     if type(holder).__module__.startswith("bitsandbytes."):
         for key, value in vars(holder).items():
@@ -72,7 +72,7 @@ def _tensors_of(holder: object) -> Iterator[torch.Tensor]:
                 if key != "idx":
                     yield value
             else:
-                yield from _tensors_of(value)
+                yield from _iterate_tensors(value)
 
 
 def unwrapped_name(name: str) -> str:
@@ -85,13 +85,13 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
-# Return a complete tensor: a DTensor's shards are gathered, which is collective.
-def full(tensor: torch.Tensor) -> torch.Tensor:
+# Return a tensor with all its elements: the shards of a DTensor are gathered, which is collective.
+def gather_full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-# Return this rank's shard of a DTensor, or the tensor itself.
-def local(tensor: torch.Tensor) -> torch.Tensor:
+# Return this rank's shard of a DTensor; any other tensor as it is.
+def get_local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

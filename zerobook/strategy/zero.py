@@ -17,7 +17,7 @@ from torch import nn
 
 from zerobook.errors import ConfigError
 from zerobook.strategy.base import Strategy
-from zerobook.strategy.launch_plan import zero_name
+from zerobook.strategy.launch_plan import format_zero_name
 from zerobook.strategy.token_split import ATTENTION, Ulysses
 from zerobook.strategy.zero_state import ZeroState
 from zerobook.utils.model_config import automatic_zero_sizes, nvme_buffer_elements
@@ -308,7 +308,7 @@ class ZeroStrategy(ZeroState, Strategy):
             secondary = dist.get_world_size(zero.parameter_offload.zero_param_parallel_group)
         offload = {"optimizer": self._optimizer_device(stage), "parameters": self._parameter_device(stage)}
         return super().describe() | {
-            "strategy": zero_name(
+            "strategy": format_zero_name(
                 stage,
                 world_size=self.mesh.world_size,
                 secondary=secondary,
