@@ -249,7 +249,7 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
 
     name = config.model_name_or_path
     key = "model_name_or_path"
-    # A run from scratch names a config alone.
+    # A run from scratch names only a config.
     if name is None:
         name = config.initialised_from
         key = "config_name"

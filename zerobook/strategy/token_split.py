@@ -224,6 +224,7 @@ def _differentiate(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> t
     # The order of ``_scaled_dot_product_flash_attention_for_cpu_backward``'s arguments.
     gradient, query, key, value, out, logsumexp = (tensor.to_local() for tensor in args[:6])
     dropout, causal = args[6:8]
+    # 2 is the dimension of the tokens, and "grad_out" is the name of the first argument.
     gradients = _templated_ring_attention_backward(
         args[1].device_mesh.get_group(),
         2,
