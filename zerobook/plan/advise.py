@@ -1,9 +1,8 @@
-"""Advice on a run: the fastest of all candidates that fit a cluster, by their plans, and what comes next.
+"""Advice on a run, for ``zerobook plan --recommend`` and ``zerobook recipe``: the fastest candidate that fits a cluster.
 
 A candidate is a strategy file with settings: the micro-batch, activation checkpointing, the optimizer, and the training
-method where other methods are alternatives. ``zerobook plan --recommend`` and ``zerobook recipe`` both ask here. The plan
-alone decides: no candidate is preferred by a rule, except that of two rates that are about the same the simpler strategy
-wins, and that a run with room is preferred to one that is tight.
+method. Candidates are compared by the rates of their plans, except for two rules: a run that fits with room is better than one
+that may run out of memory, and if two rates are about the same, the simpler strategy is better.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from zerobook.utils.units import duration, size, with_range
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
 """Method -> its name in messages, in the order in which they are tried."""
 MICRO_BATCH_TOKENS = 8192
-"""Tokens of a micro-batch that is not made larger, unless the user asks for more."""
+"""Largest micro-batch to try, in tokens, unless the user sets the micro-batch."""
 CHECKPOINTING = ("none", "full", "offload")
 """Activation checkpointing that is tried, from the fastest to the one with the least memory."""
 # Names of the strategy files that keep weights or optimizer state outside of the GPU.
@@ -48,14 +47,14 @@ _ACTIVATIONS = {"none": "activations kept", "full": "activations recomputed", "o
 class Request:
     """A run to be advised on: a recipe with its config, the source of each value, and the strategy files to compare."""
 
-    # the recipe's file
+    # the recipe's file, such as recipes/causal_lm.py
     file: Path
     recipe: Recipe[Any]
     sources: ConfigSources
     files: list[Path]
-    # method -> settings that come with it
+    # method -> flags to add if a run is planned with this method
     settings: Callable[[str], dict[str, Any]] = lambda method: {}
-    # of the whole run; None: the config and its data say its length
+    # tokens of the complete run; None: its length follows from the config and its data
     tokens: int | None = None
     # GPU -> dollars an hour; "" for every GPU
     prices: dict[str, float] = field(default_factory=dict)
@@ -72,10 +71,12 @@ class Request:
         return "qlora" if config.base_format == "nf4" else "lora"
 
     def method_settings(self, method: str) -> tuple[str | None, dict[str, Any]]:
-        """Return the stem of another recipe that trains by this method, None for the request's, and the flags for it."""
+        """Return the recipe that trains by this method, and the flags for it. None stands for the request's recipe; another one
+        is named by the stem of its file."""
         config = self.recipe.config
         settings = self.settings(method)
         recipe = None
+        # The recipe for encoder-decoders trains adapters by a flag. For other models there is a recipe with adapters.
         if method != "full" and not config.trains_adapters:
             if self.recipe.encoder_decoder:
                 settings = {"adapter": "lora"} | settings
@@ -88,14 +89,17 @@ class Request:
         return recipe, settings
 
     def recipe_file(self, recipe: str | None) -> Path:
-        """Return the file of the request's recipe, or of a shipped one that is named."""
-        # A recipe of this name in the working folder is not run: nobody named it.
+        """Return the file of a shipped recipe; None stands for the request's."""
+        # A file of this name in the working folder is not run, since the user did not name it.
         return self.file if recipe is None else shipped(f"recipes/{recipe}.py")
 
     def plan(
         self, recipe: str | None, flags: dict[str, Any], cluster: Cluster, files: list[Path]
     ) -> tuple[TracedJob, list[Row]]:
-        """Plan the request with more flags, for another recipe if one is named.
+        """Return the traced job and the plans of strategy files, with ``flags`` added to the request's.
+
+        Args:
+            recipe: the stem of a shipped recipe; None stands for the request's.
 
         Raises:
             ConfigError: the flags do not suit the recipe or the model.
@@ -109,8 +113,8 @@ class Request:
         return plan_recipe(recipe_type(config), sources, cluster, progress, self.models)
 
     def on(self, cluster: Cluster) -> Request:
-        """Return the request in the half precision of a cluster's GPUs, unless the user set a precision: nobody trains in fp32
-        on a GPU that has a faster one."""
+        """Return the request in the half precision of a cluster's GPUs, which is faster than fp32, unless the user set a
+        precision."""
         if cluster.cpu or self.sources.is_set("mixed_precision"):
             return self
         config = self.recipe.config.model_copy(update={"mixed_precision": cluster.half_precision})
@@ -123,19 +127,20 @@ class Request:
 
     @property
     def can_pack(self) -> bool:
-        """Whether samples may share rows, as far as the user decided."""
+        """Whether the adviser may turn packing on: the user has not decided about it, and no other setting excludes it."""
         config = self.recipe.config
-        shares_rows = config.rows_shared_by or config.group_by_length or self.recipe.encoder_decoder
-        return not (shares_rows or self.sources.is_set("packing"))
+        is_excluded = config.rows_shared_by or config.group_by_length or self.recipe.encoder_decoder
+        return not (is_excluded or self.sources.is_set("packing"))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run under one strategy file, with its plan. ``flags`` are added to the request's, for the recipe ``recipe`` where it is
-    another than the request's."""
+    """A run under one strategy file, with its plan."""
 
     method: str
+    # the stem of a shipped recipe; None: the request's recipe
     recipe: str | None
+    # flags to add to the request's
     flags: dict[str, Any]
     traced: TracedJob
     row: Row
@@ -146,21 +151,22 @@ class Candidate:
 
     @property
     def readers(self) -> int:
-        """Processes, or groups of them, that read different samples."""
+        """Number of processes that read different samples. A group that shares rows counts once."""
         assert self.row.sharding is not None
         return self.row.sharding.ranks // self.row.sharding.token_ranks
 
     @property
     def samples(self) -> int:
         """Samples of a step."""
-        ranks = self.readers
-        return self.config.per_device_train_batch_size * self.config.accumulation_on(ranks) * ranks
+        readers = self.readers
+        return self.config.per_device_train_batch_size * self.config.accumulation_on(readers) * readers
 
     def describe_batch(self) -> str:
         config = self.config
         shape = self.traced.job.shape
-        ranks = self.readers
-        batch = f"{config.per_device_train_batch_size} micro x {config.accumulation_on(ranks)} accumulation x {ranks} processes"
+        readers = self.readers
+        accumulation = config.accumulation_on(readers)
+        batch = f"{config.per_device_train_batch_size} micro x {accumulation} accumulation x {readers} processes"
         lengths = f"{shape.source:,} tokens"
         if shape.target:
             lengths += f" and {shape.target:,} of target"
@@ -172,7 +178,7 @@ class Candidate:
         memory = f"{self.row.memory.total / 1e9:.1f} of {cluster.device.memory / 1e9:.0f} GB a GPU"
         if self.row.tight:
             memory += f", which is tight: it may need up to {self.row.memory.high / 1e9:.1f}"
-        # Optimizer state or activations may be in host memory, which is not checked if nobody says how much there is.
+        # The plan does not compare host RAM with the machine's if its size is not given, so the reader has to.
         if self.row.memory.host:
             memory += f", and {size(self.row.memory.host)} of host RAM a node"
         return memory
@@ -200,21 +206,21 @@ def _describe_activations(config: RecipeConfig) -> str:
 
 @dataclass(frozen=True)
 class Advice:
-    """The best candidate, None if nothing fits, and the second best.
+    """The best candidate, alternatives to it, and why methods do not fit."""
 
-    ``alternative`` is the best run of another method, where the one of the request needs offload. ``shortfalls`` has, for each
-    method of which nothing fits, what the strategy that is nearest to fitting lacks.
-    """
-
+    # None: nothing fits
     best: Candidate | None
+    # the fastest other candidate of the same method
     second: Candidate | None
+    # the best candidate of another method, if the best one of all needs offload
     alternative: Candidate | None
+    # method of which nothing fits -> what the strategy that is nearest to fitting lacks
     shortfalls: dict[str, str]
-    # the best candidate's, if its length is known
+    # length and cost of the best candidate's run; None: its length is not known
     run: WholeRun | None = None
 
     def describe(self, cluster: Cluster) -> list[tuple[str, str]]:
-        """Return (what, text) for each part of the advice."""
+        """Return (heading, text) for each part of the advice."""
         lines = [("does not fit", f"{METHODS[method]}: {shortfall}") for method, shortfall in self.shortfalls.items()]
         best = self.best
         if best is None:
@@ -222,7 +228,7 @@ class Advice:
         assert best.row.memory is not None and best.row.time is not None and best.row.sharding is not None
         config = best.config
         precision: str = config.mixed_precision or "no"
-        # The user did not ask for fp16, which can overflow: say why it was chosen.
+        # fp16 can overflow, so a user wants to know why it was chosen.
         if precision == "fp16":
             precision += f"; {cluster.device.name} has no bf16"
         if cluster.device.fused:
@@ -269,23 +275,26 @@ class _Search:
         self.cluster = cluster
         self.method = method
         self.recipe, self.settings = request.method_settings(method)
-        # fastest of each strategy file, with room and without
+        # candidates that fit with room, and candidates that may run out of memory
         self.roomy: list[Candidate] = []
         self.tight: list[Candidate] = []
+        # plans that do not fit
         self.misfits: list[Row] = []
 
     def run(self) -> list[Candidate]:
-        """Return the fastest candidate of each strategy that fits, the best first; those that are tight stand last.
+        """Return the fastest candidate of each strategy that fits, the best first; those that are tight come last.
 
         Raises:
             ConfigError: the method does not suit the model.
         """
         offloading = [file for file in self.request.files if _OFFLOADS.search(file.stem)]
         sharding = [file for file in self.request.files if file not in offloading]
-        # One process would leave other GPUs idle, and alone it has nothing to share.
+        # `single` would leave other GPUs idle, and one GPU has no other to share with.
         useful = [file for file in sharding if (file.stem == "single") == (self.cluster.ranks == 1)]
+        # The user may have named no other files.
         useful = useful or sharding
-        # Sharing each row among ranks costs traffic, so it has to be faster than the others with the settings that fit them.
+        # Sharing each row among ranks costs traffic. So these files come last, and are planned only with settings with which
+        # they could be faster than all others.
         sharing_rows = [file for file in useful if _SHARES_ROWS.search(file.stem)]
         self._plan_strategies([file for file in useful if file not in sharing_rows], {})
         self._plan_strategies(sharing_rows, {})
@@ -298,33 +307,39 @@ class _Search:
         return self._rank_fastest()
 
     def _plan_8_bit_states(self, files: list[Path]) -> None:
-        """Plan with Adam's states in 8 bits. They are an approximation, so they are kept only if they are clearly faster."""
-        exact = list(self.roomy)
-        fastest = max((candidate.row.tokens_per_second for candidate in exact), default=0.0)
+        """Plan with Adam's states in 8 bits. They are an approximation, so only clearly faster candidates become part of the
+        search."""
+        candidates = list(self.roomy)
+        fastest = max((candidate.row.tokens_per_second for candidate in candidates), default=0.0)
         self._plan_strategies(files, {"optimizer": "adamw_8bit"})
-        for candidate in self.roomy[len(exact) :]:
+        # The new candidates stand behind those that were there.
+        for candidate in self.roomy[len(candidates) :]:
             if candidate.row.tokens_per_second > SAME_RATE * fastest:
-                exact.append(candidate)
-        self.roomy = exact
+                candidates.append(candidate)
+        self.roomy = candidates
 
     def _rank_fastest(self) -> list[Candidate]:
-        """Return the fastest candidate of each strategy and optimizer, the best first; those that are tight stand last."""
+        """Return the fastest candidate of each strategy and optimizer, the best first; those that are tight come last."""
         best: dict[tuple[str, str], Candidate] = {}
         for candidate in [*self.roomy, *self.tight]:
             key = (candidate.row.file, candidate.config.optimizer)
-            # Settings that were planned later need less memory, and have to be faster by more than the rates are exact.
+            # Candidates stand in the order in which they were planned. A later one saves memory where the first need not, so it
+            # replaces the first only if it is clearly faster.
             is_faster = key in best and candidate.row.tokens_per_second > SAME_RATE * best[key].row.tokens_per_second
             if key not in best or (is_faster and not candidate.row.tight):
                 best[key] = candidate
-        order = [id(row) for row in rank_rows([candidate.row for candidate in best.values()])]
-        return sorted(best.values(), key=lambda candidate: (candidate.row.tight, order.index(id(candidate.row))))
+        candidates_by_row = {id(candidate.row): candidate for candidate in best.values()}
+        ranked_rows = rank_rows([candidate.row for candidate in best.values()])
+        ranked = [candidates_by_row[id(row)] for row in ranked_rows]
+        # Sorting keeps the order of the candidates that fit with room, and of those that are tight.
+        return sorted(ranked, key=lambda candidate: candidate.row.tight)
 
     def _plan_strategies(self, files: list[Path], more_settings: dict[str, Any]) -> None:
-        """Plan the strategies with one setting after another, the fastest settings first.
+        """Plan strategy files with one setting after another, the fastest settings first, and collect what fits.
 
-        A smaller micro-batch is no faster, and neither are activations that are recomputed. So the rate of a strategy that does
-        not fit is the most that it can reach with less memory. It is planned again only if that is more than the fastest that
-        fits, and with micro-batches that may fit: activations grow at least in proportion.
+        A plan is left out if it cannot give the fastest candidate. Smaller micro-batches and recomputed activations are never
+        faster, so the rate of an earlier plan of the strategy is the highest that it can reach. A plan is also left out if its
+        micro-batch cannot fit: activations grow at least in proportion to the micro-batch.
         """
         first = self.request.recipe.config.activation_checkpointing
         # A setting that is not in the list, such as ``every:2``, keeps more than ``full`` does.
@@ -332,38 +347,44 @@ class _Search:
         if first in CHECKPOINTING:
             stronger = CHECKPOINTING[CHECKPOINTING.index(first) + 1 :]
         remaining = {file.stem: file for file in files}
-        ceilings: dict[str, float] = {}
+        # strategy -> the rate of its first plan
+        first_rates: dict[str, float] = {}
         for checkpointing in (first, *stronger):
-            rates = dict(ceilings)
-            largest: dict[str, float] = {}
+            # strategy -> the highest rate that it can reach with this checkpointing
+            highest_rates = dict(first_rates)
+            # strategy -> the largest micro-batch that may fit with this checkpointing
+            largest_sizes: dict[str, float] = {}
             for micro_batch in self._list_micro_batches():
                 fastest = max((candidate.row.tokens_per_second for candidate in self.roomy), default=0.0)
-                candidates = []
+                files_to_plan = []
                 for name, file in remaining.items():
-                    if rates.get(name, math.inf) > SAME_RATE * fastest and micro_batch <= largest.get(name, micro_batch):
-                        candidates.append(file)
-                if not candidates:
+                    may_be_fastest = highest_rates.get(name, math.inf) > SAME_RATE * fastest
+                    if may_be_fastest and micro_batch <= largest_sizes.get(name, math.inf):
+                        files_to_plan.append(file)
+                if not files_to_plan:
                     continue
-                flags = self._flags(checkpointing, micro_batch) | more_settings
-                traced, rows = self.request.plan(self.recipe, flags, self.cluster, candidates)
+                flags = self._make_flags(checkpointing, micro_batch) | more_settings
+                traced, rows = self.request.plan(self.recipe, flags, self.cluster, files_to_plan)
                 for row in rows:
-                    self._add(row, traced, flags)
+                    self._add_row(row, traced, flags)
                     if not _may_fit_with_less(row):
                         del remaining[row.file]
                         continue
-                    rates[row.file] = row.tokens_per_second
-                    ceilings.setdefault(row.file, row.tokens_per_second)
+                    highest_rates[row.file] = row.tokens_per_second
+                    first_rates.setdefault(row.file, row.tokens_per_second)
+                    # If this micro-batch fits with room, no smaller one is planned.
                     is_roomy = row.fits and not row.tight
-                    largest[row.file] = 0 if is_roomy else micro_batch * self._activation_limit(row)
+                    largest_sizes[row.file] = 0 if is_roomy else micro_batch * self._fitting_share(row)
 
-    def _activation_limit(self, row: Row) -> float:
-        """Return the share of a planned row's activations that fits."""
+    def _fitting_share(self, row: Row) -> float:
+        """Return the share of a planned row's activations for which the GPU has room beside everything else."""
         assert row.memory is not None
         activations = row.memory.device.activations
         return (self.cluster.device.memory - row.memory.total + activations) / max(activations, 1)
 
     def _list_micro_batches(self) -> list[int]:
-        """Return micro-batches that divide the samples of a step, the largest first, each at most half of the one before."""
+        """Return the micro-batches to try, the largest first. Each is at most half of the one before, and divides a rank's
+        samples of a step."""
         config = self.request.recipe.config
         shape = self.request.recipe.batch_shape()
         samples = config.per_device_train_batch_size * config.gradient_accumulation_steps
@@ -378,7 +399,7 @@ class _Search:
                 sizes.append(micro_batch)
         return sizes
 
-    def _flags(self, checkpointing: str, micro_batch: int) -> dict[str, Any]:
+    def _make_flags(self, checkpointing: str, micro_batch: int) -> dict[str, Any]:
         config = self.request.recipe.config
         flags: dict[str, Any] = {
             "activation_checkpointing": checkpointing,
@@ -391,27 +412,28 @@ class _Search:
         if config.global_batch_size is None:
             samples = config.per_device_train_batch_size * config.gradient_accumulation_steps
             flags["gradient_accumulation_steps"] = samples // micro_batch
+        # Packing saves the computation on padding.
         is_padded = self.method != "full" or self.request.recipe.batch_shape().padded or self.request.lengths is not None
         if is_padded and self.request.can_pack:
             flags["packing"] = True
         return self.settings | flags
 
-    def _add(self, row: Row, traced: TracedJob, flags: dict[str, Any]) -> None:
+    def _add_row(self, row: Row, traced: TracedJob, flags: dict[str, Any]) -> None:
         # Remedies mean that the plan exceeds the GPU, even if its range begins below.
         if not row.fits or row.remedies:
             self.misfits.append(row)
             return
         candidates = self.tight if row.tight else self.roomy
-        candidates.append(Candidate(self.method, self.recipe, self._unset(flags), traced, row))
+        candidates.append(Candidate(self.method, self.recipe, self._select_new_flags(flags), traced, row))
 
-    def _unset(self, flags: dict[str, Any]) -> dict[str, Any]:
+    def _select_new_flags(self, flags: dict[str, Any]) -> dict[str, Any]:
         """Return the flags that the user did not set, or set to another value."""
         config = self.request.recipe.config
-        unset = {}
+        new_flags = {}
         for key, value in flags.items():
             if not (self.request.sources.is_set(key) and getattr(config, key) == value):
-                unset[key] = value
-        return unset
+                new_flags[key] = value
+        return new_flags
 
     def describe_nearest_misfit(self) -> str:
         """Return what the strategy that is nearest to fitting lacks."""
@@ -424,7 +446,7 @@ class _Search:
 
 
 def _may_fit_with_less(row: Row) -> bool:
-    """Return whether smaller activations can make a strategy fit, or allow a larger micro-batch than one that fits."""
+    """Return whether it is useful to plan a strategy again with smaller activations: it fits already, or lacks GPU memory."""
     if row.problems or row.bare:
         return False
     return row.fits or any(limit.startswith("GPU memory") for limit in row.exceeded)
@@ -434,15 +456,17 @@ def advise(request: Request, cluster: Cluster, methods: list[str] | None = None)
     """Return the best run for a request, and what to do if it does not fit or needs offload.
 
     Args:
-        methods: those that are tried; None means the request's and the ones with less memory.
+        methods: the methods to try; None means the request's and those that need less memory.
 
     Raises:
         ConfigError: there is no such model, or the recipe does not train it.
     """
+    # Each method needs less memory than those before it.
     methods = methods or list(METHODS)[list(METHODS).index(request.method) :]
     # Adapters need a trained base.
     if request.recipe.config.initialised_from:
         methods = [request.method]
+    # The recipe for encoder-decoders cannot quantise its model.
     if request.recipe.encoder_decoder and "qlora" in methods:
         methods.remove("qlora")
     ranked: dict[str, list[Candidate]] = {}
@@ -452,7 +476,7 @@ def advise(request: Request, cluster: Cluster, methods: list[str] | None = None)
         try:
             candidates = search.run()
         except ConfigError as error:
-            # Another method may not suit the model: not all layers can be quantised.
+            # A method that the user did not choose may not suit the model: not all layers can be quantised.
             if method == request.method:
                 raise
             shortfalls[method] = error.problems[0]
@@ -461,15 +485,19 @@ def advise(request: Request, cluster: Cluster, methods: list[str] | None = None)
             shortfalls[method] = search.describe_nearest_misfit()
             continue
         ranked[method] = candidates
+        # A method with less memory is an alternative only to a run that needs offload.
         if not candidates[0].row.offloads:
             break
     on_gpu = [candidates[0] for candidates in ranked.values() if not candidates[0].row.offloads]
-    # The method of the request goes first, even where it needs offload; then one that needs none; then any.
-    firsts = ranked.get(request.method) or on_gpu[:1] or [candidates[0] for candidates in ranked.values()]
-    if not firsts:
+    if not ranked:
         return Advice(None, None, None, shortfalls)
-    best = firsts[0]
-    # It may be faster, where it is tight.
+    # The request's method is preferred, even if it needs offload; then a method that needs none.
+    best = next(iter(ranked.values()))[0]
+    if request.method in ranked:
+        best = ranked[request.method][0]
+    elif on_gpu:
+        best = on_gpu[0]
+    # The second best may be faster than the best: candidates that are tight come last.
     second = max(ranked[best.method][1:], key=lambda run: run.row.tokens_per_second, default=None)
     alternative = next((candidate for candidate in on_gpu if candidate is not best), None)
     return Advice(best, second, alternative, shortfalls, request.whole_run(best, cluster))
