@@ -439,7 +439,7 @@ def test_code_that_looks_at_values_is_told_in_words(tmp_path):
     planned = mixture(tmp_path)
     planned.model_config._experts_implementation = "eager"
     traced = TracedJob.of(planned, "cuda")
-    with pytest.raises(ConfigError, match="looks at what tensors hold, as a loop over experts does"):
+    with pytest.raises(ConfigError, match="reads the values of tensors, as a loop over experts does"):
         traced.trace(ShardingSpec(kind="single", name="", ranks=1, ranks_per_node=1))
     assert traced.failure is not None
 

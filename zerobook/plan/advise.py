@@ -259,9 +259,16 @@ class Advice:
         best = self.best
         values: dict[str, Any] = {"strategy": None, "recipe": None, "flags": {}, "does_not_fit": self.shortfalls}
         if best is not None and best.row.memory is not None:
-            values |= {"strategy": best.row.file, "recipe": best.recipe, "method": best.method, "flags": best.flags}
-            values |= {"memory": best.row.memory.total, "memory_range": (best.row.memory.low, best.row.memory.high)}
-            values |= {"tokens_per_second": best.row.tokens_per_second, "tokens_per_second_range": best.row.rates}
+            values |= {
+                "strategy": best.row.file,
+                "recipe": best.recipe,
+                "method": best.method,
+                "flags": best.flags,
+                "memory": best.row.memory.total,
+                "memory_range": (best.row.memory.low, best.row.memory.high),
+                "tokens_per_second": best.row.tokens_per_second,
+                "tokens_per_second_range": best.row.rates,
+            }
         if self.run is not None:
             values["run"] = asdict(self.run)
         return values

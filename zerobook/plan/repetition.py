@@ -1,9 +1,9 @@
 """Equal layers of a model, and equal chunks of its loss: a trace runs few of them and counts all.
 
-A trace is a list of pieces, the operations between two marks. A mark is where a layer begins, where the gradient of its output
-is available, or where a chunk begins. Layers may be equal in periods, as sliding and full attention in turn are. The first
-three periods and the last one run. If the second and the third period consist of equal pieces, the third stands for all that
-were left out. Otherwise the caller traces the complete model.
+A trace is recorded as a list of pieces, the operations from one mark to the next. A mark is where a layer begins, where the
+gradient of its output is available, or where a chunk begins. Layers may be equal in periods: where sliding and full attention
+take turns, a period is two layers. The first three periods and the last one run. If the second and the third period consist of
+equal pieces, copies of the third are inserted for all periods that did not run. Otherwise the caller traces the complete model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,8 @@ RUN_PERIODS = 4
 
 
 class Mark(NamedTuple):
-    """Start of a part of the repetition ``name``, by its index; with ``backward``, of its backward pass."""
+    """Start of a part, a layer or a chunk, of the repetition ``name``. ``part`` is its index. With ``backward``, it is the
+    start of the part's backward pass."""
 
     name: str
     part: int
@@ -31,41 +32,46 @@ class Mark(NamedTuple):
 
 @dataclass
 class Piece:
-    """The part of a step after a mark, until the next mark or the gradient of a weight."""
+    """The operations of a step from a mark, or the gradient of a weight, until the next mark or gradient."""
 
     mark: Mark | None = None
-    # bytes alive at the end, and the most alive at once, above those alive at the start
+    # live bytes at the end, minus those at the start
     live_change: int = 0
+    # the most live bytes, minus those at the start
     peak_bytes: int = 0
-    # bytes of the storages made here that autograd keeps for the backward pass
+    # bytes of the storages made in this piece that autograd keeps for the backward pass
     saved_bytes: int = 0
+    # bytes that are moved to host memory, and the pinned memory that they take
     host_bytes: int = 0
     pinned_bytes: int = 0
     work: Work = field(default_factory=Work)
     visits: list[Visit] = field(default_factory=list)
-    # elements of the weight whose gradient ends the piece; 0 at the end of a pass, and None at a mark
+    # elements of the weight whose gradient ends the piece; 0 if the end of a pass does, and None if a mark does
     gradient_elements: int | None = None
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Parts that are equal in periods of ``period`` parts, from part ``start`` to the last of ``count``. ``name`` is the path
-    of a list of layers, or names chunks."""
+    """Layers or chunks, called parts, that are equal in periods."""
 
+    # the path of the list of layers, or a name for chunks
     name: str
+    # index of the first part of the first period
     start: int
+    # parts of a period
     period: int
+    # all parts
     count: int
 
     @property
     def skipped(self) -> int:
-        """Number of parts that do not run: complete periods."""
+        """Number of parts that do not run. They are complete periods."""
         periods = (self.count - self.start) // self.period
         return max(periods - RUN_PERIODS, 0) * self.period
 
     @property
     def resumes(self) -> int:
-        """Index of the first part that runs after those that do not."""
+        """Index of the first part that runs after those that do not run: the first of the last period."""
         return self.start + (RUN_PERIODS - 1) * self.period + self.skipped
 
     @property
@@ -75,7 +81,8 @@ class Repetition:
         return [index for index in range(self.count) if index not in skipped]
 
     def shift(self, pieces: Iterable[Piece], parts: int, *, first: int = 0) -> list[Piece]:
-        """Return the pieces with names of the parts that come ``parts`` later, from the part ``first`` on."""
+        """Return copies of pieces that name other parts: in marks and visits, ``parts`` is added to the index of each part that
+        is ``first`` or later."""
         shifted = []
         for piece in pieces:
             mark = piece.mark
@@ -89,6 +96,7 @@ class Repetition:
             shifted.append(replace(piece, mark=mark, visits=visits))
         return shifted
 
+    # Add ``parts`` to the layer's index in the name of a module or weight: layers.3.norm becomes layers.7.norm.
     def _shift_name(self, name: str, parts: int, first: int) -> str:
         prefix = f"{self.name}."
         if not name.startswith(prefix):
@@ -118,10 +126,16 @@ def find_repetitions(model: nn.Module) -> list[Repetition]:
 
 
 def _best_repetition(path: str, descriptions: Sequence[Any]) -> Repetition:
-    """Return the repetition with the fewest parts that run."""
+    """Return the repetition of a list of layers with the fewest layers that run.
+
+    Args:
+        descriptions: of each layer. Layers with equal descriptions are equal.
+    """
     count = len(descriptions)
+    # Without a repetition, all layers are one period.
     best = Repetition(path, 0, count, count)
     for period in range(1, count // RUN_PERIODS + 1):
+        # Extend the repetition from the last period to the front.
         start = count - period
         while start > 0 and descriptions[start - 1] == descriptions[start - 1 + period]:
             start -= 1
@@ -136,8 +150,8 @@ _INDEXES = {"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx"}
 
 
 def _describe_layers(layers: nn.ModuleList, config: Any) -> list[Any]:
-    """Return for each layer what its operations depend on: modules, weights, their settings, and the config's lists with a
-    value a layer."""
+    """Return for each layer what its operations depend on: its modules, their settings and weights, and the layer's values in
+    lists of the config that have one value for each layer."""
     settings_by_layer = []
     for values in vars(config).values() if config is not None else ():
         if isinstance(values, (list, tuple)) and len(values) == len(layers):
@@ -160,9 +174,9 @@ def _describe_layers(layers: nn.ModuleList, config: Any) -> list[Any]:
 
 @contextmanager
 def keep_few(model: nn.Module, repetitions: Iterable[Repetition]) -> Iterator[None]:
-    """Return a context in which each list of layers holds only the layers that run.
+    """Remove the layers that do not run from their lists inside this context.
 
-    They are numbered from 0 on, as an nn.ModuleList requires.
+    The other layers are numbered from 0 on, as an nn.ModuleList requires.
     """
     # (a list of layers, all of its layers by their indexes)
     originals: list[tuple[Any, dict[str, nn.Module | None]]] = []
@@ -182,22 +196,24 @@ class UnequalPartsError(ValueError):
 
 
 def extend(pieces: list[Piece], repetitions: Iterable[Repetition]) -> list[Piece]:
-    """Return the pieces with those of the parts that did not run.
+    """Return the pieces of all parts, from those of the parts that ran.
 
     Args:
-        pieces: with the indexes that parts have among those that run.
+        pieces: a part's index in them counts only the parts that ran.
 
     Raises:
         UnequalPartsError: the compared periods differ.
     """
     for repetition in filter(attrgetter("skipped"), repetitions):
+        # Give the parts of the last period their indexes among all parts.
         pieces = repetition.shift(pieces, repetition.skipped, first=repetition.resumes - repetition.skipped)
         for backward in (False, True):
+            # index of a part -> position of the piece that begins with it
             positions = {}
             for position, piece in enumerate(pieces):
                 if piece.mark is not None and (piece.mark.name, piece.mark.backward) == (repetition.name, backward):
                     positions[piece.mark.part] = position
-            # A chunk has no backward pass of its own, nor have layers in an evaluation.
+            # Chunks have no backward pass of their own. In an evaluation, layers have none either.
             if backward and not positions:
                 continue
             if set(positions) != set(repetition.indexes_to_run):
@@ -207,25 +223,36 @@ def extend(pieces: list[Piece], repetitions: Iterable[Repetition]) -> list[Piece
 
 
 def _insert_skipped(pieces: list[Piece], repetition: Repetition, positions: dict[int, int], *, backward: bool) -> list[Piece]:
+    """Return the pieces of one direction of the passes with copies of the third period for the skipped ones.
+
+    Args:
+        positions: index of a part -> position in ``pieces`` where it begins.
+
+    Raises:
+        UnequalPartsError: the second and the third period differ.
+    """
     period = repetition.period
-    third = repetition.start + 2 * period
+    first_of_second = repetition.start + period
+    first_of_third = first_of_second + period
+    # Copies are made for the parts that come one period after the third, two periods after it, and so on.
     shifts = range(period, repetition.skipped + 1, period)
     if backward:
-        # The backward pass begins with the last part of a period, and skipped parts come before the third period.
-        start = positions[third + period - 1]
-        end = positions[third - 1]
-        second = pieces[end : positions[third - period - 1]]
-        insertion = start
+        # The backward pass runs from the last part to the first: the skipped periods, the third, the second, the first.
+        third_start = positions[first_of_third + period - 1]
+        third_end = positions[first_of_third - 1]
+        second = pieces[third_end : positions[first_of_second - 1]]
+        insertion = third_start
         shifts = shifts[::-1]
     else:
-        start = positions[third]
-        end = positions[repetition.resumes]
-        second = pieces[positions[third - period] : start]
-        insertion = end
-    # If the second and the third period differ in nothing but the names of layers, the third stands for all that were skipped.
-    if repetition.shift(second, period) != pieces[start:end]:
+        third_start = positions[first_of_third]
+        third_end = positions[repetition.resumes]
+        second = pieces[positions[first_of_second] : third_start]
+        insertion = third_end
+    third = pieces[third_start:third_end]
+    # Equal periods differ in nothing but the names of parts.
+    if repetition.shift(second, period) != third:
         raise UnequalPartsError(f"{repetition.name}: the second and the third period differ")
     inserted = []
     for parts in shifts:
-        inserted += repetition.shift(pieces[start:end], parts)
+        inserted += repetition.shift(third, parts)
     return pieces[:insertion] + inserted + pieces[insertion:]

@@ -1,7 +1,7 @@
-"""Activation memory of one micro-batch: the model itself runs on tensors without contents.
+"""Trace of one micro-batch, its activation memory and its operations: the model itself runs on tensors without contents.
 
-The model is built and run under `FakeTensorMode`: every operation reports the shapes of its results, and nothing is
-computed, so a new architecture needs no formula. A storage is counted from the operation that creates it until Python or
+The model is built and run under torch's `FakeTensorMode`: every operation returns tensors of the right shapes, and computes
+nothing. So a new architecture needs no formula. A storage is counted from the operation that creates it until Python or
 autograd frees it. So the figures include what autograd saves and the copies that autocast and the loss make, and leave out
 what activation checkpointing drops.
 """
@@ -39,10 +39,11 @@ Loss = Callable[[nn.Module, dict[str, torch.Tensor]], Any]
 
 
 class TimelinePoint(NamedTuple):
-    """``gradient_elements`` of weights have a gradient before this point. ``activation_bytes`` are the most bytes of
-    activations alive since the previous point."""
+    """A point of a micro-batch at which a pass ends, or a weight gets its gradient."""
 
+    # elements of the weights that had a gradient before this point
     gradient_elements: int
+    # the most bytes of activations alive at once since the previous point
     activation_bytes: int
 
 
@@ -50,11 +51,11 @@ class TimelinePoint(NamedTuple):
 class Trace:
     """Bytes of one micro-batch on one rank, without weights, their gradients and optimizer state."""
 
-    # what autograd keeps between the forward and the backward pass
+    # bytes that autograd keeps between the forward and the backward pass
     saved_bytes: int
     # The first point is the forward pass and the loss; then there is one for each weight that gets a gradient.
     timeline: list[TimelinePoint]
-    # what the device computes
+    # operations of the device
     work: Work = field(default_factory=Work)
     # the modules in the order in which they run, forward and then backward
     visits: Sequence[Visit] = ()
@@ -62,7 +63,7 @@ class Trace:
     uncounted: tuple[str, ...] = ()
     # the most bytes alive at once in a forward pass of the evaluation and its loss; None if nothing is evaluated
     evaluation_bytes: int | None = None
-    # what is in host memory between the passes, and the pinned memory that it takes
+    # bytes that are moved to host memory between the passes, and the pinned memory that they take
     host_bytes: int = 0
     pinned_bytes: int = 0
 
@@ -72,15 +73,15 @@ class Trace:
 
 
 def _attention_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any, causal: bool) -> float:
-    """Return the operations of two products of [length, width] by [width, keys]. A causal kernel leaves out the half that is
-    masked."""
+    """Return the floating-point operations of attention: two products, of queries by keys and of scores by values. A causal
+    kernel leaves out the half of the scores that is masked."""
     return 4.0 * q.numel() * k.shape[-2] / (2 if causal else 1)
 
 
 _MATRIX_PRODUCT = re.compile(r"mm(_|$)|matmul|gemm")
 
 
-# Products of matrices -> the places of their factors among the arguments.
+# Product of matrices -> the positions of its factors among the arguments.
 _FACTORS = {
     "aten::mm": (0, 1),
     "aten::addmm": (1, 2),
@@ -124,31 +125,39 @@ class StorageCounter(TorchDispatchMode):
 
     It counts operations itself, because torch's FlopCounterMode would keep every tensor alive until the next garbage
     collection.
+
+    Args:
+        skips_chunks: run few of the loss's chunks, see `zerobook.plan.repetition`.
     """
 
-    def __init__(self, *, shortens: bool = False) -> None:
+    def __init__(self, *, skips_chunks: bool = False) -> None:
         super().__init__()
-        self.shortens = shortens
+        self.skips_chunks = skips_chunks
+        # hooks of the model, which the caller removes after the passes
         self.hooks: list[Any] = []
+        # the chunks of each call of the loss, of which few ran
         self.chunks: list[Repetition] = []
         self.live_bytes = 0
+        # the most live bytes at once since the present piece began
         self.peak_bytes = 0
         # The last piece is the present one.
         self.pieces = [Piece()]
+        # names of matrix products whose number of floating-point operations is unknown
         self.uncounted: set[str] = set()
         self._piece_start_bytes = 0
         self._marks: set[Mark] = set()
-        # storage -> a reference to it, and the piece that made it
+        # address of a live storage -> a reference to it, and the piece that made it
         self._counted: dict[int, tuple[weakref.ref, Piece]] = {}
-        # storages that do not count, such as those of weights
+        # addresses of storages that do not count, such as those of weights
         self._excluded: set[int] = set()
 
+    # operations of the present piece
     @property
     def work(self) -> Work:
         return self.pieces[-1].work
 
-    def mark(self, mark: Mark) -> None:
-        """Begin a piece at a mark. Activation checkpointing enters a layer twice, and the second time is not a mark."""
+    def begin_part(self, mark: Mark) -> None:
+        """Begin a piece at a mark. Activation checkpointing runs a layer twice, and only the first time begins a piece."""
         if mark not in self._marks:
             self._marks.add(mark)
             self.end_piece()
@@ -165,17 +174,22 @@ class StorageCounter(TorchDispatchMode):
         self.pieces.append(Piece())
 
     def run_few_chunks(self, positions: int, chunk_length: int) -> Iterator[int]:
-        """Yield the starts of few of the loss's chunks, in the place of `zerobook.head.chunk_starts`."""
+        """Yield the first positions of few of the loss's chunks. This replaces `zerobook.head.chunk_starts`."""
         starts = range(0, positions, chunk_length)
         chunks = Repetition(f"chunks {len(self.chunks)}", 0, 1, len(starts))
         self.chunks.append(chunks)
-        for position, index in enumerate(chunks.indexes_to_run):
-            self.mark(Mark(chunks.name, position))
+        for number, index in enumerate(chunks.indexes_to_run):
+            self.begin_part(Mark(chunks.name, number))
             yield starts[index]
 
     def count_saved(self, storage_bytes: dict[int, int]) -> None:
-        """Add the bytes of saved storages to the pieces that made them."""
+        """Add the bytes of saved storages to the pieces that made them.
+
+        Args:
+            storage_bytes: `SavedTensors.storage_bytes`.
+        """
         for key, size in storage_bytes.items():
+            # Storages that were made before this mode began belong to the first piece.
             _, piece = self._counted.get(key, (None, self.pieces[0]))
             piece.saved_bytes += size
 
@@ -188,14 +202,14 @@ class StorageCounter(TorchDispatchMode):
     def count(self, tensor: torch.Tensor) -> None:
         """Count ``tensor``'s storage, once, for as long as it lives."""
         storage = tensor.untyped_storage()
-        # The address of torch's own storage: each call of untyped_storage makes another Python object.
+        # The key is the address of torch's C++ storage: each call of untyped_storage makes another Python object.
         key = storage._cdata
         size = storage.nbytes()
         if key in self._excluded or key in self._counted or not size:
             return
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        # A storage that is freed is no longer alive: the reference calls this function then.
+        # The reference calls the function when the storage is freed.
         reference = weakref.ref(storage, lambda _: self._forget(key, size))
         self._counted[key] = (reference, self.pieces[-1])
 
@@ -209,10 +223,11 @@ class StorageCounter(TorchDispatchMode):
         if name == "aten::_grouped_mm":
             result: Any = _run_grouped_product(func, *args, **kwargs)
         elif name == "aten::_local_scalar_dense" and args[0].dtype == torch.bool and isinstance(args[0], FakeTensor):
-            # Before 5.23, transformers draws in each layer of BART and its kind whether to skip it. Every layer is counted.
+            # A fake tensor has no value to read. Before 5.23, models such as BART read a random one in each layer, which is
+            # skipped if it is true (transformers' LayerDrop). Every layer is counted.
             result = False
         elif func is torch.ops.aten.addmm.dtype_out and isinstance(kwargs["out"], FakeTensor):
-            # The shape rule of torch 2.11 takes the dtype of the result for a factor.
+            # The shape rule of torch 2.11 fails here, since it reads the dtype of the result as a factor.
             result = kwargs["out"]
         else:
             result = func(*args, **kwargs)
@@ -223,7 +238,7 @@ class StorageCounter(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, name: str, args: Any, result: Any) -> None:
-        """Add an operation to `work`."""
+        """Add an operation to the work of the present piece."""
         if name in _WITHOUT_KERNEL or _is_view(func):
             return
         work = self.work
@@ -252,14 +267,16 @@ class StorageCounter(TorchDispatchMode):
 
 
 def _run_grouped_product(func: Any, a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run a grouped product, also on fake tensors that are not bf16. The shape rule of torch 2.13 knows only bf16; its
-    kernels for CUDA and CPU also accept fp32 and fp16, and return the dtype of their input
-    (aten/src/ATen/native/GroupedMMUtils.h). autocast does not change these dtypes, so the experts of fp32 weights run in
-    fp32."""
+    """Run a grouped product, also on fake tensors that are not bf16.
+
+    The shape rule of torch 2.13 accepts only bf16. Its kernels for CUDA and CPU also accept fp32 and fp16, and return the dtype
+    of their input (aten/src/ATen/native/GroupedMMUtils.h). autocast does not cast these inputs, so experts with fp32 weights
+    run in fp32.
+    """
     if not isinstance(a, FakeTensor) or a.dtype == b.dtype == torch.bfloat16:
         return func(a, b, *args, **kwargs)
     if a.dtype != b.dtype:
-        raise ValueError(f"a product in groups of {a.dtype} by {b.dtype}, which no device takes")
+        raise ValueError(f"a grouped product of {a.dtype} by {b.dtype}, which no device can compute")
     a_bf16 = torch.empty_like(a, dtype=torch.bfloat16)
     b_bf16 = torch.empty_like(b, dtype=torch.bfloat16)
     return torch.empty_like(func(a_bf16, b_bf16, *args, **kwargs), dtype=a.dtype)
@@ -276,9 +293,9 @@ class SavedTensors:
 
     def __init__(self, excluded: Callable[[], Iterable[torch.Tensor]]):
         self._excluded = excluded
-        # storage -> its bytes
+        # address of a storage -> its bytes; empty until the context ends
         self.storage_bytes: dict[int, int] = {}
-        # References keep the storages alive, so that no key is used twice.
+        # References keep the storages alive, so that no other storage gets the address of one.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __enter__(self) -> SavedTensors:
@@ -321,16 +338,15 @@ def trace_step(
         batch: the collator's output, with ``labels``.
         loss: an objective's loss, see `zerobook.objective.Objective.loss`.
         precision: the precision of autocast: ``no``, ``bf16`` or ``fp16``.
-        device: the device whose attention is simulated, as `Cluster.kernels` names it; None for real tensors, which run their
-            own.
-        repetitions: the equal layers of the complete model, of which ``model`` has few; the trace is that of all. None where
-            it has all.
+        device: the device whose kernels are simulated, as `Cluster.kernels` names it; None for real tensors, on which real
+            kernels run.
+        repetitions: equal layers, of which ``model`` has few; the trace counts all. None if ``model`` has all.
 
     Raises:
-        UnequalPartsError: these layers are not equal in what they do.
+        UnequalPartsError: layers of a repetition differ in what they do.
     """
 
-    # The plan counts gradients itself, as each strategy shards them. In the trace they must not be alive.
+    # `zerobook.plan.memory` adds gradients as each strategy shards them. In the trace they must not be alive.
     def free_gradient(counter: StorageCounter, parameter: torch.Tensor) -> None:
         counter.end_piece(parameter.numel())
         parameter.grad = None
@@ -362,7 +378,7 @@ def trace_evaluation(
     device: str | None = None,
     repetitions: Sequence[Repetition] | None = None,
 ) -> int:
-    """Return the most bytes alive at once in an evaluation's forward pass and loss, weights left out.
+    """Return the most bytes of activations alive at once in an evaluation's forward pass and loss.
 
     The arguments are those of `trace_step`.
     """
@@ -392,7 +408,8 @@ def _trace(
         run_passes: runs the passes, and calls `StorageCounter.end_piece` where a piece ends.
         repetitions: equal layers of which ``model`` has few; None if it has all.
     """
-    counter = StorageCounter(shortens=repetitions is not None)
+    # If the model has all of its layers, the loss has all of its chunks too.
+    counter = StorageCounter(skips_chunks=repetitions is not None)
     try:
         _record_visits(model, counter, repetitions or ())
         with _simulate(counter, model, batch, precision, device):
@@ -413,6 +430,7 @@ def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
     """Return the trace that consists of ``pieces``."""
     trace = Trace(0, [], uncounted=tuple(sorted(uncounted)))
     visits = []
+    # ``peak_bytes`` is the most since the last point of the timeline.
     live_bytes = peak_bytes = gradient_elements = 0
     for piece in pieces:
         trace.saved_bytes += piece.saved_bytes
@@ -422,6 +440,7 @@ def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
         visits += piece.visits
         peak_bytes = max(peak_bytes, live_bytes + piece.peak_bytes)
         live_bytes += piece.live_change
+        # The piece ends with a pass or with a gradient.
         if piece.gradient_elements is not None:
             trace.timeline.append(TimelinePoint(gradient_elements, peak_bytes))
             gradient_elements += piece.gradient_elements
@@ -431,7 +450,8 @@ def _join(pieces: Iterable[Piece], uncounted: Iterable[str]) -> Trace:
 
 
 def _refuse_outputs_of_layers(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if the loss asks for an output of each layer: what it does with them grows with their number."""
+    """Raise `ValueError` if the loss uses an output of each layer. Its work then grows with the number of layers, so all of
+    them have to run."""
     config = getattr(module, "config", None)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if kwargs.get(name) or getattr(config, name, False):
@@ -455,8 +475,8 @@ class _Upcast(nn.Module):
 def _simulate(
     counter: StorageCounter, model: nn.Module, batch: dict[str, torch.Tensor], precision: str, device: str | None
 ) -> Iterator[None]:
-    """Run a micro-batch's operations inside as ``device`` and ``precision`` would; ``counter`` counts ``batch`` and their
-    results."""
+    """Count the operations inside this context, and simulate those of ``device`` with autocast to ``precision``. ``batch``
+    counts as activations; weights do not."""
     for tensor in [*model.parameters(), *model.buffers()]:
         counter.exclude(tensor)
     with ExitStack() as stack:
@@ -465,9 +485,9 @@ def _simulate(
         if device not in (None, "cpu"):
             stack.enter_context(_simulate_cuda(precision != "no", counter))
         if "position_ids" not in batch:
-            # transformers looks at the values of position ids for packed rows. For fake tensors, it would assume a mask.
+            # transformers reads the values of position ids to find packed rows. For fake tensors, it would assume a mask.
             stack.enter_context(replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None))
-        if counter.shortens:
+        if counter.skips_chunks:
             stack.enter_context(replaced(head, "chunk_starts", counter.run_few_chunks))
         # torch prints tracebacks for an operation without a shape rule. The caller reports the error.
         stack.enter_context(replaced(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
@@ -495,13 +515,13 @@ class _CallInBackward(torch.autograd.Function):
 
 
 class _VisitRecorder:
-    """Hooks of one module that record its visits as DeepSpeed's hooks do: in the backward pass, at each output and after all
-    inputs."""
+    """Hooks of one module that record its visits where DeepSpeed's hooks are called: before and after its forward pass, at the
+    gradient of each output, and when all inputs have their gradients."""
 
     def __init__(self, visit: Visit, counter: StorageCounter, mark: Mark | None):
         self._visit = visit
         self._counter = counter
-        # where the module begins, if it is a layer of a repetition
+        # the mark of the module, if it is a layer of a repetition
         self._mark = mark
         # inputs that have no gradient yet
         self._pending_inputs = 0
@@ -528,7 +548,7 @@ class _VisitRecorder:
 
     def _record(self, mark: Mark | None = None, *, backward: bool = False, end: bool = False) -> None:
         if mark is not None:
-            self._counter.mark(mark)
+            self._counter.begin_part(mark)
         self._counter.pieces[-1].visits.append(self._visit._replace(backward=backward, end=end))
 
     def _record_output_gradient(self) -> None:
@@ -543,13 +563,14 @@ class _VisitRecorder:
 
 def _record_visits(model: nn.Module, counter: StorageCounter, repetitions: Sequence[Repetition]) -> None:
     """Register hooks that add the visits of all modules to ``counter``."""
+    # path of a layer that runs -> its mark
     marks = {}
     for repetition in repetitions:
         for index in range(len(repetition.indexes_to_run)):
             marks[f"{repetition.name}.{index}"] = Mark(repetition.name, index)
-    if counter.shortens:
+    if counter.skips_chunks:
         counter.hooks.append(model.register_forward_pre_hook(_refuse_outputs_of_layers, with_kwargs=True))
-    # A shared weight has one name.
+    # A weight that modules share has one name.
     names = {parameter: name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules():
         weight_names = [names[parameter] for parameter in module.parameters(recurse=False)]
@@ -562,22 +583,23 @@ def _record_visits(model: nn.Module, counter: StorageCounter, repetitions: Seque
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by a kernel that stores no matrix of scores: (its result, the logarithm of each row's sum)."""
+    """Compute attention by a kernel that stores no matrix of scores. Return its result, and the logarithm of the sum of each
+    row of scores."""
     raise NotImplementedError("it has shapes and no contents")
 
 
 @_attention.register_fake
-def _shapes(
+def _make_attention_results(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, heads, length, _ = q.shape
-    # Kernels write the layout of the next layer.
+    # Kernels write [rows, length, heads, width], the layout that the next layer reads.
     out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 class _Attention(torch.autograd.Function):
-    """Attention with the shapes of what its kernel saves. It is an operation, so that selective checkpointing can keep it."""
+    """Attention that saves tensors of the shapes that its kernel saves."""
 
     @staticmethod
     def forward(
@@ -608,8 +630,9 @@ class _Attention(torch.autograd.Function):
 def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
     """Replace attention by an operation that allocates what the fused kernels of ``device`` allocate.
 
-    On fake tensors, torch always takes its plain implementation. A device takes that one only for unusual shapes and options.
-    The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and cuda/sdp_utils.cpp.
+    On fake tensors, torch always uses its plain implementation, which stores the scores. A device uses it only for unusual
+    shapes and options. The conditions are those of torch 2.13, aten/src/ATen/native/transformers/sdp_utils_cpp.h and
+    cuda/sdp_utils.cpp.
     """
     plain_attention = F.scaled_dot_product_attention
 
@@ -629,7 +652,7 @@ def _simulate_attention(device: str, counter: StorageCounter) -> Iterator[None]:
         mask_has_gradient = attn_mask is not None and attn_mask.requires_grad
         if device == "cpu" and (dropout_p > 0 or mask_has_gradient):
             return plain_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        # The fake tensors are on the CPU, whatever device is simulated, so autocast is looked up for their device.
+        # The fake tensors are on the CPU, whatever device is simulated, so autocast is enabled for the CPU.
         if torch.is_autocast_enabled(query.device.type):
             dtype = torch.get_autocast_dtype(query.device.type)
             query = query.to(dtype)
@@ -662,8 +685,14 @@ _OPERATIONS_IN_FP32 = {
 
 @contextmanager
 def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
-    """Simulate CUDA where it differs from the CPU, on whose fake tensors a trace runs: the list of autocast above, a fused
-    dropout, which saves a mask of one byte an element, and tensors that are moved to host memory."""
+    """Simulate CUDA where it differs from the CPU, on whose fake tensors a trace runs.
+
+    autocast runs the operations listed above in fp32. A fused dropout saves a mask of one byte for each element. Activations
+    are moved to host memory.
+
+    Args:
+        autocasts: autocast is enabled.
+    """
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         if not training or p <= 0:
@@ -673,6 +702,7 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
     def run_in_fp32(operation: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: operation(*tree_map_only(torch.Tensor, _to_fp32, args), **kwargs)
 
+    # The tensor is freed, since only its description is kept.
     def move_to_host(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
         counter.pieces[-1].host_bytes += tensor.nbytes
         counter.pieces[-1].pinned_bytes += pinned_bytes(tensor.nbytes)
