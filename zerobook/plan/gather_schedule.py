@@ -2,9 +2,9 @@
 
 FSDP2 gathers layers for both passes. ZeRO-3 records the order in which modules run, and then follows it. It prefetches the
 weights of later modules as far as its limits allow. It keeps weights that are used again soon, or whose next use the
-prefetch has already passed, and frees the others. Freed weights are gathered again for the backward pass, for another
-module that shares the weight, or for a module that activation checkpointing runs twice. This module follows each of these
-decisions. Read from DeepSpeed 0.19.8, `PartitionedParameterCoordinator`, and counted in live runs.
+prefetch has already reached, and frees the others. Freed weights are gathered again for the backward pass, for another
+module that shares the weight, or for a module that activation checkpointing runs twice. This module makes each of these
+decisions as `PartitionedParameterCoordinator` of DeepSpeed 0.19.8 does. Its results were compared with live runs.
 """
 
 from collections import defaultdict, deque
@@ -17,15 +17,15 @@ from zerobook.plan.state_bytes import Weight, count_elements
 
 
 class Visit(NamedTuple):
-    """A moment in the passes: ``module`` is about to run, or with ``backward`` the gradient of its output is available. With
-    ``end``, the module has run, or its input has its gradient. ``weight_names`` are the weights that belong to the module
-    itself; many modules have none.
+    """The start or the end of a module's forward or backward pass.
 
-    An end may be missing: activation checkpointing stops a second run when it has the tensors that it needs, and in the
-    backward pass token ids have no gradient.
+    The backward pass of a module starts when its output has a gradient, and ends when its input has one. An end may be missing:
+    activation checkpointing stops a second forward pass when it has the tensors that it needs, and token ids have no gradient.
     """
 
+    # path in the model
     module: str
+    # the weights of the module itself, without those of the modules in it
     weight_names: tuple[str, ...]
     backward: bool = False
     end: bool = False
@@ -33,12 +33,12 @@ class Visit(NamedTuple):
 
 @dataclass
 class Gathers:
-    """Weights of one micro-batch's passes, each listed as often as it is gathered. ``backward`` includes modules that run a
-    second time in the backward pass. ``peak_elements`` is the largest number of elements that ZeRO-3 has gathered at once,
-    without the small weights that stay gathered."""
+    """Weights of one micro-batch's passes, each listed as often as it is gathered."""
 
     forward: list[Weight] = field(default_factory=list)
+    # with the gathers of modules that activation checkpointing runs again
     backward: list[Weight] = field(default_factory=list)
+    # the most elements that ZeRO-3 has gathered at once, without the small weights that stay gathered
     peak_elements: int = 0
 
     @property
@@ -49,29 +49,31 @@ class Gathers:
 def follow_gathers(
     weights: Sequence[Weight], sharding: ShardingSpec, visits: Sequence[Visit] = (), accumulation: int = 1
 ) -> Gathers:
-    """Return what is gathered, once the order is known.
+    """Return the weights that a rank gathers for a micro-batch, in a step in which ZeRO-3 knows the order of the modules.
 
     Args:
         visits: the visits of a complete micro-batch, as `zerobook.plan.trace` records them; without visits, modules are
             assumed to run in the order of their weights, and backward in reverse order.
+        accumulation: micro-batches of a step.
     """
     if sharding.kind == "fsdp":
+        # Weights outside the layers stay gathered after the forward pass.
         return Gathers(list(weights), [weight for weight in weights if weight.unit and sharding.reshards])
     if sharding.stage < 3:
         return Gathers()
     coordinator = _Coordinator(weights, visits or _visits_in_order(weights), sharding)
-    # The first micro-batch has freed all weights; small weights are gathered again after the optimizer's step.
+    # If each step has one micro-batch, it starts with the small weights: they are gathered after the optimizer's step.
     available = set()
     if accumulation == 1:
         available = {weight.name for weight in weights if weight.numel <= sharding.persistence_threshold}
-    # The second time, the decisions of the first are known.
+    # The first passes only decide where weights are freed. They gather other weights than all later passes.
     coordinator.follow(available)
     return coordinator.follow(coordinator.available)
 
 
 class _Coordinator:
-    """ZeRO-3's coordinator of one rank. The first passes that follow the order decide where each weight is freed; later
-    passes keep these decisions."""
+    """ZeRO-3's coordinator of one rank. The first passes decide where each weight is freed; later passes use these
+    decisions."""
 
     def __init__(self, weights: Sequence[Weight], visits: Sequence[Visit], sharding: ShardingSpec):
         self.visits = visits
@@ -79,10 +81,13 @@ class _Coordinator:
         # names of the weights that are gathered at this moment
         self.available: set[str] = set()
         weights_by_name = {weight.name: weight for weight in weights}
+        # module -> its weights
         self._weights_of: dict[str, list[Weight]] = {}
-        # Positions count the starts of modules. Small weights count in the distance between positions.
+        # (weight, position) of every use, where the position is the number of modules that have started before
         self._uses: list[tuple[Weight, int]] = []
+        # weight name -> positions of its uses
         self._positions: dict[str, list[int]] = defaultdict(list)
+        # position -> elements of the weights that are used before it, also of small weights
         self._elements_before = [0]
         for visit in visits:
             module_weights = [weights_by_name[name] for name in visit.weight_names]
@@ -98,26 +103,31 @@ class _Coordinator:
         self._keeps: dict[tuple[int, str], bool] = {}
 
     def follow(self, available: set[str]) -> Gathers:
-        """Follow one micro-batch's passes, which start with the weights ``available`` gathered."""
+        """Return what one micro-batch gathers.
+
+        Args:
+            available: names of the weights that are gathered when it starts.
+        """
         self.available = set(available)
         self._gathers = Gathers()
         self._live_elements = 0
+        # uses that the prefetch has not reached
         self._coming = deque(self._uses)
-        # weight name -> the last use that the prefetch has passed
+        # weight name -> position of the last use that the prefetch has reached
         self._prefetched_use: dict[str, int] = {}
         # weight name -> modules that are running and use it
         self._users: dict[str, set[str]] = defaultdict(set)
         position = 0
         is_backward = False
         for visit in self.visits:
-            # Modules that run after the first gradient run a second time.
+            # After the first gradient, a forward pass of a module belongs to the backward pass: it is run a second time.
             is_backward = is_backward or visit.backward
             if visit.end:
                 self._end_module(visit.module, position)
             else:
                 self._start_module(visit.module, position, is_backward)
                 position += 1
-        # After the backward pass no weight is in use.
+        # Free the weights of modules whose end is missing.
         for module_weights in self._weights_of.values():
             for weight in module_weights:
                 if self._users[weight.name] and weight.numel > self.sharding.persistence_threshold:
@@ -127,17 +137,18 @@ class _Coordinator:
     def _start_module(self, module: str, position: int, is_backward: bool) -> None:
         """Gather a module's weights, and prefetch those of later modules."""
         gathered = self._gathers.backward if is_backward else self._gathers.forward
-        not_passed = set()
+        # names of the module's weights that the prefetch has not reached
+        not_reached = set()
         for weight in self._weights_of[module]:
             self._gather(weight, gathered)
             if self._prefetched_use.get(weight.name, -1) < position:
-                not_passed.add(weight.name)
-        # The prefetch continues behind the module's own uses.
-        while self._coming and not_passed:
+                not_reached.add(weight.name)
+        # If the prefetch is behind this module, it continues after it.
+        while self._coming and not_reached:
             weight, use = self._coming.popleft()
             self._prefetched_use[weight.name] = use
-            not_passed.discard(weight.name)
-        # Both limits count elements: of all gathered weights, and of one prefetch.
+            not_reached.discard(weight.name)
+        # One limit is for the elements of all gathered weights, the other for those of one prefetch.
         room = min(self.sharding.max_live_elements - self._live_elements, self.sharding.prefetch_bucket_elements)
         while self._coming and room > 0:
             weight, use = self._coming.popleft()
@@ -149,7 +160,7 @@ class _Coordinator:
             self._users[weight.name].add(module)
 
     def _gather(self, weight: Weight, gathered: list[Weight]) -> bool:
-        """Gather a weight if it is not available, and return whether that was so."""
+        """Gather a weight unless it is available, and return whether it was gathered now."""
         if weight.name in self.available:
             return False
         self.available.add(weight.name)
@@ -158,7 +169,7 @@ class _Coordinator:
         return True
 
     def _end_module(self, module: str, position: int) -> None:
-        """Free the module's weights that no other module uses, and that are not kept for a later use."""
+        """Free the module's weights, except those that another running module uses, and those that are kept for later."""
         for weight in self._weights_of[module]:
             self._users[weight.name].discard(module)
             is_needed = self._keeps_weight(weight, position) or self._users[weight.name]
@@ -167,7 +178,8 @@ class _Coordinator:
                 self._live_elements -= weight.numel
 
     def _keeps_weight(self, weight: Weight, position: int) -> bool:
-        """Return whether a weight stays gathered when a module ends before ``position``."""
+        """Return whether a weight stays gathered when a module ends and the next one starts at ``position``. A decision is
+        made once, and used in all later passes."""
         key = (position, weight.name)
         if key not in self._keeps:
             self._keeps[key] = (

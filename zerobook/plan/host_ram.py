@@ -1,4 +1,4 @@
-"""Host RAM of a rank beside its states: buffers of offload, and what pinned memory needs more than its contents."""
+"""Host RAM of a rank beside its offloaded states: buffers, and the bytes by which blocks of pinned memory are rounded up."""
 
 from typing import NamedTuple
 
@@ -22,12 +22,12 @@ from zerobook.plan.state_bytes import (
 class HostBlocks(NamedTuple):
     """Sizes in bytes of a rank's blocks of host RAM that are pinned on a machine with GPUs."""
 
+    # blocks beside the states
     buffers: list[int]
-    """Beside the states."""
+    # blocks of the states, whose bytes `count_states` counts
     states: list[int]
-    """Parts of the states, which are counted already."""
+    # blocks that are used only while a model is loaded; torch keeps freed blocks of pinned memory
     loading: list[int]
-    """Used while a model is loaded. torch keeps freed blocks of pinned memory."""
 
 
 def host_buffer_bytes(
@@ -38,9 +38,9 @@ def host_buffer_bytes(
     torch 2.13 rounds each block of pinned memory up to a power of two (ATen/core/CachingHostAllocator.h).
 
     Args:
-        states: of the rank.
+        states: the rank's states.
         accumulation: micro-batches of a step.
-        on_gpu: memory is pinned only for a GPU.
+        on_gpu: the run is on GPUs. On a CPU no memory is pinned.
     """
     if not states.host.total:
         return 0
@@ -52,6 +52,7 @@ def host_buffer_bytes(
         blocks = _zero_blocks(model, sharding, accumulation)
     total = sum(blocks.buffers) + nvme_buffer_bytes(model, sharding)
     if on_gpu and sharding.pins_host_memory:
+        # Add what rounding adds to the blocks that are counted.
         total += sum(pinned_bytes(size) - size for size in (*blocks.buffers, *blocks.states))
         total += sum(map(pinned_bytes, blocks.loading))
     return total
@@ -63,7 +64,7 @@ def pinned_bytes(size: int) -> int:
 
 
 def partition_sizes(model: ModelWeights, sharding: ShardingSpec) -> list[int]:
-    """Return the elements of each parameter group that a rank of DeepSpeed updates."""
+    """Return for each parameter group the elements that a rank of DeepSpeed updates."""
     return [ceil_div(count_elements(group), sharding.ranks) for group in model.groups]
 
 
@@ -75,10 +76,10 @@ def largest_trained(model: ModelWeights) -> int:
 def _zero_blocks(model: ModelWeights, sharding: ShardingSpec, accumulation: int) -> HostBlocks:
     """Return the blocks of ZeRO-2 with offload (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
     partitions = partition_sizes(model, sharding)
-    # updated weights in the compute dtype, and the gradient of one weight
+    # the partition's updated weights in the compute dtype, and the gradient of one weight
     buffers = [sharding.compute_bytes * elements for elements in (*partitions, largest_trained(model))]
     if accumulation > 1:
-        # the gradients of earlier micro-batches, each complete
+        # the sums of earlier micro-batches' gradients, for all weights that the partition overlaps
         for group, partition in zip(model.groups, partitions, strict=True):
             buffers += [sharding.compute_bytes * weight.numel for weight in weights_of_partition(group, partition, rank=0)]
     # masters and gradients
@@ -93,13 +94,13 @@ def _zero3_blocks(model: ModelWeights, sharding: ShardingSpec) -> HostBlocks:
         sub_groups = split_sub_groups(model, sharding)
         states.append(sharding.compute_bytes * sum(sub_group.elements for sub_group in sub_groups))
         for sub_group in sub_groups:
-            # the fp32 gradients of sub-groups in host RAM
+            # Only sub-groups in host RAM have fp32 gradients.
             if not is_swapped(sub_group, sharding):
                 states.append(FP32_BYTES * sub_group.elements)
     if sharding.offload_param == "cpu":
         for weight in model.weights:
             shard = cast_bytes(weight, sharding) * shard_elements(weight, sharding.ranks)
-            # Shards of trained weights are copied into one block for each group after the model was loaded.
+            # After the model was loaded, the shards of trained weights are copied into one block for each group.
             if weight.trained:
                 loading.append(shard)
             else:

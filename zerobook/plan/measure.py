@@ -1,5 +1,5 @@
-"""Measurement of a few steps under every strategy file, in fresh processes: what they hold and send, compared with the
-plan."""
+"""Measurement of a few steps under a strategy file, in fresh processes: the bytes that the ranks hold and send, compared with
+the plan."""
 
 import tempfile
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def measure(
     sources: ConfigSources,
     limit_s: float = LIMIT_S,
 ) -> Measurement:
-    """Run the recipe for a few steps under one strategy file.
+    """Run the recipe for a few steps under one strategy file, and return its figures beside the planned ones.
 
     Args:
         flags: the recipe's flags, as on the command line, including the model's weights and the data.
@@ -111,7 +111,11 @@ def _describe_failure(code: int, output: str, limit_s: float) -> str:
 
 
 def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: Cluster) -> dict[str, Figure]:
-    """Return each figure of the rank where it is furthest from the plan."""
+    """Return each figure of the rank on which it is furthest from the plan.
+
+    Args:
+        probes: the results of `zerobook.plan.probe`, by rank.
+    """
     model = job.weights()
     sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
     accumulation = job.config.accumulation_on(plan.data_parallel_size)
@@ -126,10 +130,8 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
         shape = BatchShape(rows, length, label_length, probe["padded"])
         # A trace takes seconds, and most ranks have the same shape.
         if shape not in traces:
-            with job.on_device(cluster.kernels).build(shape, cast=sharding.cast, precision=sharding.precision) as (
-                module,
-                batch,
-            ):
+            built = job.on_device(cluster.kernels).build(shape, cast=sharding.cast, precision=sharding.precision)
+            with built as (module, batch):
                 traces[shape] = trace_step(module, batch, job.objective.loss, sharding.autocast, device=cluster.kernels)
         trace = traces[shape]
         gathers = follow_gathers(model.weights, sharding, trace.visits, accumulation)

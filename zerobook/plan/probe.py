@@ -41,8 +41,10 @@ STEP = 4
 RESULT = "ZEROBOOK_PROBE_RESULT"
 """Environment variable with the path of the result file."""
 
+# Collective -> bytes that this rank sent in step `STEP`, and the number of calls.
 SENT_BYTES: dict[str, float] = defaultdict(float)
 CALLS: Counter[str] = Counter()
+# A list, so that functions can change its element.
 _IS_COUNTING = [False]
 
 _OUTPUT = (0, ("tensor", "output_tensor", "output", "tensor_list"))
@@ -64,16 +66,18 @@ _COLLECTIVES = {
 """Collective -> the argument that counts, and how many times a ring sends (N - 1)/N of it."""
 
 
-def _watch(name: str, collective: Any) -> Any:
+# Return a function that counts a call of a collective of torch.distributed, and runs it.
+def _wrap_collective(name: str, collective: Any) -> Any:
     (position, keywords), passes = _COLLECTIVES[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _IS_COUNTING[0]:
-            counted = [kwargs[keyword] for keyword in keywords if keyword in kwargs] or [args[position]]
+            # The argument may be given by one of its names, which differ between collectives, or by its position.
+            tensors = [kwargs[keyword] for keyword in keywords if keyword in kwargs] or [args[position]]
             groups = [argument for argument in (kwargs.get("group"), *args) if isinstance(argument, dist.ProcessGroup)]
             # Without a group, all ranks take part.
             group = groups[0] if groups else None
-            record_collective(name, _count_bytes(counted[0]), passes, dist.get_world_size(group))
+            record_collective(name, _count_bytes(tensors[0]), passes, dist.get_world_size(group))
         return collective(*args, **kwargs)
 
     return call
@@ -93,7 +97,7 @@ def record_collective(name: str, size_bytes: int, passes: int, ranks: int) -> No
 
 
 def _reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations other than its own
-    """Run DDP's all-reduce, which DDP itself calls from C++, through torch.distributed, where it is counted."""
+    """Run DDP's all-reduce through torch.distributed, where it is counted. Without this hook, DDP calls it from C++."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     return allreduce_hook(group, bucket)
@@ -108,7 +112,7 @@ class Probe(Hook):
         self.began = 0.0
 
     def on_start(self, trainer: TrainerView) -> None:
-        # The trained weights are not wanted.
+        # Saving the trained weights takes time, and nobody needs them.
         trainer.save_results = False
         if hasattr(trainer.strategy.model, "register_comm_hook"):
             cast("DistributedDataParallel", trainer.strategy.model).register_comm_hook(None, _reduce_bucket)
@@ -166,7 +170,7 @@ def main() -> None:
     os.environ[RESULT], recipe, *flags = sys.argv[1:]
     for name in _COLLECTIVES:
         if hasattr(dist, name):
-            setattr(dist, name, _watch(name, getattr(dist, name)))
+            setattr(dist, name, _wrap_collective(name, getattr(dist, name)))
     sys.argv = [recipe, *flags, "--hooks", f"{Probe.__module__}:{Probe.__name__}"]
     sys.path.insert(0, os.path.dirname(recipe))
     runpy.run_path(recipe, run_name="__main__")

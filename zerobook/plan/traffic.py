@@ -125,35 +125,41 @@ def _replicated_transfers(model: ModelWeights, sharding: ShardingSpec, accumulat
 def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: int, gathers: Gathers) -> list[Transfer]:
     ranks = sharding.ranks
 
-    def gathered_bytes(weights: Iterable[Weight]) -> int:
+    def count_bytes(weights: Iterable[Weight]) -> int:
         return sum(_pad(weight.numel, ranks) * cast_bytes(weight, sharding) for weight in weights)
 
-    forward_bytes = accumulation * gathered_bytes(gathers.forward)
-    backward_bytes = accumulation * gathered_bytes(gathers.backward)
+    forward_bytes = accumulation * count_bytes(gathers.forward)
+    backward_bytes = accumulation * count_bytes(gathers.backward)
     first_copy_bytes = forward_bytes
+    # hpZ's second copy, on fewer ranks, if there is one
     near_ranks = sharding.nearest_copy_ranks
     if sharding.secondary_ranks > 1:
-        # After its first gather, a weight is gathered from the second copy, until an update makes that copy stale.
-        first_copy_bytes = gathered_bytes(weight for weight in set(gathers.forward) if weight.trained)
+        # The first gather after an update reads the first copy, since the update makes the second one stale. Later gathers in
+        # the step, and all gathers of frozen weights, read the second copy.
+        first_copy_bytes = count_bytes(weight for weight in set(gathers.forward) if weight.trained)
     gradient_elements = sum(_pad(weight.numel, ranks) for weight in model.trained)
     gradient_bytes = accumulation * gradient_elements * sharding.compute_bytes
     # After the optimizer's step, the weights that stay gathered are gathered again.
     small_weights = [weight for weight in model.weights if weight.numel <= sharding.persistence_threshold]
 
-    within = ranks <= sharding.ranks_per_node
-    near = sharding.ranks_per_node % near_ranks == 0
+    within_node = ranks <= sharding.ranks_per_node
+    # A group of ranks that share a copy is on one node if nodes are divided into such groups.
+    near_within_node = sharding.ranks_per_node % near_ranks == 0
+    gathered_fraction = sharding.weight_factor
     transfers = [
-        Transfer("weights, forward", "all-gather", first_copy_bytes * sharding.weight_factor, ranks, within_node=within),
+        Transfer("weights, forward", "all-gather", first_copy_bytes * gathered_fraction, ranks, within_node=within_node),
         Transfer(
             "weights, forward, second copy",
             "all-gather",
-            (forward_bytes - first_copy_bytes) * sharding.weight_factor,
+            (forward_bytes - first_copy_bytes) * gathered_fraction,
             near_ranks,
-            within_node=near,
+            within_node=near_within_node,
         ),
-        Transfer("weights, backward", "all-gather", backward_bytes * sharding.weight_factor, near_ranks, within_node=near),
-        Transfer("gradients", "reduce-scatter", gradient_bytes * sharding.gradient_factor, ranks, within_node=within),
-        Transfer("small weights", "all-gather", gathered_bytes(small_weights), ranks, within_node=within),
+        Transfer(
+            "weights, backward", "all-gather", backward_bytes * gathered_fraction, near_ranks, within_node=near_within_node
+        ),
+        Transfer("gradients", "reduce-scatter", gradient_bytes * sharding.gradient_factor, ranks, within_node=within_node),
+        Transfer("small weights", "all-gather", count_bytes(small_weights), ranks, within_node=within_node),
     ]
     return [transfer for transfer in transfers if transfer.size_bytes]
 
