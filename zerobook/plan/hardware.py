@@ -15,11 +15,11 @@ Parsed = TypeVar("Parsed")
 
 
 NETWORK = 0.64
-"""Share of a network's listed bandwidth that collectives get."""
+"""Share of a network's listed bandwidth that collectives reach."""
 LINKS = 0.66
-"""Share of the links' listed bytes per second that collectives get inside a node."""
+"""Share of the listed bandwidth of the links inside a node that collectives reach."""
 THROUGH_HOST = 3.5e9
-"""Bytes a second that collectives get over PCIe where GPUs send through the host's memory."""
+"""Bytes per second that collectives reach over PCIe if GPUs can only send through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,16 @@ class Cluster:
     gpus: int
     nodes: int = 1
     device: Device
-    # between the GPUs of a node
+    # rate between the GPUs of a node
     link: float
-    # what a node sends to other nodes; None for one node
+    # rate at which a node sends to other nodes; None for one node
     network: float | None = None
-    # bytes of a node; None if they are not given
+    # bytes of a node's RAM and disk; None: not known, so that they are not checked
     host_memory: int | None = None
     disk: int | None = None
+    # CPU processes in the place of GPUs
     cpu: bool = False
-    # the rates, "link" and "network", that collectives reached in a measurement; other rates are as listed
+    # names of the rates, "link" or "network", that were measured with collectives; the others are the hardware's listed rates
     measured: tuple[str, ...] = ()
 
     @property
@@ -56,16 +57,20 @@ class Cluster:
         return "bf16" if self.device.bf16 else "fp16"
 
     def rate(self, name: str) -> float:
-        """Return the bytes per second that collectives get of ``link`` or ``network``: a share of a listed rate, all of a
-        measured one."""
+        """Return the bytes per second that collectives reach.
+
+        Args:
+            name: ``link`` or ``network``.
+        """
         rate = self.link
         share = LINKS
         if name == "network":
             rate = self.network or 0.0
             share = NETWORK
+        # A measured rate is what collectives reach already.
         if name in self.measured:
             return rate
-        # A rate above that of PCIe is the rate of a bridge, which does not pass the host's memory.
+        # A rate above that of PCIe is the rate of an NVLink bridge, and its traffic does not go through the host's memory.
         if name == "link" and not self.device.peer_to_peer and rate <= self.device.pcie:
             return min(rate * share, THROUGH_HOST)
         return rate * share
@@ -101,7 +106,7 @@ def cluster(
             problems.extend(error.problems)
             return None
 
-    # A value that is refused is replaced by a default, so that the flags after it are checked too.
+    # A value that is refused is replaced by a default, so that all problems are reported at once.
     gpu_count = read(_parse_number, gpus, "--gpus") or 1
     node_count = read(_parse_number, nodes, "--nodes") or 1
     gpu_memory_bytes = read(parse_bytes, gpu_memory, "--gpu_memory")
@@ -145,8 +150,8 @@ def _parse_number(text: str, key: str) -> int:
 
 
 def _parse_or_read_rate(text: str, key: str) -> float:
-    """Return a rate, or read it from a file that ``scripts/allreduce_bench.py`` wrote: the bus bandwidth of the largest
-    all-reduce."""
+    """Return the bytes per second of a text such as ``400Gbps``, or of a JSON file that ``scripts/allreduce_bench.py`` wrote:
+    the bus bandwidth of its largest all-reduce."""
     if not text.endswith(".json"):
         return parse_rate(text, key)
     try:
@@ -166,7 +171,7 @@ def _parse_or_read_rate(text: str, key: str) -> float:
 
 def nearest(memory: int) -> Device:
     """Return the device with bf16 whose memory is closest to ``memory`` bytes."""
-    # Cards of the same size on paper differ by some hundred megabytes.
+    # GPUs with the same listed memory differ by some hundred megabytes, so differences are rounded to GB.
     return min(
         (device for device in DEVICES.values() if device.bf16),
         key=lambda device: (round(abs(device.memory - memory) / 1e9), device.name != "a100-80gb"),
@@ -174,12 +179,13 @@ def nearest(memory: int) -> Device:
 
 
 def _choose_device(name: str | None, memory: int | None, problems: list[str]) -> Device:
-    """Return the device of ``--gpu`` and ``--gpu_memory``; the default one where they are refused, for further checks."""
+    """Return the device that ``--gpu`` and ``--gpu_memory`` describe. If they are refused, add to ``problems``, and return the
+    default device, with which the other flags are checked."""
     default = DEVICES["a100-80gb"]
     if name is None:
         return default if memory is None else nearest(memory).speed_of(f"{memory / 1e9:.0f} GB GPU", memory)
     hyphenated = name.lower().replace(" ", "-")
-    # 4090 is a word of one name alone, which is taken. a100 is a word of several names, which are listed.
+    # Part of a name is enough if it is in one name only: 4090 is, and a100 is in the names of several devices.
     words = set(hyphenated.split("-"))
     candidates = [device_name for device_name in DEVICES if words <= set(device_name.split("-"))]
     if hyphenated in DEVICES:
@@ -194,6 +200,7 @@ def _choose_device(name: str | None, memory: int | None, problems: list[str]) ->
     device = DEVICES[candidates[0]]
     if memory is None:
         return device
+    # A partition of a GPU has less memory than the GPU, and none has more.
     if memory > 1.1 * device.memory:
         problems.append(f"--gpu_memory: {memory / 1e9:.0f} GB, and a {device.name} has {device.memory / 1e9:.0f}.")
     return replace(device, memory=memory)

@@ -13,18 +13,19 @@ from zerobook.plan.traffic import Transfer, count_sent, count_sent_between_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFigures:
-    """Figures by the literature's formulas. ``formula`` has each formula as text, with its unit."""
+    """Figures by the literature's formulas."""
 
     # bytes of a rank in all places
     states: formulas.States
     # bytes of these states on the GPU
     gpu_states: float
-    # bytes that a rank sends in a step by the ring's law
+    # bytes that a rank sends in a step if collectives run in rings
     sent: float
-    # bytes that leave a node in a step by the same law
+    # bytes that leave a node in a step, also in rings
     between: float
-    # the same by the rule of thumb for ZeRO-3 in 2-byte elements; None for other strategies
+    # bytes that leave a node in a step by the rule of thumb for ZeRO-3 with 2-byte elements; None for other strategies
     rule: float | None
+    # "states", "sent", "between" or "rule" -> its formula as text, with the unit
     formula: dict[str, str]
 
 
@@ -33,11 +34,12 @@ def paper_figures(
 ) -> PaperFigures:
     """Return the papers' figures. The papers do not cover accumulation: a step is one micro-batch.
 
-    ZeRO, section 5, for states; offloaded states are in host RAM or on disk (ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity,
-    arXiv:2104.07857). ZeRO, section 7, for traffic. The papers train all parameters; frozen ones are counted here as weights
-    without gradients and moments.
+    States follow section 5 of ZeRO, and traffic section 7. Offloaded states are in host RAM or on disk (ZeRO-Offload,
+    arXiv:2101.06840, and ZeRO-Infinity, arXiv:2104.07857). The papers train all parameters; frozen ones are counted here as
+    weights without gradients and moments.
 
     Args:
+        trained: number of trained parameters.
         density: stored elements for each parameter; below 1 where frozen weights are packed, which the papers do not cover.
         state_numbers: numbers of optimizer state for each trained parameter.
     """
@@ -46,14 +48,14 @@ def paper_figures(
     stored = formulas.model_states(parameters * density, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
     updated = formulas.model_states(trained, sharding.stage, state_ranks, mixed=mixed, states=state_numbers)
     states = formulas.States(stored.parameters, updated.gradients, updated.optimizer)
-    # Gradients are where the optimizer is.
+    # If the optimizer is offloaded, so are the gradients.
     gpu_states = 0.0
     if sharding.offload_param == "none":
         gpu_states += states.parameters
     if sharding.offload_optimizer == "none":
         gpu_states += states.gradients + states.optimizer
 
-    # The law of each transfer, as numbers and as text.
+    # From the same legs, compute the bytes, and write the formula.
     trained_letter = "P" if trained == parameters else "T"
     legs = _list_legs(sharding, trained_letter)
     transfers = []
@@ -100,19 +102,19 @@ def _states_text(sharding: ShardingSpec, trained_letter: str, state_ranks: int, 
 
 @dataclass(frozen=True)
 class _Leg:
-    """A transfer by the papers' law: ``multiple`` times the elements of ``letter``, divided by ``divisor``, go around a ring of
-    ``ranks``."""
+    """A transfer of a step in the papers' formulas: ``multiple`` x elements / ``divisor`` go around a ring of ``ranks``."""
 
     content: str
     collective: str
     multiple: float
+    # the elements: "P" for all parameters, "T" for the trained ones
     letter: str
     ranks: int
     within_node: bool
     divisor: int = 1
 
     def rings(self, sharding: ShardingSpec) -> int:
-        """Return the number of rings that leave a node at once: a ring over the copies for each shard on the node."""
+        """Return the number of rings that leave a node at once: for each shard on the node, there is a ring over its copies."""
         return min(self.divisor, sharding.ranks_per_node)
 
     def as_transfer(self, elements: float, sharding: ShardingSpec) -> Transfer:
@@ -128,10 +130,13 @@ class _Leg:
 
 
 def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
-    """Return the transfers of a step."""
+    """Return the transfers of a step.
+
+    Args:
+        trained_letter: "T", or "P" if all parameters are trained.
+    """
     on_one_node = sharding.ranks <= sharding.ranks_per_node
     all_reduce = formulas.traffic(0)
-    # One rank sends nothing, so its legs are left out at the end.
     if sharding.stage < 3:
         legs = [_Leg("gradients", "all-reduce", all_reduce, trained_letter, sharding.ranks, on_one_node)]
     else:
@@ -157,16 +162,17 @@ def _list_legs(sharding: ShardingSpec, trained_letter: str) -> list[_Leg]:
                 divisor=shard_ranks,
             ),
         ]
+    # In a ring of one rank, nothing is sent.
     return [leg for leg in legs if leg.ranks > 1]
 
 
 def _legs_text(legs: list[_Leg], sharding: ShardingSpec, density: float, *, of_node: bool = False) -> str:
-    """Return transfers as text, such as ``3 x 2 P x 7/8 bytes``. Transfers around the same ring are added. Several rings of
-    a kind may leave a node.
+    """Return the formula of transfers as text, such as ``3 x 2 P x 7/8 bytes``. Transfers of the same elements around the same
+    ring are added.
 
     Args:
         density: stored elements for each parameter, as in `paper_figures`.
-        of_node: of all rings that leave a node, and not of one rank.
+        of_node: count the bytes that leave a node, and not those of one rank. Several equal rings may leave it.
     """
     # (letter with divisor, ranks) -> how many times the elements are sent
     multiples: dict[tuple[str, int], float] = {}

@@ -1,4 +1,4 @@
-"""Machines that a run could be trained on, compared: the fastest run that fits each of them, its hours and its cost."""
+"""Comparison of machines that a run could be trained on: the fastest run that fits each of them, its hours and its cost."""
 
 import math
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from zerobook.utils.units import gb
 
 
 def compare_machines(request: Request, clusters: Sequence[Cluster]) -> list[tuple[Cluster, Advice]]:
-    """Return each machine with the best run of the request's method on it: those with a known cost first, by cost, then the
-    others by time, then those where nothing fits.
+    """Return each machine with the best run of the request's method on it, the cheapest first. Machines of unknown cost follow
+    by time, and machines on which nothing fits come last.
 
     Raises:
-        ConfigError: the run has no length that is the same on all machines.
+        ConfigError: the config names a number of steps, which train on other amounts of tokens on other machines.
     """
     config = request.recipe.config
     if config.max_train_steps is not None and request.tokens is None:
@@ -28,7 +28,7 @@ def compare_machines(request: Request, clusters: Sequence[Cluster]) -> list[tupl
     machines = []
     for cluster in clusters:
         advice = advise(request.on(cluster), cluster, [request.method])
-        # Neither the data nor the user says how long the run is.
+        # Machines are compared by `TOKENS` tokens if the length of the run is not known.
         if advice.best is not None and advice.run is None:
             advice = replace(advice, run=replace(request, tokens=TOKENS).whole_run(advice.best, cluster))
         machines.append((cluster, advice))
@@ -53,7 +53,7 @@ def show_machines(machines: Sequence[tuple[Cluster, Advice]]) -> None:
             misfits += [("does not fit", f"{name}: {shortfall}") for shortfall in advice.shortfalls.values()]
             continue
         rows.append({"nodes x GPUs": name} | _cells(advice.best, advice.run))
-        # A machine that may run out of memory is not a recommendation.
+        # A machine on which the run may run out of memory is not recommended.
         if not advice.best.row.tight:
             runs.append((name, advice.run))
     if rows:

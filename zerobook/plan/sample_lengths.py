@@ -1,4 +1,4 @@
-"""Token lengths of the samples of a run's data, where the data and the model's tokenizer are on this machine."""
+"""Token lengths of the samples of a run's data, if the data and the model's tokenizer are on this machine."""
 
 from pathlib import Path
 
@@ -14,8 +14,10 @@ READ_BYTES = 8 << 20
 
 
 def read_lengths(config: RecipeConfig) -> np.ndarray | None:
-    """Return the tokens of each sample before cutting; None if they cannot be counted in short time, and for running text,
-    whose rows are blocks."""
+    """Return the tokens of each sample of ``config``'s training data, before samples are cut to the length of a row.
+
+    None if they cannot be counted in a few seconds, and for running text, which is cut into blocks.
+    """
     from zerobook.data.examine import examine
     from zerobook.data.templates import CausalEncoder
     from zerobook.models.load import open_tokenizer
@@ -44,7 +46,7 @@ def read_lengths(config: RecipeConfig) -> np.ndarray | None:
             columns={"text_column": config.text_column, "summary_column": config.summary_column},
         )
     except (ConfigError, DataError):
-        # The run says what is wrong with its data.
+        # A plan needs no data, and the run reports what is wrong with it.
         return None
     if examined.format == "text" or not len(examined.lengths):
         return None

@@ -22,10 +22,12 @@ TOKENS = 10**9
 
 
 def parse_prices(text: str) -> dict[str, float]:
-    """Return GPU -> dollars an hour of ``a100-80gb=1.9,l40s=0.8``, or of ``1.9``, whose key is "": every GPU.
+    """Return GPU -> dollars an hour, from a text such as ``a100-80gb=1.9,l40s=0.8``.
+
+    A price without a name, such as ``1.9``, is for every GPU, and has the key "".
 
     Raises:
-        ConfigError: not a price, or the name of no GPU.
+        ConfigError: an entry is not a price, or names no known GPU.
     """
     prices = {}
     for entry in text.split(","):
@@ -38,10 +40,11 @@ def parse_prices(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """Planned length, time and cost of a run. The ranges follow from the range of the rate; costs are dollars of all GPUs."""
+    """Planned length, time and cost of a run. Costs are dollars of all GPUs together. The ranges of time and cost follow from
+    the range of the rate."""
 
     steps: int
-    # what the steps follow from
+    # where the number of steps comes from, such as max_train_steps
     basis: str
     seconds: float
     seconds_range: tuple[float, float]
@@ -64,22 +67,23 @@ def plan_whole_run(
     price: float | None,
     lengths: np.ndarray | None = None,
 ) -> WholeRun | None:
-    """Return the planned run of a row that fits; None if nothing says its length, and no price is given.
+    """Return the planned run of a row that fits. None if its length is not known and no price is given.
 
     Args:
-        samples: of a step.
-        tokens: of the whole run; None: the config and the size of its data say the length.
+        samples: samples of a step.
+        tokens: tokens of the complete run; None: the length follows from the config and the size of its data. With a price and
+            no known length, it is `TOKENS`.
         price: dollars of one GPU for an hour.
         lengths: tokens of each sample of the data, if they are known.
     """
     assert row.time is not None
     rows, rows_per_sample, basis = _count_rows(config, lengths)
-    # Tokens that the user names go first, then the number of steps, then the size of the data.
+    # The length is the tokens that the user names; otherwise the steps of the config; otherwise it follows from the data.
     if tokens is None and config.max_train_steps is not None:
         steps = config.max_train_steps
         basis = "max_train_steps"
     elif tokens is None and basis:
-        # A part is held out, and another may be left out.
+        # No step trains on held-out samples, nor on those beyond max_train_samples.
         if not config.validation_file:
             rows *= 1 - config.validation_split_percentage / 100
         rows = min(rows, (config.max_train_samples or math.inf) * rows_per_sample)
@@ -92,33 +96,38 @@ def plan_whole_run(
         steps = math.ceil(tokens / row.tokens_per_step)
         basis = f"{count(tokens)} tokens"
     seconds = steps * row.time.step
-    # Both are relative to the planned rate: with the highest rate, the run takes the least time.
-    lowest_rate, highest_rate = row.rate_range
-    seconds_range = (seconds / highest_rate, seconds / lowest_rate)
+    # The range has factors of the planned rate. With the highest rate, the run takes the least time.
+    lowest_factor, highest_factor = row.rate_range
+    seconds_range = (seconds / highest_factor, seconds / lowest_factor)
     if price is None:
         return WholeRun(steps, basis, seconds, seconds_range, None, None)
     cost = price * cluster.ranks * seconds / 3600
-    return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / highest_rate, cost / lowest_rate))
+    return WholeRun(steps, basis, seconds, seconds_range, cost, (cost / highest_factor, cost / lowest_factor))
 
 
 def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float, float, str]:
-    """Return the rows of the training data, those of one sample, and what the numbers follow from; "" if the file does not say
-    it. A block of a text is a sample."""
+    """Estimate the rows of the training data.
+
+    Returns:
+        the number of rows, the rows of one sample (below 1 if samples are packed), and a text that says what the numbers are
+        based on. The text is "" if the number of rows is not known.
+    """
     if lengths is not None:
-        kept = np.minimum(lengths, config.row_length)
-        rows_per_sample = kept.mean() / config.row_length if config.packing else 1.0
-        basis = f"{counted(len(lengths), 'sample')} of {kept.mean():,.0f} tokens in the mean"
+        cut_lengths = np.minimum(lengths, config.row_length)
+        rows_per_sample = cut_lengths.mean() / config.row_length if config.packing else 1.0
+        basis = f"{counted(len(lengths), 'sample')} of {cut_lengths.mean():,.0f} tokens in the mean"
         return len(lengths) * rows_per_sample, rows_per_sample, basis
     file = Path(config.train_file or "").expanduser()
-    # The suffix of a compressed file is .gz, whose size says nothing.
+    # A compressed file, whose suffix is .gz, is not in the list below: the number of tokens does not follow from its size.
     suffix = file.suffix.lower()
     if not file.is_file() or suffix not in (*JSON_LINES, ".json", *TABLE, *TEXT):
         return 0.0, 1.0, ""
     rows = file.stat().st_size / BYTES_PER_TOKEN / config.row_length
     basis = f"{BYTES_PER_TOKEN} bytes of the file a token"
+    # Running text is cut into blocks. Each is a sample and fills a row.
     if suffix in TEXT:
         return rows, 1.0, basis
-    # A large file is read only where its samples count.
+    # Counting samples reads the complete file, so it is done only if the result depends on their number.
     samples = 0
     if suffix in JSON_LINES and (config.max_train_samples or not config.packing):
         samples = sum(1 for _ in file_source(file).read())
