@@ -1,7 +1,7 @@
 """Failures of a run on many GPUs: how often it is expected to fail, how often to save, and the goodput. Imports nothing heavy.
 
-The model: failures are independent of each other and of what the run does, with a constant rate. A failure costs the work since
-the last save and a restart, which may fail as well. Times are seconds. Sources:
+Failures are assumed to be independent of each other and of what the run does, with a constant rate. A failure costs the work
+since the last save, and a restart, which may fail as well. Times are seconds. Sources:
 
 Young   A first order approximation to the optimum checkpoint interval, Communications of the ACM 17(9), 1974
 Daly    A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer Systems 22(3),
@@ -38,32 +38,39 @@ RATES = {
     "bloom": PublishedRate(1.5, 384, 7, "BLOOM on A100, arXiv:2211.05100, section 3.4: 1 to 2 GPU failures a week"),
 }
 WRITE_RATE = 0.5e9
-"""Assumed bytes per second that a node writes of a checkpoint, as a run assumes before its first save."""
+"""Assumed bytes per second that a node writes of a checkpoint. A run assumes the same before its first save."""
 RESTART_SECONDS = 300.0
 """Assumed time from a failure until the run trains again: noticing it, starting processes, loading the checkpoint."""
 _LARGEST_EXPONENT = 700.0
-"""`math.exp` overflows a little above it."""
+"""`math.exp` overflows for slightly larger exponents."""
 
 
 def best_interval(save: float, mean_time: float) -> float:
-    """Return the best work between two saves, by Daly, equation 37."""
+    """Return the best seconds of work between two saves, by Daly, equation 37.
+
+    Args:
+        save: seconds of a save.
+        mean_time: mean seconds between two failures of the run.
+    """
     if save >= 2 * mean_time:
         return mean_time
     ratio = save / (2 * mean_time)
-    # The root is Young's interval, which is the best one where a save is short against the mean time.
+    # The root is Young's interval, which is the best if a save is much shorter than the mean time.
     return math.sqrt(2 * save * mean_time) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
 def goodput(interval: float, save: float, restart: float, mean_time: float) -> float:
-    """Return the expected share of the time that is work which is not lost, by Daly, equation 20.
+    """Return the expected share of the time in which the run works and loses nothing of it later, by Daly, equation 20.
 
     Args:
-        interval: work between two saves.
-        mean_time: between two failures of the run.
+        interval: seconds of work between two saves.
+        save: seconds of a save.
+        restart: seconds of a restart.
+        mean_time: mean seconds between two failures of the run.
     """
     segment = (interval + save) / mean_time
     restarts = restart / mean_time
-    # Hardly any segment ends without a failure.
+    # So long a segment practically never ends without a failure.
     if segment + restarts > _LARGEST_EXPONENT:
         return 0.0
     return interval / mean_time / math.expm1(segment) * math.exp(-restarts)
@@ -74,8 +81,9 @@ class FailurePlan:
     """Expected failures of a run on ``gpus`` GPUs. Times are seconds."""
 
     gpus: int
-    # where the rate comes from
+    # where the rate of failures comes from
     source: str
+    # between two failures of the run
     mean_time: float
     save: float
     restart: float
@@ -94,12 +102,12 @@ def plan_failures(request: str, gpus: int, nodes: int, checkpoint_bytes: float) 
     """Return the expected failures of a run.
 
     Args:
-        request: the value of ``--failures``: a name in `RATES`, or the mean hours between failures of one GPU, and then
-            ``save=SECONDS`` and ``restart=SECONDS`` with commas between, if they are known.
-        checkpoint_bytes: a save takes the time to write them, where ``request`` does not say it.
+        request: the value of ``--failures``: a name in `RATES` or the mean hours between failures of one GPU, then optionally
+            ``,save=SECONDS`` and ``,restart=SECONDS``.
+        checkpoint_bytes: bytes of a checkpoint. If ``request`` has no ``save``, a save takes the time to write them.
 
     Raises:
-        ConfigError: the request is no such text.
+        ConfigError: the request has another form.
     """
     rate, *settings = request.split(",")
     # Every node writes its part at the same time.

@@ -1,7 +1,7 @@
 """Formulas from the literature for what a training step holds and sends. Imports nothing heavy.
 
-These are the figures that people compare with; `zerobook.plan.state_bytes` counts what the libraries really hold.
-``parameters`` are elements; results are bytes unless noted otherwise. Sources:
+People compare plans with these figures; `zerobook.plan.state_bytes` counts what the libraries really hold. ``parameters`` are
+numbers of elements. Results are bytes unless the docstring names another unit. Sources:
 
 ZeRO    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054
 ZeRO++  Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, arXiv:2306.10209
@@ -24,7 +24,7 @@ class States:
 
 
 def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, states: float = 2) -> States:
-    """Return the bytes of states that each stage leaves on a device (ZeRO, section 5).
+    """Return the bytes of states on one device under a stage of ZeRO (section 5).
 
     Args:
         stage: 0 (data parallelism) to 3.
@@ -37,7 +37,7 @@ def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, stat
     k = 4 * states
     if mixed:
         k += 4
-    # Each stage divides one kind of state more among the ranks.
+    # Stage 1 divides optimizer state among the ranks, stage 2 also gradients, stage 3 also parameters.
     parameter_ranks = ranks if stage >= 3 else 1
     gradient_ranks = ranks if stage >= 2 else 1
     optimizer_ranks = ranks if stage >= 1 else 1
@@ -49,22 +49,22 @@ def model_states(parameters: float, stage: int, ranks: int, *, mixed: bool, stat
 
 
 def traffic(stage: int) -> float:
-    """Return what a rank sends in a step, as a multiple of the parameters' elements, without the extra gathers of accumulation.
+    """Return the elements that a rank sends in a step of one micro-batch, as a multiple of the number of parameters.
 
-    ZeRO, section 7: an all-reduce is a reduce-scatter and an all-gather, each 1. ZeRO-3 gathers weights in the forward pass
-    and again in the backward pass, and reduce-scatters gradients.
+    ZeRO, section 7: an all-gather or a reduce-scatter sends each element once. Up to stage 2, gradients are all-reduced, which
+    is both. ZeRO-3 gathers weights in the forward pass and again in the backward pass, and reduce-scatters gradients.
     """
     return 3.0 if stage == 3 else 2.0
 
 
 def between_nodes_rule(parameters: float, nodes: int) -> float:
-    """Return the bytes that a node exchanges in a step of ZeRO-3 with 2-byte elements: 48 M / N bits, a rule of thumb for
-    sizing networks.
+    """Return the bytes that a node exchanges in a step of ZeRO-3 with 2-byte elements, by a rule of thumb for sizing networks.
 
-    The rule counts 3 transfers of 16 bits a parameter, divided by the nodes. The table shows the ring's law beside it.
+    The rule counts 3 transfers of 16 bits for each parameter, divided by the number of nodes: 48 P / N bits.
     """
     return 48 * parameters / nodes / 8
 
 
 CHECKPOINT_BYTES = 14
-"""Bytes of a parameter with its optimizer state in a sharded checkpoint of a mixed-precision run: 2 + 4 + 4 + 4."""
+"""Bytes of a parameter in a sharded checkpoint of a mixed-precision run: 2 of the weight, 4 of its fp32 master weight, and 4 of
+each of Adam's two moments."""

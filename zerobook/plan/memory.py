@@ -33,26 +33,30 @@ they ran between 0.87 and 1.01."""
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBytes:
-    """Bytes of one GPU at one moment. ``buffers`` are what the libraries allocate or gather, ``cached`` what torch's allocator
-    keeps of freed blocks, and ``other`` what CUDA and NCCL hold outside of torch. ``allocated`` is what
-    ``torch.cuda.max_memory_allocated`` returns, and ``reserved`` what ``torch.cuda.max_memory_reserved`` returns."""
+    """Bytes of one GPU at one moment."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    # gathered weights, and what the libraries allocate to send and to update
     buffers: int = 0
+    # freed blocks that torch's allocator keeps
     cached: int = 0
+    # allocations of CUDA and NCCL outside of torch
     other: int = 0
 
+    # what torch.cuda.max_memory_allocated returns
     @property
     def allocated(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
+    # what torch.cuda.max_memory_reserved returns
     @property
     def reserved(self) -> int:
         return self.allocated + self.cached
 
+    # what the driver shows
     @property
     def total(self) -> int:
         return self.reserved + self.other
@@ -60,16 +64,20 @@ class DeviceBytes:
 
 @dataclass(kw_only=True)
 class PeakMemory:
-    """Bytes of one GPU at the moment of the peak, which ``when`` names, and bytes of host RAM and disk of a node.
-    ``moments`` has what is allocated at every moment. The peak is expected from ``low`` to ``high``, see `RANGE`."""
+    """Bytes of one GPU at its peak, and bytes of host RAM and disk of a node."""
 
     device: DeviceBytes
+    # the moment of the peak, such as "backward"
     when: str
+    # host RAM while the model is loaded
     host_at_load: int
+    # host RAM during training
     host: int
     disk: int
+    # lowest and highest peak to expect, see `RANGE`
     low: int
     high: int
+    # moment -> bytes that are allocated then
     moments: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -88,13 +96,13 @@ def peak_memory(
     on_gpu: bool = True,
     gathers: Gathers | None = None,
 ) -> PeakMemory:
-    """Follow a step, and the evaluation after it, through their moments and return the moment with the most memory.
+    """Return the peak memory of the fullest rank, over the moments of a step and of the evaluation after it.
 
     Args:
         accumulation: micro-batches of a step.
         gpus_per_node: ranks that share a node's host RAM and disk.
-        on_gpu: the allocator of CUDA caches blocks, and CUDA has a context.
-        gathers: what the passes of ``trace`` gather; computed where it is None.
+        on_gpu: add CUDA's context and the blocks that its allocator caches.
+        gathers: weights that a micro-batch gathers; None means that they are computed.
     """
     gathers = gathers or follow_gathers(model.weights, sharding, trace.visits, accumulation)
     # Padding makes the last rank the fullest of some strategies, and the first that of others.
@@ -107,19 +115,19 @@ def peak_memory(
     moments = _moments(model, sharding, trace, states, gathers.peak_elements, accumulation)
     if on_gpu and model.is_quantised and (sharding.is_zero3 or sharding.kind == "fsdp"):
         moments["load"] = _quantised_load(model, states, sharding)
-    # moment -> what the card has, and the range of that
+    # moment -> bytes of the GPU, the lowest total to expect, and the highest
     peaks: dict[str, tuple[DeviceBytes, int, int]] = {}
     for name, moment in moments.items():
         peaks[name] = (moment, moment.total, moment.total)
         if on_gpu:
-            # No rank shares a quantised base while it is loaded.
+            # While a quantised base is loaded, each rank holds all of it.
             shares_states = sharding.stage > 0 and sharding.ranks > 1 and name != "load"
-            peaks[name] = _on_card(moment, sharding.ranks, shares_states=shares_states)
+            peaks[name] = _estimate_on_gpu(moment, sharding.ranks, shares_states=shares_states)
     when = max(peaks, key=lambda name: peaks[name][0].total)
     device, low, _ = peaks[when]
     high = max(high for _, _, high in peaks.values())
     host_buffers = host_buffer_bytes(model, states, sharding, accumulation=accumulation, on_gpu=on_gpu)
-    # At the end, rank 0 collects what was trained in host RAM, beside what is offloaded.
+    # At the end, rank 0 collects the trained weights in host RAM, where offloaded states still are.
     collected = sum(weight.numel * weight.element_bytes for weight in model.trained) if sharding.offloads else 0
     return PeakMemory(
         device=device,
@@ -133,8 +141,12 @@ def peak_memory(
     )
 
 
-def _on_card(device: DeviceBytes, ranks: int, *, shares_states: bool) -> tuple[DeviceBytes, int, int]:
-    """Return what the driver shows of a GPU that has allocated ``device``, and its lowest and highest bytes to expect."""
+def _estimate_on_gpu(device: DeviceBytes, ranks: int, *, shares_states: bool) -> tuple[DeviceBytes, int, int]:
+    """Return ``device`` with the cached blocks and the memory outside of torch, and the lowest and highest total to expect.
+
+    Args:
+        shares_states: ranks share the states, see `SHARED_RANGE`.
+    """
     cached_share = CACHED_SHARE
     low, high = RANGE
     if shares_states:
@@ -144,7 +156,7 @@ def _on_card(device: DeviceBytes, ranks: int, *, shares_states: bool) -> tuple[D
     if ranks > 1:
         outside_torch += NCCL_BYTES
     device = replace(device, cached=int(cached_share * device.allocated), other=outside_torch)
-    # What is counted exactly is the least.
+    # States are counted exactly, so the total is never lower than with them alone.
     least = device.parameters + device.gradients + device.optimizer + device.other
     return device, max(int(low * device.total), least), int(high * device.total)
 
@@ -152,7 +164,12 @@ def _on_card(device: DeviceBytes, ranks: int, *, shares_states: bool) -> tuple[D
 def _moments(
     model: ModelWeights, sharding: ShardingSpec, trace: Trace, states: RankStates, gathered_elements: int, accumulation: int
 ) -> dict[str, DeviceBytes]:
-    """Return what the device holds at the fullest point of each pass, in the optimizer's step and in an evaluation."""
+    """Return moment -> what the device holds then: at the fullest point of each pass, in the optimizer's step and in an
+    evaluation.
+
+    Args:
+        gathered_elements: the most elements of weights that ZeRO-3 has gathered at once.
+    """
 
     def at_moment(gradients: int, activations: int, buffers: int) -> DeviceBytes:
         return DeviceBytes(
@@ -177,7 +194,7 @@ def _moments(
             moments[name] = moment
     moments["step"] = at_moment(states.device.gradients, 0, _step_buffers(model, sharding))
     if trace.evaluation_bytes is not None:
-        # The step's gradients are freed.
+        # When an evaluation begins, the step has freed its gradients.
         gradients = _gradient_bytes(model, states, sharding, 0, accumulation=1)
         moments["evaluation"] = at_moment(gradients, trace.evaluation_bytes, buffers["forward and loss"])
     return moments
@@ -189,29 +206,30 @@ def _quantised_load(model: ModelWeights, states: RankStates, sharding: ShardingS
     transformers 5.23 puts a base that bitsandbytes quantises on the GPU of each rank (quantizers/), also under ZeRO-3.
     accelerate 1.15 keeps it there until FSDP2 has made all shards (utils/fsdp_utils.py).
     """
-    whole = sum(weight.numel * weight.element_bytes + weight.scale_bytes for weight in model.weights)
+    base = sum(weight.numel * weight.element_bytes + weight.scale_bytes for weight in model.weights)
     shards = states.device.parameters if sharding.kind == "fsdp" else 0
-    return DeviceBytes(parameters=whole, buffers=shards)
+    return DeviceBytes(parameters=base, buffers=shards)
 
 
 def _gradient_bytes(
     model: ModelWeights, states: RankStates, sharding: ShardingSpec, gradient_elements: int, accumulation: int
 ) -> int:
     """Return the bytes of gradients on the device when ``gradient_elements`` of the trained elements have one."""
+    # Bytes after the backward pass.
     final_bytes = states.device.gradients
     if sharding.kind == "ddp":
         # Gradients are views of buckets that are not freed, except those of earlier micro-batches.
         return 2 * final_bytes if accumulation > 1 else final_bytes
     if sharding.kind in ("single", "fsdp") and accumulation > 1:
-        # the sum of earlier micro-batches
+        # The sums of earlier micro-batches exist from the start.
         return final_bytes
     if sharding.is_zero3:
-        # ZeRO-3 allocates them at the start.
+        # ZeRO-3 allocates its gradients when training starts.
         return final_bytes
     # ZeRO-1 keeps the full gradients of earlier micro-batches until they are reduced.
     if sharding.kind == "deepspeed" and sharding.stage == 1 and accumulation > 1:
         return model.trained_elements * sharding.compute_bytes
-    # Gradients come one after the other in the backward pass.
+    # The backward pass allocates the gradients one after the other.
     new_bytes = final_bytes * gradient_elements // max(model.trained_elements, 1)
     # ZeRO-2 adds them to those of earlier micro-batches after the backward pass (DeepSpeed 0.19.8, stage_1_and_2.py).
     if sharding.stage == 2 and accumulation > 1:
@@ -223,7 +241,7 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
     """Return the bytes of the library's buffers during the forward or the backward pass.
 
     Args:
-        gathered_elements: elements of the weights that ZeRO-3 has gathered at the same time.
+        gathered_elements: the most elements of weights that ZeRO-3 has gathered at once.
     """
     if sharding.kind == "fsdp":
         return _fsdp_pass_buffers(model, sharding, is_backward=is_backward)
@@ -232,7 +250,7 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
     if sharding.stage < 3:
         # With offload, the gradient of one weight passes through a buffer that is never freed.
         buffers = largest_trained(model) * sharding.compute_bytes if sharding.offload_optimizer != "none" else 0
-        # Gradients are reduced in the backward pass alone.
+        # Only the backward pass reduces gradients.
         if is_backward:
             # With overlap_comm, one bucket is filled while the other is reduced.
             buffers += (2 if sharding.overlap_comm else 1) * _reduce_bucket(sharding)
@@ -259,10 +277,10 @@ def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backwa
     # Weights outside layers stay gathered.
     root_bytes = unit_bytes.pop("", 0)
     layers = sorted(unit_bytes.values(), reverse=True)
-    # A layer is copied out of the flat buffer that it was gathered in. A flat buffer is kept until the next layer is copied in
-    # the forward pass, when this layer has been freed, and the next layer's is gathered early in the backward pass. So there
-    # are a layer and a flat buffer, or two flat buffers (torch 2.13, fsdp/_fully_shard/_fsdp_param_group.py).
-    # Without resharding, all layers stay gathered, and the last one's flat buffer is there beside them.
+    # A layer is gathered into a flat buffer, and copied out of it. In the forward pass, the flat buffer is kept until the next
+    # layer is copied. In the backward pass, the next layer is gathered into its flat buffer early. So at most two layers' bytes
+    # exist: a layer and a flat buffer, or two flat buffers (torch 2.13, fsdp/_fully_shard/_fsdp_param_group.py).
+    # Without resharding, all layers stay gathered, beside the flat buffer of the last one.
     gathered_layers = layers[:2] if sharding.reshards else layers + layers[:1]
     buffers = root_bytes + sum(gathered_layers)
     if is_backward:
@@ -270,7 +288,7 @@ def _fsdp_pass_buffers(model: ModelWeights, sharding: ShardingSpec, *, is_backwa
         for weight in model.trained:
             trained_elements[weight.unit] += weight.numel
         trained_elements.pop("", 0)
-        # a layer's gradients, and the fp32 buffer that they are reduced in
+        # Gradients of one layer at a time exist, with the fp32 buffer in which they are reduced.
         buffers += max(trained_elements.values(), default=0) * (sharding.compute_bytes + FP32_BYTES)
     return buffers
 
@@ -284,14 +302,15 @@ def _step_buffers(model: ModelWeights, sharding: ShardingSpec) -> int:
     # ZeRO-3 casts the gradients of one sub-group at a time to fp32.
     if sharding.stage == 3:
         return FP32_BYTES * min(largest_partition, sharding.sub_group_elements) + _reduce_bucket(sharding)
-    # a group's gradients flattened, and again in fp32
+    # The gradients of one group are flattened, and then copied to fp32.
     return (FP32_BYTES + sharding.compute_bytes) * largest_partition
 
 
+# Return the bytes of a node's host RAM while the model is loaded.
 def _model_bytes_at_load(model: ModelWeights, sharding: ShardingSpec, gpus_per_node: int, *, on_gpu: bool) -> int:
     weight_bytes = [weight.numel * weight.element_bytes for weight in model.weights]
     if model.is_quantised:
-        # On a GPU, each rank moves one weight after the other to it. On a CPU, each rank holds a copy.
+        # With GPUs, each rank moves one weight after the other to its GPU. On a CPU, each rank holds a copy of the model.
         return (max(weight_bytes) if on_gpu else sum(weight_bytes)) * gpus_per_node
     return host_bytes_at_load(sum(weight_bytes), max(weight_bytes), sharding, gpus_per_node)
 
@@ -301,13 +320,13 @@ def host_bytes_at_load(model_bytes: int, largest_bytes: int, sharding: ShardingS
 
     Each rank loads a copy, except under ZeRO-3 and FSDP2. Under ZeRO-3, the ranks of a node hold one copy as shards. Each of
     them also holds the weight that is being loaded, twice: gathered, and in the buffer of the all-gather. Under FSDP2, rank 0
-    holds the copy, and the other ranks get their shards from it.
+    loads a copy and sends the other ranks their shards.
 
     Args:
         largest_bytes: bytes of the largest weight.
     """
     if sharding.is_zero3:
-        # One rank gathers nothing.
+        # A single rank holds all shards, and gathers nothing.
         if sharding.ranks == 1:
             return model_bytes
         return model_bytes + 2 * largest_bytes * gpus_per_node

@@ -17,12 +17,13 @@ from zerobook.plan.work import Product, Work
 from zerobook.utils.devices import Device
 
 FP32_SHARE = 0.75
-"""Share of the listed fp32 operations per second that large products reach."""
+"""Share of the listed fp32 operations per second that large matrix products reach."""
 HALF_RATE_ROWS = 90
 HALF_RATE_WIDTH = 125
-"""Rows, and depth and columns, at which a product reaches half of its rate: smaller ones leave tiles of the GPU empty."""
+"""Rows, and depth or columns, at which a matrix product reaches half of its rate. In smaller products, the GPU's tiles are
+partly empty."""
 SMALL_TILES = 0.3
-"""Factor of these sizes for fp32 and for many products at once, whose tiles are smaller."""
+"""Factor of these two sizes for fp32 and for batched products, whose tiles are smaller."""
 FP32_ATTENTION_SHARE = 0.5
 """Share of the listed fp32 operations per second that the attention kernels for fp32 reach."""
 HALF_RATE_LENGTH = 256
@@ -30,7 +31,7 @@ HALF_RATE_LENGTH = 256
 MEMORY_SHARE = 0.82
 """Share of the listed bandwidth that kernels reach when they read and write."""
 DEQUANTISED_BYTES = 8.0
-"""Bytes that unpacking one quantised weight costs, in time at the memory's rate."""
+"""Unpacking one quantised weight takes as long as moving so many bytes."""
 FUSED_SHARE = 0.2
 """Share of the bytes of other operations that a compiled model moves."""
 LAUNCH_SECONDS = 16e-6
@@ -38,12 +39,12 @@ LAUNCH_SECONDS = 16e-6
 COMPILED_LAUNCHES = 0.3
 """Share of the launches that a compiled model has."""
 HOOK_SECONDS = 1.1e-4
-"""Seconds of the host for each of DeepSpeed's hooks: at visits of modules under ZeRO-3, which gather and free weights, and
-at gradients under ZeRO-1 and 2."""
+"""Seconds of the host for each of DeepSpeed's hooks. Under ZeRO-3 they run when a pass of a module starts or ends, and gather
+or free weights. Under ZeRO-1 and 2 one runs for each gradient."""
 OVERLAP = {"deepspeed": 0.16, "fsdp": 0.7, "ddp": 0.7, "single": 0.0}
-"""Kind of strategy -> share of the communication, or of the passes if they are shorter, that the other hides."""
+"""Kind of strategy -> share of the shorter of passes and communication that runs at the same time as the longer."""
 CPU_ADAM_BYTES_PER_S = 185e9
-"""Bytes that the CPU optimizers of a node read and write in a second, as many as its memory gives."""
+"""Bytes that the CPU optimizers of all ranks of a node together read and write in a second: the rate of its memory."""
 NVME_BYTES_PER_S = 3e9
 """Rate of a node's NVMe disk, which its ranks share."""
 RATE_RANGE = (0.84, 1.06)
@@ -57,24 +58,25 @@ The page shows no such difference for small models, nor for optimizer state in h
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step by part.
+    """Seconds of a step by part."""
 
-    ``compute`` of the passes on the GPU, ``launches`` of their kernels by the host, ``links`` inside and ``network`` between
-    nodes, ``optimizer`` on the GPU, ``offload`` to and on the host and its disk. ``overlap`` is the share that passes and
-    communication hide of each other.
-    """
-
+    # the passes' kernels on the GPU
     compute: float
+    # the host, which starts these kernels
     launches: float
+    # traffic inside nodes, and between nodes
     links: float
     network: float
+    # the optimizer on the GPU
     optimizer: float
+    # transfers to the host and its disk, and the optimizer on the host
     offload: float
+    # not seconds but a share, see `OVERLAP`
     overlap: float = 0.0
 
     @property
     def step(self) -> float:
-        # A smooth maximum: where both are about equal, each waits for the other at times.
+        # A smooth maximum: if GPU and host need about the same time, each waits for the other at times.
         passes = (self.compute**4 + self.launches**4) ** 0.25
         communication = max(self.links, self.network)
         hidden = self.overlap * min(passes, communication)
@@ -89,7 +91,7 @@ class StepSeconds:
 
 
 def product_seconds(product: Product, device: Device) -> float:
-    """Return the seconds of one matrix product: of its operations, or of its bytes if those take longer."""
+    """Return the seconds of one matrix product: those of its operations or of its memory traffic, whichever takes longer."""
     rate = device.flops * device.product_share
     smallness = 1.0
     if product.element_bytes >= FP32_BYTES:
@@ -149,12 +151,12 @@ def step_seconds(
 
     Args:
         work: operations of one micro-batch on one rank.
-        visits: how often the passes of a micro-batch enter and leave a module.
-        gathers: what a micro-batch's passes gather; None means `follow_gathers` without a recorded order.
+        visits: number of `zerobook.plan.gather_schedule.Visit` of a micro-batch.
+        gathers: weights that a micro-batch gathers; None means `follow_gathers` without a recorded order.
         compiled: the layers run as torch.compile makes them.
     """
     device = cluster.device
-    # What goes to other nodes crosses the links of the node too.
+    # All traffic crosses the links of the node, also that to other nodes.
     sent_bytes = sum(transfer.sent_bytes for transfer in transfers)
     network_seconds = 0.0
     if cluster.network:
@@ -162,23 +164,23 @@ def step_seconds(
 
     elements = model.trained_elements / sharding.optimizer_ranks
     state_numbers = optimizer_numbers(model, sharding)
-    # An optimizer reads weight, gradient and state, and writes all but the gradient: 28 bytes for AdamW. It computes very
-    # little, so the memory's bandwidth limits it. Before, clipping reads the gradients twice and writes them.
+    # For each element, an optimizer reads weight, gradient and state, and writes weight and state. Before it, clipping reads
+    # the gradient twice and writes it. Both compute very little, so the memory's bandwidth limits them.
     moved_bytes = FP32_BYTES * (3 + 2 * state_numbers + 3)
     optimizer_seconds = offload_seconds = 0.0
     if sharding.offload_optimizer == "none":
         optimizer_seconds = elements * moved_bytes / (MEMORY_SHARE * device.bandwidth)
     else:
-        # Gradients go to the host, and updated weights come back. The ranks of a node share its memory. With accumulation, the
-        # gradients on the host come back for each further micro-batch, and their sum goes to the host (DeepSpeed 0.19.8,
-        # runtime/zero/stage_1_and_2.py and stage3.py). FSDP2 sends as many bytes: fp32 gradients, one way.
+        # Gradients go to the host, and updated weights come back. With accumulation, the gradients on the host come back for
+        # each further micro-batch, and the sum goes to the host again (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and
+        # stage3.py). FSDP2 sends as many bytes: fp32 gradients, one way. All ranks of a node share its memory.
         host_seconds = moved_bytes * cluster.gpus / CPU_ADAM_BYTES_PER_S
         offload_seconds = elements * (host_seconds + 2 * accumulation * sharding.compute_bytes / device.pcie)
     if sharding.offload_optimizer == "nvme":
         # Weights and state are read and written.
         swapped_bytes = 2 * FP32_BYTES * (1 + state_numbers)
         offload_seconds += elements * cluster.gpus * swapped_bytes / NVME_BYTES_PER_S
-    # Each gather copies a rank's shard to the GPU, and reads from NVMe what is there.
+    # Each gather copies a rank's shards to the GPU, and reads those on NVMe before.
     if sharding.offload_param != "none":
         gathers = gathers or follow_gathers(model.weights, sharding, (), accumulation)
         offload_seconds += pcie_bytes(sharding, gathers, accumulation) / device.pcie
