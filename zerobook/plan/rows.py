@@ -44,27 +44,28 @@ class Row:
     states: float = 0.0
     # the literature's figures
     paper: PaperFigures | None = None
-    # what each rank and each node sends in a step
+    # bytes that each rank sends in a step, and that leave each node
     sent: float = 0.0
     between: float = 0.0
-    # all checkpoints that are on the disk at once; one of them where their number follows from the run's unknown length
+    # bytes of all checkpoints that are on the disk at once; of one of them if their number is not known
     checkpoint: int = 0
+    # number of these checkpoints; None if it follows from the run's length, which is not known
     checkpoints: int | None = 1
     time: StepSeconds | None = None
     tokens_per_step: int = 0
     # lowest and highest tokens per second to expect, relative to the planned ones
     rate_range: tuple[float, float] = (1.0, 1.0)
-    # Of published runs with such a plan, some ran and some ran out of memory.
+    # The highest peak to expect exceeds the GPU, so the run may run out of memory.
     tight: bool = False
     # The states alone exceed a GPU, so activations were not traced and there is no time.
     bare: bool = False
-    # The run may work, but its step was not traced; problems have the reason.
+    # The run may work, but its figures cannot be computed; ``problems`` has the reason.
     untraced: bool = False
     # matrix products that the time does not include
     uncounted: list[str] = field(default_factory=list)
-    # why it cannot run; then there are no figures
+    # reasons why it cannot run, or cannot be planned; then there are no figures
     problems: list[str] = field(default_factory=list)
-    # what does not fit, and what would help
+    # resources that do not suffice, with the bytes; and what would help
     exceeded: list[str] = field(default_factory=list)
     remedies: list[str] = field(default_factory=list)
 
@@ -92,8 +93,8 @@ def launch_flags(file: str, cluster: Cluster, *, machine_rank: str, address: str
     """Return the flags of ``accelerate launch`` for a strategy file on a cluster.
 
     Args:
-        machine_rank: the number of the machine that the line is typed on, if there are several.
-        address: of the first machine.
+        machine_rank: the number of the machine on which the command is run, if there are several.
+        address: the address of the first machine.
     """
     stem = Path(file).stem
     ranks = cluster.ranks
@@ -103,7 +104,7 @@ def launch_flags(file: str, cluster: Cluster, *, machine_rank: str, address: str
     flags = ["--config_file", file, "--num_processes", str(ranks)]
     if nodes > 1:
         flags += ["--num_machines", str(nodes), "--machine_rank", machine_rank, "--main_process_ip", address]
-    # A replica for each node sends no weights between nodes.
+    # With one replica per node, no weights are sent between nodes.
     if stem == "fsdp_hybrid" and nodes > 1:
         flags += ["--parallelism_config_dp_replicate_size", str(nodes)]
         flags += ["--parallelism_config_dp_shard_size", str(cluster.gpus)]
@@ -119,10 +120,10 @@ def resolve_launch_plan(file: Path, cluster: Cluster, config: RecipeConfig, sour
         ConfigError: accelerate refuses the file.
     """
     flags = launch_flags(str(file), cluster, machine_rank="0", address="127.0.0.1")
-    # accelerate reads a strategy file six times, and libyaml reads it ten times as fast as Python.
+    # accelerate reads a strategy file six times, so replace PyYAML's loader by libyaml's, which is ten times as fast.
     with replaced(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         environ, precision = worker_environment(flags)
-    # This variable is of this machine, and the cluster may have other devices.
+    # This variable may be set for the devices of this machine, and the cluster may have others.
     environ.pop("DS_ACCELERATOR", None)
     hardware = Hardware()
     if not cluster.cpu:
@@ -141,7 +142,7 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
     job = traced.job
     row = Row(file=file.stem, name=file.stem)
 
-    # Can the strategy file run, and are its figures computed?
+    # Stop if the strategy file cannot run, or if its figures cannot be computed.
     try:
         plan = resolve_launch_plan(file, cluster, job.config, sources)
         check_base(job.model_config, job.config, plan)
@@ -158,11 +159,12 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
         return row
     sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
 
-    # If the states alone exceed a GPU, nobody waits for a trace.
+    # A trace takes seconds. It changes nothing if the states alone exceed a GPU.
     row.states = count_states(traced.model, sharding).device.total
     row.bare = row.states > cluster.device.memory
     try:
         if row.bare:
+            # Without activations: before the backward pass there are no gradients, and after it all of them.
             trace = Trace(0, [TimelinePoint(0, 0), TimelinePoint(traced.model.trained_elements, 0)])
         else:
             trace = traced.trace(sharding)
@@ -219,7 +221,7 @@ def _set_figures(
             gathers=gathers,
             compiled=config.torch_compile,
         )
-        # Activations that are kept in host memory cross PCIe twice, in the stream of the passes.
+        # Activations that are moved to host memory cross PCIe twice, and the passes wait for them.
         activation_seconds = 2 * accumulation * trace.host_bytes / cluster.device.pcie
         row.time = replace(row.time, offload=row.time.offload + activation_seconds)
         # The rates of a CPU are assumed, and no published run says how far off they are.
@@ -230,8 +232,11 @@ def _set_figures(
 
 
 def count_checkpoints(numbers: int, config: RecipeConfig) -> tuple[int, int | None]:
-    """Return `Row.checkpoint` and `Row.checkpoints`, with ``numbers`` fp32 numbers in one checkpoint: weights and optimizer
-    state."""
+    """Return the bytes of the checkpoints that are on the disk at once, and their number, as `Row` has them.
+
+    Args:
+        numbers: fp32 numbers in one checkpoint, of weights and optimizer state.
+    """
     checkpoint_bytes = FP32_BYTES * numbers
     checkpoints = config.checkpoints_at_once(config.max_train_steps)
     if checkpoints is None:
@@ -240,20 +245,21 @@ def count_checkpoints(numbers: int, config: RecipeConfig) -> tuple[int, int | No
 
 
 def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
-    """Add to a row what does not fit, and what would help."""
+    """Set ``exceeded``, ``remedies`` and ``tight`` of a row whose figures are set."""
     assert row.memory is not None and row.sharding is not None
     capacity = cluster.device.memory
+    # The run cannot fit if even the lowest peak to expect exceeds the GPU.
     if row.memory.low > capacity:
         _exceeds(row, "GPU memory", row.memory.total, capacity)
     exceeds_at_load = _exceeds(row, "host RAM while loading", row.memory.host_at_load, cluster.host_memory)
     exceeds_host = _exceeds(row, "host RAM", row.memory.host, cluster.host_memory)
     exceeds_disk = _exceeds(row, "disk", row.checkpoint + row.memory.disk, cluster.disk)
     row.tight = row.memory.high > capacity
-    # If the plan alone exceeds the GPU, and its range does not, the run may fit; the remedies hold all the same.
+    # A run whose planned peak exceeds the GPU, but not the lowest peak to expect, may fit. It gets remedies too.
     if row.memory.total > capacity:
         row.remedies += _gpu_remedies(row.memory, row.sharding, config, cluster)
     elif exceeds_at_load:
-        # Remedies for the GPU are sharding, which helps here too.
+        # Only without remedies for the GPU, since those save host RAM too.
         loads_one_copy = row.sharding.is_zero3 or row.sharding.rank_0_loads or row.sharding.ranks == 1
         row.remedies.append("more host RAM" if loads_one_copy else "zero3, whose ranks do not load a copy each")
     if exceeds_host:
@@ -265,7 +271,7 @@ def check_limits(row: Row, config: RecipeConfig, cluster: Cluster) -> None:
 
 
 def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | None) -> bool:
-    """Return whether a resource does not suffice, and then add it to the row."""
+    """Return whether more bytes of a resource are needed than available. If so, add it to the row."""
     if available_bytes is None or needed_bytes <= available_bytes:
         return False
     row.exceeded.append(f"{resource}: {size(needed_bytes)} of {size(available_bytes)}")
@@ -273,18 +279,18 @@ def _exceeds(row: Row, resource: str, needed_bytes: int, available_bytes: int | 
 
 
 def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConfig, cluster: Cluster) -> list[str]:
-    """Return what would save as much of a GPU's memory as the plan exceeds it by."""
-    # Each GPU holds all of a quantised base at first, however many GPUs there are.
+    """Return alternatives of which each may make the run fit the GPU."""
+    # While it is loaded, each GPU holds all of a quantised base, however many GPUs there are.
     if memory.when == "load":
         return ["larger GPUs"]
-    # The allocator keeps a share of freed activations too.
+    # With the blocks of freed activations that the allocator keeps.
     activations = memory.device.activations * memory.device.reserved / memory.device.allocated
     capacity = cluster.device.memory
     room = capacity - (memory.total - activations)
     rows = config.per_device_train_batch_size
     remedies = []
     if room > LEAST_ROOM * capacity:
-        # Smaller activations are enough.
+        # Smaller activations suffice.
         if memory.when == "evaluation" and config.per_device_eval_batch_size > 1:
             return ["a smaller --per_device_eval_batch_size"]
         if config.activation_checkpointing not in ("full", "offload"):
@@ -292,31 +298,31 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
         if activations / rows < room:
             remedies.append("a smaller --per_device_train_batch_size, with --gradient_accumulation_steps")
         else:
-            # One row alone is too long.
+            # The activations of a single row do not fit.
             remedies.append(f"a smaller --{config.length_key}")
         return remedies
-    # All GPUs may share the states already, and a quantised base cannot be moved to the host.
+    # The states have to become smaller. All GPUs may share them already, and a quantised base cannot be offloaded.
     if sharding.shard_ranks < cluster.ranks:
         remedies.append("more sharding")
     if sharding.offload_param == "none" and config.base_format is None:
         remedies.append("offload")
-    # Adapters need trained weights.
+    # Adapters need a trained model.
     if not (config.trains_adapters or config.initialised_from):
         remedies.append("LoRA")
     return remedies or ["more or larger GPUs"]
 
 
 LEAST_ROOM = 0.1
-"""Share of a GPU's memory that has to remain beside states and buffers, if smaller activations shall fit."""
+"""Share of a GPU's memory that states and buffers have to leave free. With less, smaller activations do not help."""
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
 """Strategy files, the simplest first. If rates differ by less than `SAME_RATE`, the simpler file comes first, unless
 it is tight."""
 SAME_RATE = 1.1
-"""Ratio of two rates that are about the same: the model of time is no more exact."""
+"""Rates whose ratio is below this count as the same, since planned times are no more exact."""
 
 
 SIZES = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"}
-"""Settings that change a micro-batch or the number of them, and not the model."""
+"""Settings that change only the micro-batches, and not the model."""
 
 
 def plan_recipe(
@@ -325,11 +331,12 @@ def plan_recipe(
     """Return the traced job of a recipe, and the rows of the strategy files, the best first.
 
     Args:
-        models: those that were built, by all settings but those of `SIZES`. Building one takes a quarter of a plan's time.
+        models: jobs of earlier calls, to which a new one is added. They are used again if no settings but `SIZES` differ, since
+            building a model takes a quarter of a plan's time.
 
     Raises:
         ConfigError: the recipe does not train such a model.
-        UnplannableModelError: its class cannot be built, or its step cannot be traced.
+        UnplannableModelError: the model's class cannot be built, or its step cannot be traced under any of the files.
     """
     job = make_job(recipe)
     is_encoder_decoder = bool(job.model_config.is_encoder_decoder)
@@ -352,9 +359,11 @@ def plan_recipe(
 
 
 def rank_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, the best first: rows that fit, by tokens per second; then the others, by how much memory they need.
-    Rows whose states alone do not fit come after rows that would fit with smaller activations."""
+    """Return the rows, the best first.
 
+    Rows that fit are sorted by tokens per second. Then come rows that would fit with smaller activations, then rows whose
+    states alone do not fit, both by the memory that they need, and at last rows without figures.
+    """
     fastest = max((row.tokens_per_second for row in rows if row.fits), default=0.0)
 
     def sort_key(row: Row) -> tuple:
@@ -364,10 +373,11 @@ def rank_rows(rows: Sequence[Row]) -> list[Row]:
             return (2 if row.bare else 1, float(row.memory.total), 0)
         simplicity = SIMPLEST.index(row.file) if row.file in SIMPLEST else len(SIMPLEST)
         slowdown = fastest / row.tokens_per_second if row.tokens_per_second else 1.0
-        # What is planned to exceed the GPU, and may fit all the same, comes after what fits.
         return (
             0,
+            # A row that fits and has remedies is planned to exceed the GPU, and fits only by its range.
             bool(row.remedies),
+            # Rates that are about the same have the same whole number, so that the values after it decide.
             int(math.log(slowdown, SAME_RATE)),
             row.tight,
             row.memory.host > 0,

@@ -1,4 +1,4 @@
-"""Distribution of a run over ranks by a strategy file, as the numbers that memory and traffic depend on."""
+"""The numbers of a strategy file that memory and traffic depend on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingSpec:
-    """A `LaunchPlan` with every ``auto`` of its DeepSpeed config in numbers. The defaults are DeepSpeed's."""
+    """The numbers of a `LaunchPlan`. Each ``auto`` of a DeepSpeed config is resolved. The defaults are DeepSpeed's."""
 
     # "single", "ddp", "deepspeed" or "fsdp"
     kind: str
@@ -37,7 +37,7 @@ class ShardingSpec:
     # "none", "cpu" or "nvme"
     offload_optimizer: str = "none"
     offload_param: str = "none"
-    # what is offloaded to host RAM is pinned there, if there is a GPU
+    # On machines with GPUs, offloaded states are in pinned memory.
     pins_host_memory: bool = True
     reduce_bucket_elements: int = 500_000_000
     prefetch_bucket_elements: int = 50_000_000
@@ -46,7 +46,7 @@ class ShardingSpec:
     max_live_elements: int = 1_000_000_000
     max_reuse_elements: int = 1_000_000_000
     sub_group_elements: int = 1_000_000_000
-    # With weights on NVMe, a rank's trained elements that stay in host RAM.
+    # trained elements of a rank that stay in host RAM, if weights are on NVMe
     max_in_cpu_elements: int = 1_000_000_000
     # buffers in host RAM for weights that are read from NVMe or written to it
     nvme_buffers: int = 5
@@ -55,9 +55,9 @@ class ShardingSpec:
     contiguous_gradients: bool = True
     quantized_weights: bool = False
     quantized_gradients: bool = False
-    # FSDP: weights are freed after a layer's forward pass
+    # FSDP frees weights after a layer's forward pass.
     reshards: bool = True
-    # FSDP: the other ranks read no weights
+    # FSDP: rank 0 loads the model, and sends the other ranks their shards.
     rank_0_loads: bool = False
 
     @property
@@ -71,22 +71,22 @@ class ShardingSpec:
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that optimizer state is divided among: ZeRO-1 and 2 divide it alone, other strategies like the weights."""
+        """Ranks among which optimizer state is divided: all under ZeRO-1 and 2, otherwise those that share the weights."""
         return self.ranks if self.stage in (1, 2) else self.shard_ranks
 
     @property
     def nearest_copy_ranks(self) -> int:
-        """Ranks that share the copy from which weights are gathered again: under hpZ those of the second copy."""
+        """Ranks that share the copy from which weights are gathered again: under hpZ, this is the second copy."""
         return self.secondary_ranks if self.secondary_ranks > 1 else self.shard_ranks
 
     @property
     def weight_factor(self) -> float:
-        """Share of a weight's 2 bytes that is sent: ZeRO++ quantises weights to int8."""
+        """Share of a weight's 2 bytes that is sent. ZeRO++ can quantise weights to int8."""
         return 0.5 if self.quantized_weights else 1.0
 
     @property
     def gradient_factor(self) -> float:
-        """Share of a gradient's 2 bytes that is sent: ZeRO++ quantises gradients to int4."""
+        """Share of a gradient's 2 bytes that is sent. ZeRO++ can quantise gradients to int4."""
         return 0.25 if self.quantized_gradients else 1.0
 
     @property
@@ -100,7 +100,8 @@ class ShardingSpec:
 
     @property
     def cast(self) -> str:
-        """The precision that layers see their weights in: DeepSpeed casts the model, FSDP2 what it gathers."""
+        """The precision to which the library casts a layer's weights for its passes: DeepSpeed casts the model, FSDP2 gathered
+        weights. ``no`` under other strategies."""
         return self.precision if self.kind in ("deepspeed", "fsdp") else "no"
 
     @property
@@ -116,7 +117,7 @@ def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_no
         model_config: transformers' config; buckets are sized by its width.
         ranks_per_node: None if there is only one node.
     """
-    # On GPUs, accelerate wraps a model in DDP only with several processes; on a CPU also with one.
+    # On GPUs, accelerate wraps a model in DDP only if there are several processes; on a CPU also with one.
     is_single = plan.kind == "ddp" and plan.world_size == 1 and plan.device != "cpu"
     common: dict[str, Any] = {
         "kind": "single" if is_single else plan.kind,
@@ -130,7 +131,7 @@ def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_no
         "offload_param": plan.offload_param,
     }
     if plan.kind == "fsdp":
-        # It shards what ZeRO stage 3 shards.
+        # FSDP shards what ZeRO stage 3 shards.
         return ShardingSpec(**common, stage=3, shard_ranks=plan.shard, rank_0_loads=plan.rank_0_loads, reshards=plan.reshards)
     if plan.kind != "deepspeed":
         return ShardingSpec(**common)

@@ -1,10 +1,9 @@
 """Bytes of weights, gradients and optimizer state that the libraries allocate, counted from the shapes of the weights.
 
-The literature's formulas include parameters, gradients and moments. DeepSpeed also keeps fp32 master weights of an fp32
-model, pads what it partitions, and allocates buckets. FSDP2 pads rows. AdamW keeps one step tensor for each tensor that it
-updates. The `OptimizerSpec` of an optimizer says which state it keeps. All of this is counted here exactly, and
-``zerobook plan --measure`` compares it with real runs. The rules follow the sources of DeepSpeed 0.19.8, torch 2.13 and
-accelerate 1.15.
+The literature's formulas include parameters, gradients and moments. DeepSpeed also keeps fp32 master weights, even of an fp32
+model, and pads what it partitions. FSDP2 pads rows. AdamW keeps one step count for each tensor that it updates. All of this is
+counted here exactly, and ``zerobook plan --measure`` compares it with real runs. The rules follow the sources of DeepSpeed
+0.19.8, torch 2.13 and accelerate 1.15.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +17,9 @@ from zerobook.utils.model_config import nvme_buffer_elements
 
 FP32_BYTES = 4
 SWAP_MINIMUM_BYTES = 1 << 20
-"""DeepSpeed keeps smaller tensors in host RAM, even if the file says NVMe."""
+"""DeepSpeed keeps smaller tensors in host RAM, even if the strategy file offloads to NVMe."""
 ZERO_ALIGNMENT = 2
-"""Elements, of DeepSpeed's ``nccl_start_alignment_factor``: partitions of ZeRO-1 and 2 are multiples of it."""
+"""Partitions of ZeRO-1 and 2 are multiples of so many elements (DeepSpeed's ``nccl_start_alignment_factor``)."""
 PLACEHOLDER_BYTES = 2
 """Size of the one-element placeholder in host RAM for weights that are on NVMe."""
 
@@ -36,7 +35,7 @@ class Weight:
     trained: bool
     # the layer that is gathered as one; "" for a weight outside layers
     unit: str = ""
-    # number of parameters in the weight, if several share an element
+    # number of parameters in a quantised weight, of which several share an element; 0 for other weights
     packed_parameters: int = 0
     # bytes that a quantised layer keeps beside its weight, in full on every rank
     scale_bytes: int = 0
@@ -94,11 +93,12 @@ class StateBytes:
 
 @dataclass(kw_only=True)
 class RankStates:
-    """Bytes of one rank's states by place: the live tensors between the backward pass and the step, each storage once, as
-    `Strategy.memory` counts them; and what is swapped out to a disk."""
+    """Bytes of one rank's states between the backward pass and the optimizer's step, by place. `Strategy.memory` measures the
+    same on a run, without the disk."""
 
     device: StateBytes
     host: StateBytes = field(default_factory=StateBytes)
+    # swapped out to NVMe
     disk: int = 0
 
     @property
@@ -125,7 +125,8 @@ def shard_elements(weight: Weight, ranks: int) -> int:
 
 
 def cast_bytes(weight: Weight, sharding: ShardingSpec) -> int:
-    """Return the bytes of an element in the passes, where DeepSpeed has cast the model, or FSDP2 what it gathers."""
+    """Return the bytes of a weight's element in the passes under DeepSpeed, which casts the model, or FSDP2, which casts
+    gathered weights."""
     return sharding.compute_bytes if sharding.precision != "no" else weight.element_bytes
 
 
@@ -167,16 +168,16 @@ def _flat_state(elements: int, sharding: ShardingSpec) -> int:
 
 def _step_counts(tensors: int, sharding: ShardingSpec) -> int:
     """Return the bytes of the step counts of ``tensors`` updated tensors."""
-    # DeepSpeed's CPUAdam counts in an integer, and not in a tensor.
+    # DeepSpeed's CPUAdam counts steps in an integer, and not in a tensor.
     if sharding.optimizer == "adamw" and sharding.kind == "deepspeed" and sharding.offload_optimizer != "none":
         return 0
     return sharding.optimizer_spec.step_bytes * tensors
 
 
 def _replicated_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
-    """Return what a rank holds with one process or under DDP."""
+    """Return the states of a rank with one process or under DDP."""
     optimizer = sharding.optimizer_spec.held_bytes(weight.shape for weight in model.trained)
-    # Autocast casts operations and no weights, so gradients are fp32 in every precision.
+    # Autocast casts the inputs of operations and not the weights, so gradients are fp32 in every precision.
     return RankStates(
         device=StateBytes(
             parameters=sum(weight.numel * weight.element_bytes for weight in model.weights),
@@ -187,7 +188,7 @@ def _replicated_states(model: ModelWeights, sharding: ShardingSpec) -> RankState
 
 
 def _fsdp_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> RankStates:
-    """Return what a rank holds under FSDP2, which divides rows among ranks as torch.chunk does.
+    """Return the states of a rank under FSDP2, which divides rows among ranks as torch.chunk does.
 
     Weights and gradients are padded to the largest shard, which is rank 0's; optimizer state is not.
     """
@@ -213,7 +214,7 @@ def row_shard_elements(weight: Weight, ranks: int, rank: int) -> int:
 
 
 def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> RankStates:
-    """Return what a rank holds under ZeRO-1 and 2.
+    """Return the states of a rank under ZeRO-1 and 2.
 
     Each group is flattened, padded to a multiple of ``ZERO_ALIGNMENT`` elements per rank, and divided into equal partitions.
     """
@@ -222,18 +223,18 @@ def _zero_states(model: ModelWeights, sharding: ShardingSpec, rank: int) -> Rank
     elements = sum(partitions)
     states = StateBytes(
         parameters=elements * sharding.ranks * sharding.compute_bytes,
-        # fp32 master weights are counted as optimizer state
+        # The fp32 master weights count as optimizer state.
         optimizer=FP32_BYTES * elements + _flat_state(elements, sharding) + _step_counts(len(partitions), sharding),
     )
-    # Frozen weights are replicated. The trained weights are counted with their groups above.
+    # Frozen weights belong to no group, and every rank has them.
     for weight in model.weights:
         if not weight.trained:
             states.parameters += weight.numel * cast_bytes(weight, sharding)
-    # The CPU's optimizer reads an fp32 copy of the gradients; the GPU keeps none after the backward pass.
+    # The CPU's optimizer reads fp32 gradients in host RAM; the GPU keeps none after the backward pass.
     if sharding.offload_optimizer != "none":
         host = StateBytes(gradients=FP32_BYTES * elements, optimizer=states.optimizer)
         return RankStates(device=replace(states, optimizer=0), host=host)
-    # The GPU's optimizer updates from gradients in the compute dtype.
+    # The GPU's optimizer reads gradients in the compute dtype.
     for group, partition in zip(model.groups, partitions, strict=True):
         states.gradients += _reduced_elements(group, partition, rank) * sharding.compute_bytes
     return RankStates(device=states)
@@ -243,11 +244,12 @@ def _reduced_elements(group: Sequence[Weight], partition: int, rank: int) -> int
     """Return the gradient elements that a rank keeps of a group: the complete gradient of every weight that overlaps its
     partition, and zeros where its partition extends beyond the last weight."""
     elements = count_elements(weights_of_partition(group, partition, rank))
+    # The zeros begin behind the last weight, or where the partition begins if that is later.
     return elements + max(0, partition * (rank + 1) - max(count_elements(group), partition * rank))
 
 
 def weights_of_partition(group: Sequence[Weight], partition: int, rank: int) -> list[Weight]:
-    """Return the weights of a group of which a rank's partition, of ``partition`` elements, has a part."""
+    """Return the weights of a group that overlap a rank's partition of ``partition`` elements."""
     start = partition * rank
     position = 0
     weights = []
@@ -259,15 +261,16 @@ def weights_of_partition(group: Sequence[Weight], partition: int, rank: int) -> 
 
 
 def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
-    """Return what a rank holds under ZeRO-3: every weight is padded to a multiple of the ranks and divided; small ones also
-    stay gathered.
+    """Return the states of a rank under ZeRO-3: every weight is padded to a multiple of the ranks and divided. Small weights
+    also stay gathered.
 
     hpZ divides all weights a second time, among the ranks of a group. The second copy of a trained weight is freed when the
-    weight is updated, and made again when the weight is gathered. Small weights are not gathered again before the next
-    step, so small trained ones have no second copy until then.
+    weight is updated, and made again when the weight is gathered. Small weights are not gathered again before the next step,
+    so small trained ones have no second copy until then.
     """
     sharded = shard_bytes(model.weights, sharding)
     persistent = 0
+    # weights with a second copy under hpZ
     copied = []
     for weight in model.weights:
         is_small = weight.numel <= sharding.persistence_threshold
@@ -294,7 +297,7 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
                 swapped += sub_group.elements
         states.disk = FP32_BYTES * swapped + _flat_state(swapped, sharding)
         states.host.optimizer = optimizer - states.disk
-        # The CPU's optimizer has an fp32 copy of the gradients of what is in host RAM.
+        # The gradients are in host RAM in the compute dtype. Those of states that are in host RAM are there in fp32 too.
         states.host.gradients = device.gradients + FP32_BYTES * (elements - swapped)
         device.gradients = device.optimizer = 0
     if sharding.offload_param != "none":
@@ -309,18 +312,19 @@ def _zero3_states(model: ModelWeights, sharding: ShardingSpec) -> RankStates:
 
 @dataclass
 class SubGroup:
-    """Consecutive weights of a parameter group that ZeRO-3's optimizer updates together. ``elements`` are those of one
-    rank's shards. ``stays_in_ram`` means that the weights are never written to NVMe."""
+    """Consecutive weights of a parameter group that ZeRO-3's optimizer updates together."""
 
     weights: list[Weight]
+    # elements of one rank's shards
     elements: int = 0
+    # The weights are never written to NVMe.
     stays_in_ram: bool = False
 
 
 def split_sub_groups(model: ModelWeights, sharding: ShardingSpec) -> list[SubGroup]:
-    """Return the sub-groups of all parameter groups. Each ends with the weight that makes it reach ``sub_group_size``.
+    """Return the sub-groups of all parameter groups. A sub-group ends with the weight by which it reaches ``sub_group_size``.
 
-    Those that are completely within the first ``max_in_cpu`` elements of a rank's shards stay in host RAM.
+    Sub-groups that lie completely in the first ``max_in_cpu`` elements of a rank's shards stay in host RAM.
     """
     sub_groups: list[SubGroup] = []
     previous_elements = 0
@@ -348,8 +352,7 @@ def is_swapped(sub_group: SubGroup, sharding: ShardingSpec) -> bool:
 
 
 def weights_on_nvme(model: ModelWeights, sharding: ShardingSpec) -> list[Weight]:
-    """Return the weights whose shards are on NVMe. The first of the trained weights, and all small weights, stay in host
-    RAM."""
+    """Return the weights whose shards are on NVMe. Small weights, and those of `SubGroup.stays_in_ram`, are in host RAM."""
     if sharding.offload_param != "nvme":
         return []
     names_in_ram: set[str] = set()
@@ -364,9 +367,11 @@ def weights_on_nvme(model: ModelWeights, sharding: ShardingSpec) -> list[Weight]
 
 
 def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
-    """Return the bytes of a rank's host RAM that DeepSpeed allocates for weights on NVMe: buffers to read them into, the
-    unused rest of the room for weights that stay, and a buffer of the size of the largest sub-group, in which the other
-    weights are rounded before they are written."""
+    """Return the bytes of a rank's host RAM that DeepSpeed allocates for weights on NVMe.
+
+    These are buffers for reading, the part of the room for weights that stay in host RAM (``max_in_cpu``) that no weight uses,
+    and a buffer of the size of the largest sub-group, in which weights are rounded before they are written.
+    """
     if sharding.offload_param != "nvme":
         return 0
     sub_groups = split_sub_groups(model, sharding)
@@ -378,7 +383,7 @@ def nvme_buffer_bytes(model: ModelWeights, sharding: ShardingSpec) -> int:
         if sub_group.stays_in_ram:
             staying_elements += sub_group.elements
     unused_room = min(sharding.max_in_cpu_elements, elements) - staying_elements
-    # Without weights that leave host RAM, nothing is rounded.
+    # If all weights stay in host RAM, none is rounded.
     rounding_buffer = largest_elements if staying_elements < elements else 0
     largest_weight = max(weight.numel for weight in model.weights)
     buffer_elements = nvme_buffer_elements(sharding.nvme_buffer_elements, largest_weight, sharding.ranks)
