@@ -1,4 +1,4 @@
-"""The model that a recipe's config trains, made of tensors that have shapes and no contents."""
+"""The model that a recipe trains, built of tensors that have shapes and no contents."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ if TYPE_CHECKING:
 
 
 class UnplannableModelError(ConfigError):
-    """Error for a model whose config can be read, but whose class cannot be built here, or whose step cannot be traced."""
+    """Error for a model whose config can be read, but which cannot be built here, or whose step cannot be traced."""
 
     def __init__(self, name: str, facts: dict[str, Any], error: Exception, cannot: str = "its class cannot be built here"):
         """Shorten the libraries' ``error`` to its reason.
 
         Args:
             facts: the values of the model's config.json.
-            cannot: says what cannot be done.
+            cannot: a clause that says what cannot be done.
         """
         self.facts = facts
         lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-        # After a heading, the reason is on the next line.
+        # If a line ends with a colon, the reason is on the next line.
         while len(lines) > 1 and lines[0].endswith(":"):
             heading = lines.pop(0)
             lines[0] = f"{heading} {lines[0]}"
-        # The libraries continue with a list of all classes.
+        # The first sentence is the reason. After it, the libraries list all classes that they know.
         reason = lines[0].split(". ")[0][:300].rstrip(". ")
         advice = " By the literature's formulas alone: zerobook plan --formulas --parameters 7B."
         if "auto_map" in facts:
@@ -77,18 +77,18 @@ class UnplannableModelError(ConfigError):
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe with its model's config. ``name`` is the model's name in tables.
-
-    ``whole_logits`` and ``is_plain`` are for runs of other programs. They compute the loss from all logits at once, and train a
-    model as transformers and peft build it: in the dtype that it is loaded in, and without Zerobook's own kernels.
-    """
+    """A recipe with its model's config, as one rank trains it."""
 
     recipe: Recipe[Any]
     model_config: PreTrainedConfig
+    # the model's name in tables
     name: str
+    # The loss is computed from all logits at once, as other programs do, and not in chunks.
     whole_logits: bool = False
-    # processes that share the tokens of a row; the job is that of one of them
+    # ranks that share the tokens of a row
     token_ranks: int = 1
+    # The model is trained as transformers and peft build it for other programs: in the dtype in which it is loaded, and without
+    # Zerobook's kernels.
     is_plain: bool = False
 
     @property
@@ -101,13 +101,17 @@ class Job:
 
     @property
     def shape(self) -> BatchShape:
-        """Shape of the largest possible micro-batch."""
+        """Shape of a rank's part of the largest possible micro-batch."""
         shape = self.recipe.batch_shape()
         return shape._replace(source=ceil_div(shape.source, self.token_ranks))
 
     def on_device(self, kernels: str) -> Job:
-        """Return the job with the attention of its run on a device, as `Cluster.kernels` names it. If the flash-attn package is
-        missing, packed rows take flex attention."""
+        """Return the job with the attention that its run uses on a device, if the flash-attn package is not installed there.
+        Packed rows then use flex attention.
+
+        Args:
+            kernels: the device, as `Cluster.kernels` names it.
+        """
         if kernels != "cuda":
             return self
         kind = auto_class(type(self.model_config), encoder_decoder=self.recipe.encoder_decoder)
@@ -119,8 +123,13 @@ class Job:
         return replace(self, recipe=type(self.recipe)(self.config.model_copy(update=changes)))
 
     def evaluation_shape(self, *, keeps_logits: bool = True) -> BatchShape | None:
-        """Return the shape of an evaluation's largest batch; None if nothing is held out. A held-out split that comes with
-        the data is not known here."""
+        """Return the shape of an evaluation's largest batch; None if no data is held out.
+
+        A held-out split that is part of the dataset is not known here.
+
+        Args:
+            keeps_logits: the logits of a batch are kept, which limits its rows.
+        """
         if not (self.config.validation_file or self.config.validation_split_percentage):
             return None
         rows = self.config.eval_rows
@@ -144,10 +153,10 @@ class Job:
             shape: shape of the micro-batch; None means the largest.
             cast: ``bf16`` or ``fp16`` if the strategy casts the complete model, as DeepSpeed does. With ``no``, trained weights
                 are in fp32, and frozen weights keep their dtype.
-            precision: the run's precision, in which a frozen base is loaded and quantised weights compute; None means the
+            precision: the run's precision, in which a frozen base is loaded and quantised layers compute; None means the
                 config's.
-            model: what `build_on_meta` returned; None builds it.
-            repetitions: equal layers, of which the model has few inside this context.
+            model: the result of `build_on_meta`; None builds it.
+            repetitions: equal layers, of which the model keeps few inside this context.
         """
         model = model or self.build_on_meta(precision)
         with ExitStack() as stack:
@@ -157,7 +166,7 @@ class Job:
             yield model.train(), self.recipe.example_batch(shape or self.shape)
 
     def build_on_meta(self, precision: str | None = None) -> nn.Module:
-        """Return the model, of tensors on the meta device.
+        """Return the model with its tensors on the meta device.
 
         Raises:
             ConfigError: the recipe does not train this model.
@@ -167,7 +176,7 @@ class Job:
             return self._build(precision or self.config.mixed_precision or "no")
 
     def _build(self, precision: str) -> nn.Module:
-        """Return the model as the recipe's loading and adapting leave it, in the same order."""
+        """Return the model as a run has it after loading and adapting. The steps are in the same order as there."""
         options: dict[str, Any] = {"trust_remote_code": self.config.trust_remote_code}
         if self.config.attn_implementation == "eager":
             options["attn_implementation"] = "eager"
@@ -180,7 +189,8 @@ class Job:
                 model = model_class.from_config(self.model_config, dtype=self._dtype(precision), **options)
         except Exception as error:  # whatever the code of a class raises
             raise UnplannableModelError(self.name, self.model_config.to_dict(), error) from error
-        # The files of Flan-T5, T5 1.1 and mT5 have an output layer of their own. transformers 5.23 ties it in their configs.
+        # The output layers of Flan-T5, T5 1.1 and mT5 are not tied to the embeddings, although transformers 5.23 ties them for
+        # these models' configs.
         kind = self.model_config.model_type
         if kind in ("mt5", "umt5") or (kind == "t5" and not self.model_config.scale_decoder_outputs):
             model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -196,7 +206,8 @@ class Job:
             _quantise(model, base_format, compute_dtype(precision))
         if self.config.new_tokens:
             grow_embeddings(model, model.get_input_embeddings().num_embeddings + len(self.config.new_tokens))
-        # peft imports bitsandbytes, which compiles kernels for the CPU: that loads torch's compiler, and a plan runs no kernel.
+        # peft imports bitsandbytes, which compiles kernels for the CPU. Loading torch's compiler for that takes time, and a
+        # plan runs no kernels.
         with replaced(torch, "compile", lambda function, **_: function):
             model = self.recipe.adapt(model)
         if not self.whole_logits:
@@ -208,26 +219,26 @@ class Job:
         return model
 
     def _dtype(self, precision: str) -> torch.dtype:
-        """Return the dtype that the model is loaded in. If the recipe leaves it to the model, the
-        model's config names it; otherwise it is fp32."""
+        """Return the dtype in which the model is loaded. If the recipe does not decide it, it is that of the model's config, or
+        fp32 if that names none."""
         dtype = DTYPES[self.config.loaded_dtype(precision)]
         if isinstance(dtype, torch.dtype):
             return dtype
         return getattr(self.model_config, "dtype", None) or torch.float32
 
     def weights(self, model: nn.Module | None = None) -> ModelWeights:
-        """Return the model's weights.
+        """Return the model's weights and their parameter groups.
 
         Args:
-            model: what `build_on_meta` returned; None builds it.
+            model: the result of `build_on_meta`; None builds it.
 
         Raises:
-            ConfigError: the lengths are more than the model has positions for, as in the recipe.
+            ConfigError: rows are longer than the model has positions for. The run raises the same error.
         """
         model = model or self.build_on_meta()
         check_length(cast("PreTrainedModel", model), max(self.shape.source, self.shape.target))
         units = _units(model)
-        quantised_layers = {m.weight: m for m in model.modules() if isinstance(m, _QuantisedLinear)}
+        quantised_layers = {layer.weight: layer for layer in model.modules() if isinstance(layer, _QuantisedLinear)}
         weights: dict[nn.Parameter, Weight] = {}
         for name, parameter in model.named_parameters():
             weight = Weight(
@@ -246,10 +257,10 @@ class Job:
 
 
 def make_job(recipe: Recipe[Any]) -> Job:
-    """Return the job of a recipe. Downloads nothing but the model's config.json.
+    """Return the job of a recipe. Of the model, only config.json is downloaded.
 
     Raises:
-        ConfigError: there is no such model, or it is one that the recipes do not train.
+        ConfigError: the model does not exist, or is of a kind that no recipe trains.
         UnplannableModelError: transformers does not know its class.
     """
     config = recipe.config
@@ -269,19 +280,20 @@ def _display_name(name: str) -> str:
 
 
 def read_config(name: str, revision: str = "main", *, trust: bool = False) -> PreTrainedConfig:
-    """Return transformers' config of a hub name, a folder, a config.json or the embedded model.
+    """Return transformers' config of a model.
 
     Args:
-        trust: run the code of a repository that ships its own class.
+        name: a hub name, a folder, a config.json or the embedded model.
+        trust: run the code that a repository ships for its own class.
 
     Raises:
         ConfigError: there is no config.
-        UnplannableModelError: the config's class is not known here, or refuses the config's values.
+        UnplannableModelError: transformers does not know the config's class, or the class refuses the config's values.
     """
     from transformers import AutoConfig, PretrainedConfig
 
     path = str(embedded.smollm2()) if name.startswith(embedded.PREFIX) else name
-    # A JSON file alone describes a model that need not be on this machine.
+    # A config.json is enough for a plan. The model itself need not be on this machine.
     is_file = path.endswith(".json")
     if not is_file:
         hub.check_reachable(path, revision)
@@ -297,7 +309,7 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
         raise ConfigError(
             f"model_name_or_path: {name}: no model config can be read there: {lines[0]}{hub.advice(error)}"
         ) from error
-    # From here on the facts are known, and the error has them: the papers' formulas need no model that can be built.
+    # From here on, errors contain the config's values, with which the caller can still apply the papers' formulas.
     try:
         if is_file:
             values = {key: value for key, value in facts.items() if key != "model_type"}
@@ -313,7 +325,8 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
 
 
 def _units(model: nn.Module) -> dict[str, str]:
-    """Return parameter name -> the layer that it belongs to. Parameters outside layers are left out."""
+    """Return parameter name -> path of its layer. Layers are of the classes that the model does not split over devices.
+    Parameters outside layers are left out."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     units: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -325,7 +338,7 @@ def _units(model: nn.Module) -> dict[str, str]:
 
 @torch.library.custom_op("zerobook::dequantise", mutates_args=())
 def _dequantise(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Weights [rows, columns] that are unpacked for a product with ``like``."""
+    """Return weights [rows, columns] that are unpacked for a product with ``like``."""
     raise NotImplementedError("it has shapes and no contents")
 
 
@@ -335,7 +348,8 @@ def _shape_of_dequantised(like: torch.Tensor, rows: int, columns: int) -> torch.
 
 
 class _DequantisedProduct(torch.autograd.Function):
-    """Product with weights that are unpacked for it, and again for the gradient of its input. The weights get no gradient."""
+    """Product with quantised weights. They are unpacked for the product and again for the gradient of its input, and get no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -354,9 +368,9 @@ class _Int8Product(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, out_features: int) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.out_features = out_features
-        # the quantised input, which lives until the product is made
+        # Allocate the quantised input, which is freed after the product.
         x.new_empty(x.shape, dtype=torch.int8)
-        # the sums
+        # Allocate the sums.
         return x.new_empty(*x.shape[:-1], out_features, dtype=torch.int32).to(x.dtype)
 
     @staticmethod
@@ -366,12 +380,13 @@ class _Int8Product(torch.autograd.Function):
 
 
 class _QuantisedLinear(nn.Linear):
-    """Model of the memory of bitsandbytes' linear layers.
+    """Linear layer that allocates as much memory as bitsandbytes' quantised ones, and computes nothing.
 
-    NF4 with double quantisation (Dettmers et al., 2023, section 3): half a byte an element; beside it a byte of scale for
-    every 64 elements, 4 bytes for every 256 scales, and two tables. int8: a byte an element, and 4 bytes a row.
+    NF4 with double quantisation (Dettmers et al., 2023, section 3) needs half a byte for each element, a byte of scale for
+    every 64 elements, 4 bytes for every 256 scales, and two tables. int8 needs a byte for each element and 4 for each row.
     """
 
+    # bytes of scales and tables
     scale_bytes: int
     product: type[torch.autograd.Function]
 
@@ -385,16 +400,20 @@ _NF4_TABLE_BYTES = 4 * (16 + 256 + 1)
 
 
 def _quantise(model: PreTrainedModel, base_format: str, dtype: torch.dtype) -> None:
-    """Replace all linear layers but the output head with layers in ``base_format``, as transformers does. Weights are packed
-    in ``dtype``, in which they compute."""
+    """Replace all linear layers but the output head with quantised ones, as transformers does.
+
+    Args:
+        base_format: ``int8`` or ``nf4``.
+        dtype: dtype in which the layers compute, and of the tensors that hold the packed weights.
+    """
     output_head = model.get_output_embeddings()
     for module in model.modules():
         for name, layer in module.named_children():
             if type(layer) is nn.Linear and layer is not output_head:
-                setattr(module, name, _quantised_like(layer, base_format, dtype))
+                setattr(module, name, _make_quantised(layer, base_format, dtype))
 
 
-def _quantised_like(layer: nn.Linear, base_format: str, dtype: torch.dtype) -> _QuantisedLinear:
+def _make_quantised(layer: nn.Linear, base_format: str, dtype: torch.dtype) -> _QuantisedLinear:
     quantised = _QuantisedLinear(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
     elements = layer.in_features * layer.out_features
     if base_format == "int8":
@@ -413,8 +432,12 @@ def _quantised_like(layer: nn.Linear, base_format: str, dtype: torch.dtype) -> _
 
 @contextmanager
 def _fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Give the model fake CPU tensors in the place of its meta tensors, since operations on meta tensors keep no account of
-    memory. They have ``dtype`` where it is given and they have fractions."""
+    """Replace the model's meta tensors by fake CPU tensors inside this context, since meta tensors have no storage to count.
+
+    Args:
+        dtype: dtype of the floating-point tensors; None keeps theirs.
+    """
+    # id of a meta tensor -> its fake tensor
     fakes: dict[int, torch.Tensor] = {}
     originals = []
     try:
@@ -422,10 +445,10 @@ def _fake_tensors(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
             for tensors in (module._parameters, module._buffers):
                 originals.append((tensors, dict(tensors)))
                 for name, tensor in tensors.items():
-                    # A layer without a bias has its name, and no tensor.
+                    # A layer without a bias has None under the name bias.
                     if tensor is None:
                         continue
-                    # A shared tensor stays shared.
+                    # A tensor that modules share gets one fake tensor, so that it stays shared.
                     if id(tensor) not in fakes:
                         fake_dtype = dtype if tensor.is_floating_point() else None
                         fake: torch.Tensor = torch.empty_like(tensor, device="cpu", dtype=fake_dtype)

@@ -42,11 +42,11 @@ _DISPENSABLE = (
     "micro-\nbatch",
     "hours,\nrange",
 )
-"""Headers of columns in the order in which a narrow terminal does without them. After them, columns go from the right."""
+"""Headers of columns in the order in which they are left out on a narrow terminal. Then others follow from the right."""
 
 
 def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: FailurePlan | None = None) -> None:
-    """Print a plan: what a GPU holds, what is sent, what does not fit and what would help."""
+    """Print a plan: a table of memory, a table of traffic and time, why rows do not fit, and the best row."""
     from rich.markup import escape
 
     out = console(WIDTH, markup=True)
@@ -108,16 +108,17 @@ def _print_head(out: Console, traced: TracedJob, cluster: Cluster) -> None:
 
 
 def print_table(out: Console, title: str, rows: Sequence[Cells], fixed: Sequence[str], dimmed: Sequence[bool]) -> None:
-    """Print a table without the columns that do not fit the terminal, the least important first, and name those.
+    """Print a table. If it is wider than the terminal, leave out the least important columns, and print their names below.
 
     Args:
         fixed: headers of the first columns, which are never left out.
-        dimmed: whether a row is less important.
+        dimmed: for each row, whether it is printed dim.
     """
-    # A row without figures has the fixed columns alone.
+    # Rows without figures have cells of the fixed columns only, so the longest row has all headers.
     headers = [header for header in max(rows, key=len) if header not in fixed]
     left_out = []
     table = _build_table(title, rows, fixed, headers, dimmed)
+    # Without a large max_width, rich would measure the table as it shrinks it to the terminal.
     while len(headers) > 1 and out.measure(table, options=out.options.update(max_width=1000)).maximum > out.width:
         dispensable = [header for header in _DISPENSABLE if header in headers] or headers[-1:]
         headers.remove(dispensable[0])
@@ -174,14 +175,14 @@ def _memory_cells(row: Row) -> Cells:
         "in\ntraining": size_or_dash(row.memory.host),
         "disk in\ntraining": size_or_dash(row.memory.disk),
     }
-    # The states alone exceed the GPU, so the activations were not traced, and the sum is a lower bound.
+    # The activations were not traced, so the sum is a lower bound.
     if row.bare:
         cells |= {"card": f"> {gb(row.memory.total)}", "activ.": "-"}
     return cells
 
 
 def _traffic_cells(row: Row, cluster: Cluster, has_rule: bool) -> Cells:
-    """Return what is sent: counted, and by the papers' law."""
+    """Return the cells of what is sent, counted and by the papers' formulas."""
     if row.paper is None:
         return {}
     cells = {"each rank": size_or_dash(row.sent), "by\npaper": size_or_dash(row.paper.sent)}
@@ -212,8 +213,8 @@ def _has_rule(rows: Sequence[Row]) -> bool:
 
 
 def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
-    """Print why rows cannot run, and what would help rows that do not fit. Rows with the same reason and remedy share a
-    line."""
+    """Print why rows cannot run or do not fit, and what would help. Rows that lack the same resources and have the same
+    remedies share a line."""
     from rich.markup import escape
 
     similar_rows: dict[tuple, list[Row]] = {}
@@ -237,7 +238,7 @@ def _print_misfits(out: Console, rows: Sequence[Row]) -> None:
 
 
 def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[str]:
-    # Times are of the listed speed of this GPU, or of one with as much memory.
+    # If the GPU's own speed is not known, times are for a GPU with as much memory.
     speed = "the GPU's listed speed"
     if cluster.device.like:
         speed = f"{cluster.device.like}'s listed speed, since this GPU's is not known"
@@ -274,7 +275,7 @@ def size_or_dash(amount: float) -> str:
 
 
 def show_lines(lines: Sequence[tuple[str, str]], file: TextIO | None = None) -> None:
-    """Print (what, text) in two columns. A long text continues under its beginning."""
+    """Print (heading, text) in two columns. The lines of a long text are aligned."""
     key_width = max(len(key) for key, _ in lines) + 2
     wrapper = textwrap.TextWrapper(
         width=min(shutil.get_terminal_size((100, 0)).columns, 120),
@@ -288,7 +289,7 @@ def show_lines(lines: Sequence[tuple[str, str]], file: TextIO | None = None) -> 
 
 
 def record(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> dict[str, Any]:
-    """Return a plan as JSON values. Amounts are bytes, times seconds."""
+    """Return a plan as JSON values. Amounts are in bytes, and times in seconds."""
     row_records = []
     for row in rows:
         row_records.append(

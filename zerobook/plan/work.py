@@ -1,4 +1,4 @@
-"""Operations of a micro-batch, as the time of a step follows from them. Imports nothing heavy."""
+"""Operations of a micro-batch, from which the time of a step is computed. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Product(NamedTuple):
-    """Product of matrices [rows, depth] by [depth, columns], ``batch`` at once, of elements of ``element_bytes`` each."""
+    """Product of ``batch`` pairs of matrices [rows, depth] and [depth, columns]."""
 
     batch: int
     rows: int
@@ -37,7 +37,7 @@ class Work:
     attention: Counter[tuple[int, float]] = field(default_factory=Counter)
     # bytes that all other operations read and write
     moved_bytes: float = 0.0
-    # weights that are unpacked from 4 or 8 bits, each time that they are
+    # weights that are unpacked from 4 or 8 bits, counted each time
     dequantised_elements: int = 0
     # operations that start a kernel
     kernels: int = 0
