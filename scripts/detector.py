@@ -78,6 +78,8 @@ SLACK = 20
 
 @dataclass
 class Curve:
+    """A labelled loss curve. ``label`` and ``events`` are from labels.json; ``source`` is the repository that published it."""
+
     name: str
     label: str
     source: str
@@ -87,95 +89,125 @@ class Curve:
 
 @dataclass
 class Verdict:
-    """Steps at which a rule reacted: alarms, and those that would have rolled back, each as (onset, noticed)."""
+    """Reactions of a rule to a curve: its alarms, and the rollbacks among them. Each is (step of the onset, step at which it
+    was noticed)."""
 
     alarms: list[tuple[int, int]]
     rollbacks: list[tuple[int, int]]
 
 
 def ours(points: list[Point], settings: LogSettings | None = None) -> Verdict:
+    """Return the verdict of Zerobook's detector for logs."""
     found = replay(points, LogDetector(settings))
     return Verdict([(f.onset, f.step) for f in found if f.alarm], [(f.onset, f.step) for f in found if f.needs_action])
 
 
-def _same(steps: Iterable[int]) -> Verdict:
+# The published rules notice a problem at its step, and roll back at each alarm.
+def _roll_back_at(steps: Iterable[int]) -> Verdict:
     alarms = [(step, step) for step in steps]
     return Verdict(alarms, alarms)
 
 
 def llm_foundry(points: list[Point]) -> Verdict:
+    """Return the verdict of llm-foundry's KillLossSpike: an alarm at 5 high losses in a row, or if half of the window is above
+    the cap."""
     window: deque[float] = deque(maxlen=max(100, round(0.05 * len(points))))
-    steps, in_a_row, cap = [], 0, 10.0
-    for index, p in enumerate(points):
+    # the highest loss of the first window, at most 10
+    cap = 10.0
+    high_in_a_row = 0
+    steps = []
+    for index, point in enumerate(points):
         if len(window) == window.maxlen:
             if index == window.maxlen:
                 cap = min(max(window), cap)
-            in_a_row = in_a_row + 1 if p.loss >= 2 * statistics.fmean(window) else 0
-            high = index >= 2 * window.maxlen and sum(x > cap for x in window) >= window.maxlen / 2
-            if in_a_row > 4 or high:
-                steps.append(p.step)
-        window.append(p.loss)
-    return _same(steps)
+            is_high = point.loss >= 2 * statistics.fmean(window)
+            high_in_a_row = high_in_a_row + 1 if is_high else 0
+            above_cap = sum(loss > cap for loss in window)
+            stays_high = index >= 2 * window.maxlen and above_cap >= window.maxlen / 2
+            if high_in_a_row > 4 or stays_high:
+                steps.append(point.step)
+        window.append(point.loss)
+    return _roll_back_at(steps)
 
 
 def lightning(points: list[Point]) -> Verdict:
+    """Return the verdict of Lightning's SpikeDetection: an alarm at a loss that is not finite, or that is higher than the last
+    one and three times the mean of the window."""
+    # Losses with an alarm are not part of the window.
     window: deque[float] = deque(maxlen=10)
-    steps, last = [], 0.0
-    for index, p in enumerate(points):
+    last_loss = 0.0
+    steps = []
+    for index, point in enumerate(points):
         if index >= 1:
             mean = statistics.fmean(window)
-            if not math.isfinite(p.loss) or (p.loss > last and abs(p.loss - mean) >= abs(2.0 * mean)):
-                steps.append(p.step)
+            is_far = abs(point.loss - mean) >= abs(2.0 * mean)
+            if not math.isfinite(point.loss) or (point.loss > last_loss and is_far):
+                steps.append(point.step)
                 continue
-        window.append(p.loss)
-        last = p.loss
-    return _same(steps)
+        window.append(point.loss)
+        last_loss = point.loss
+    return _roll_back_at(steps)
 
 
 def olmo_core(points: list[Point]) -> Verdict:
+    """Return the verdict of OLMo-core's SkipStepOptimizer: an alarm if loss or gradient norm is 6 standard deviations above the
+    mean of its window."""
     losses: deque[float] = deque(maxlen=128)
     norms: deque[float] = deque(maxlen=128)
     steps = []
-    for p in points:
-        norm = p.grad_norm
+    for point in points:
+        norm = point.grad_norm
+        # The rule waits until half of the window is filled.
         if len(losses) >= 64:
-            jump = not math.isfinite(p.loss) or p.loss - statistics.fmean(losses) > 6 * statistics.stdev(losses)
+            is_jump = _exceeds_mean(point.loss, losses)
             if norm is not None and len(norms) >= 64:
-                jump |= not math.isfinite(norm) or norm - statistics.fmean(norms) > 6 * statistics.stdev(norms)
-            if jump:
-                steps.append(p.step)
-        if math.isfinite(p.loss):
-            losses.append(p.loss)
+                is_jump |= _exceeds_mean(norm, norms)
+            if is_jump:
+                steps.append(point.step)
+        if math.isfinite(point.loss):
+            losses.append(point.loss)
         if norm is not None and math.isfinite(norm):
             norms.append(norm)
-    return _same(steps)
+    return _roll_back_at(steps)
+
+
+def _exceeds_mean(value: float, window: deque[float]) -> bool:
+    return not math.isfinite(value) or value - statistics.fmean(window) > 6 * statistics.stdev(window)
 
 
 def megatron(points: list[Point]) -> Verdict:
-    steps, largest = [], 0.0
-    for index, p in enumerate(points):
-        if index >= 100 and not abs(p.loss) <= 10 * largest:
-            steps.append(p.step)
-        elif math.isfinite(p.loss):
-            largest = max(largest, abs(p.loss))
-    return _same(steps)
+    """Return the verdict of Megatron-LM's rerun machine: an alarm at a loss above 10 times the largest one so far."""
+    largest = 0.0
+    steps = []
+    for index, point in enumerate(points):
+        # With this condition, a loss that is NaN is an alarm too.
+        if index >= 100 and not abs(point.loss) <= 10 * largest:
+            steps.append(point.step)
+        elif math.isfinite(point.loss):
+            largest = max(largest, abs(point.loss))
+    return _roll_back_at(steps)
 
 
 def median_mad(points: list[Point]) -> Verdict:
+    """Return the verdict of median and MAD (median absolute deviation): an alarm at 3 points in a row that are 8 scaled MADs
+    above the median of the window."""
+    # High losses are not part of the window.
     window: deque[float] = deque(maxlen=100)
-    steps, in_a_row = [], 0
-    for p in points:
-        high = False
+    high_in_a_row = 0
+    steps = []
+    for point in points:
+        is_high = False
         if len(window) >= 10:
-            middle = statistics.median(window)
-            mad = 1.4826 * statistics.median(abs(x - middle) for x in window)
-            high = not math.isfinite(p.loss) or p.loss > middle + 8 * max(mad, 1e-12)
-        in_a_row = in_a_row + 1 if high else 0
-        if in_a_row >= 3:
-            steps.append(p.step)
-        if not high:
-            window.append(p.loss)
-    return _same(steps)
+            median = statistics.median(window)
+            # For a normal distribution, 1.4826 MADs are a standard deviation.
+            deviation = 1.4826 * statistics.median(abs(loss - median) for loss in window)
+            is_high = not math.isfinite(point.loss) or point.loss > median + 8 * max(deviation, 1e-12)
+        high_in_a_row = high_in_a_row + 1 if is_high else 0
+        if high_in_a_row >= 3:
+            steps.append(point.step)
+        if not is_high:
+            window.append(point.loss)
+    return _roll_back_at(steps)
 
 
 RULES = {
