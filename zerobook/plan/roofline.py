@@ -185,12 +185,11 @@ def step_seconds(
         gathers = gathers or follow_gathers(model.weights, sharding, (), accumulation)
         offload_seconds += pcie_bytes(sharding, gathers, accumulation) / device.pcie
         offload_seconds += nvme_bytes(model, sharding, gathers, accumulation) * cluster.gpus / NVME_BYTES_PER_S
-    is_fp32 = sharding.precision == "no"
     hooks = 0
     if sharding.kind == "deepspeed":
         hooks = visits if sharding.is_zero3 else len(model.trained)
     return StepSeconds(
-        compute=accumulation * compute_seconds(work, device, is_fp32=is_fp32, compiled=compiled),
+        compute=accumulation * compute_seconds(work, device, is_fp32=sharding.precision == "no", compiled=compiled),
         launches=accumulation * launch_seconds(work, hooks, compiled=compiled),
         links=sent_bytes / cluster.rate("link"),
         network=network_seconds,

@@ -137,8 +137,7 @@ def _zero3_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: 
         # The first gather after an update reads the first copy, since the update makes the second one stale. Later gathers in
         # the step, and all gathers of frozen weights, read the second copy.
         first_copy_bytes = count_bytes(weight for weight in set(gathers.forward) if weight.trained)
-    gradient_elements = sum(_pad(weight.numel, ranks) for weight in model.trained)
-    gradient_bytes = accumulation * gradient_elements * sharding.compute_bytes
+    gradient_bytes = accumulation * sharding.compute_bytes * sum(_pad(weight.numel, ranks) for weight in model.trained)
     # After the optimizer's step, the weights that stay gathered are gathered again.
     small_weights = [weight for weight in model.weights if weight.numel <= sharding.persistence_threshold]
 
