@@ -9,6 +9,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,18 @@ class Arm:
 
 @dataclass
 class Outcome:
-    """Result of a run. ``steps`` and ``evaluation`` are seconds on the slowest rank. ``held`` is the bytes between the
-    backward pass and the update, on the fullest rank. ``losses`` are those of the steps. ``refused`` is the allocation that
-    exceeded the budget."""
+    """Result of a run."""
 
+    # the error of the allocation that exceeded the budget; "" if none did
     refused: str = ""
+    # seconds of each step, and of the evaluation, on the slowest rank
     steps: list[float] = field(default_factory=list)
     evaluation: float = 0.0
+    # kind of state -> bytes between the backward pass and the update, on the fullest rank
     held: dict[str, int] = field(default_factory=dict)
+    # most bytes on a GPU
     peak: int | None = None
+    # loss of each step
     losses: list[float] = field(default_factory=list)
     result: dict[str, Any] = field(default_factory=dict)
 
@@ -84,8 +88,9 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
         TrialError: the run failed, and not because of its budget.
     """
     with tempfile.TemporaryDirectory() as folder:
-        result, file = Path(folder) / "result.json", ROOT / "recipes" / f"{recipe}.py"
-        # nothing is saved, so a full disk is not a problem
+        result = Path(folder) / "result.json"
+        file = ROOT / "recipes" / f"{recipe}.py"
+        # Nothing is saved, so a full disk is not a problem.
         words = subprocess_launch.flags(flags | {"output_dir": Path(folder) / "run", "on_low_disk": "warn"})
         line = subprocess_launch.command(arm.launcher, arm.ranks, CAPPED, result, budget, file, *words)
         environment: dict[str, str] = {}
@@ -98,25 +103,27 @@ def attempt(arm: Arm, recipe: str, flags: dict[str, object], budget: int, limit:
         paths = [result.with_suffix(f".{rank}.json") for rank in range(arm.ranks)]
         ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
         losses = [step["loss"] for step in stream(Path(folder) / "run" / "runlog" / STEPS)]
-    refused = next((found["refused"] for found in ranks if "refused" in found), "")
+    refused = next((rank["refused"] for rank in ranks if "refused" in rank), "")
     if not refused and code and is_refusal(text):
         refused = next(line.strip()[:300] for line in text.splitlines() if is_refusal(line))
     if refused and budget:
         return Outcome(refused)
     if code or len(ranks) < arm.ranks:
-        why = (
-            f"it was stopped after {limit:.0f} s"
-            if code == subprocess_launch.TIMED_OUT
-            else f"exit status {code}: {subprocess_launch.last_error(text)}"
-        )
+        if code == subprocess_launch.TIMED_OUT:
+            why = f"it was stopped after {limit:.0f} s"
+        else:
+            why = f"exit status {code}: {subprocess_launch.last_error(text)}"
         raise TrialError(f"{arm.name}, {recipe}: {why}. The line was: {' '.join(line)}", text)
-    steps = [[after - before for before, after in zip(found["times"], found["times"][1:], strict=False)] for found in ranks]
-    held = [sum(found["held"].values()) for found in ranks]
+    # for each rank, the seconds between the ends of its steps
+    seconds_by_rank = []
+    for rank in ranks:
+        seconds_by_rank.append([after - before for before, after in pairwise(rank["times"])])
+    fullest_rank = max(ranks, key=lambda rank: sum(rank["held"].values()))
     return Outcome(
-        steps=[max(times) for times in zip(*steps, strict=True)],
-        evaluation=max(found.get("evaluation", 0.0) for found in ranks),
-        held=ranks[held.index(max(held))]["held"],
-        peak=max((found["peak"] for found in ranks if "peak" in found), default=None),
+        steps=[max(seconds) for seconds in zip(*seconds_by_rank, strict=True)],
+        evaluation=max(rank.get("evaluation", 0.0) for rank in ranks),
+        held=fullest_rank["held"],
+        peak=max((rank["peak"] for rank in ranks if "peak" in rank), default=None),
         losses=losses,
         result=ranks[0].get("result", {}),
     )
