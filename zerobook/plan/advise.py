@@ -35,9 +35,9 @@ MICRO_BATCH_TOKENS = 8192
 """Largest micro-batch to try, in tokens, unless the user sets the micro-batch."""
 CHECKPOINTING = ("none", "full", "offload")
 """Activation checkpointing that is tried, from the fastest to the one with the least memory."""
-# Names of the strategy files that keep weights or optimizer state outside of the GPU.
+# Matches the names of strategy files that keep weights or optimizer state outside of the GPU.
 _OFFLOADS = re.compile("offload|nvme")
-# Names of the strategy files that share each row among ranks.
+# Matches the names of strategy files whose ranks share the tokens of a row.
 _SHARES_ROWS = re.compile("context|sequence|tensor")
 _LORA_RECIPE = "lora_finetune"
 _ACTIVATIONS = {"none": "activations kept", "full": "activations recomputed", "offload": "activations recomputed and offloaded"}

@@ -32,7 +32,7 @@ STEPS = 5
 
 @dataclass
 class Figure:
-    """Planned and measured bytes of the rank with the largest error."""
+    """Planned and measured bytes of one kind, on the rank with the largest error."""
 
     planned: float
     measured: float
@@ -47,8 +47,9 @@ class Figure:
 
 @dataclass
 class Measurement:
-    """Figures of a strategy by name, or in ``failure`` how its run failed."""
+    """Result of a strategy's run: its figures by name, or in ``failure`` a sentence that says how it failed."""
 
+    # stem of the strategy file
     file: str
     ranks: int
     figures: dict[str, Figure] = field(default_factory=dict)

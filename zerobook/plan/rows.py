@@ -36,7 +36,9 @@ from zerobook.utils.units import size
 class Row:
     """Plan of one strategy file on one cluster. Amounts are bytes."""
 
+    # stem of the strategy file, such as zero3
     file: str
+    # the strategy's name for people, such as ZeRO-3
     name: str
     sharding: ShardingSpec | None = None
     memory: PeakMemory | None = None
