@@ -39,11 +39,11 @@ class TurnSpan(NamedTuple):
 class TurnFrame(NamedTuple):
     """The text that a template writes around the last turn of a chat with certain roles.
 
-    ``opened``: the end of the generation prompt (such as ``<think>``), where the rendered turn lacks it. ``closing``: the
-    text after the turn's content; None if it cannot be determined.
+    ``prompt_end``: the end of the generation prompt, such as ``<think>``, if the template leaves it out when it renders the
+    complete turn; otherwise empty. ``closing``: the text after the turn's content; None if it cannot be determined.
     """
 
-    opened: str = ""
+    prompt_end: str = ""
     closing: str | None = None
 
 
@@ -63,8 +63,9 @@ class GeneratedTurn(NamedTuple):
         return TurnSpan(self.start, len(self.text), self.has_end)
 
 
-_PAST_LIMITS = (DataError, MemoryError)
-"""Errors of a rendering that are of the template, and not of the chat that it renders."""
+_LIMIT_ERRORS = (DataError, MemoryError)
+"""Errors of a template that exceeds a limit. They stop the run: the template is at fault, and not the chat."""
+# Advice about tools or calls that a template does not read.
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
 TODAY = date(2024, 7, 26)
 """The date of a template that writes today's: the tokens of a chat must not depend on the day when they were prepared, nor
@@ -89,12 +90,13 @@ def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> C
             _compile(source)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{where}: not valid Jinja, line {error.lineno}: {error.message}.") from None
-    # Jinja makes Python of it, which limits how deeply blocks are nested.
+    # Jinja translates the template to Python, which limits how deeply blocks are nested.
     except SyntaxError as error:
         raise ConfigError(f"{where}: Python cannot compile it: {error.msg}.") from None
     # The tokenizer has several templates, and none of them is the default.
     except ValueError as error:
         raise ConfigError(f"the tokenizer's chat template: {error} Name one with --chat_template FILE.") from None
+    # A chat may have calls and no column tools. It is rendered by the default template, which may not read the calls.
     if override is None and _TOOL_TEMPLATE in _named_templates(tokenizer):
         advice = f"the tokenizer's template {_TOOL_TEMPLATE} is for chats with a column tools, which this chat lacks"
     else:
@@ -123,24 +125,26 @@ class ChatTemplate:
         self.advice = advice
         self.variables: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.eos = tokenizer.eos_token
-        self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self.has_marks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         added_tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
         self._control = ControlTokens(tokenizer)
-        # Some models end turns with a token that is added, but not marked as special.
-        self._end_token = any_of(token.content for token in added_tokens)
-        # What was learnt about chats of the same roles, by the roles.
+        # Finds the token that ends a turn. Some models end turns with a token that is added, but not marked as special.
+        self._end_pattern = any_of(token.content for token in added_tokens)
+        # The frame of a turn depends only on the roles of the chat up to it, so it is learnt once for equal roles.
         self._frames: dict[tuple[str, ...], TurnFrame] = {}
         ordinary_tokens = {token.content for token in added_tokens if not token.special}
-        self._turn_token = any_of(self._written_around_turns(ordinary_tokens))
+        self._turn_pattern = any_of(self._find_turn_markers(ordinary_tokens))
 
     def render(self, chat: Chat, *, is_supervised_whole: bool = False) -> list[Rendered]:
         """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
 
-        Turns in ``chat.unsupervised`` are rendered and not supervised. If ``is_supervised_whole``, there is one row, the
-        whole chat as the template renders it, with an end of each turn, and all of it is supervised.
+        Turns in ``chat.unsupervised`` are rendered and not supervised.
 
         Most templates need one row, the whole chat. If a template rewrites a turn when more turns follow, a further
         row holds the chat up to that turn, as it is rendered when the model generates the turn.
+
+        Args:
+            is_supervised_whole: return one row, the whole chat, all of which is supervised.
 
         Raises:
             BadSample: the template refuses the chat or does not read a part of it, its turns cannot be separated, or a turn
@@ -154,28 +158,30 @@ class ChatTemplate:
         assistant_turns = find_assistant_turns(messages)
         if is_supervised_whole:
             turns = []
-            # Turns that cannot be separated are supervised as well, without an end that the template does not write.
+            # If the turns cannot be separated, no end-of-text tokens are added, and the text is supervised as it is.
             with suppress(BadSample):
                 turns = [self._find_turn(messages, index, chat.tools, text) for index in assistant_turns]
-            ends = [turn.span for turn in turns if text.startswith(turn.text)]
-            return [self._add_ends(text, ends)._replace(turns=None)]
+            # A turn that the template rewrites later is not in the text of the whole chat.
+            spans = [turn.span for turn in turns if text.startswith(turn.text)]
+            return [self._add_ends(text, spans)._replace(turns=None)]
         is_supervised = [index not in chat.unsupervised for index in assistant_turns]
 
         # The template marks the turns itself.
-        if self.marked:
-            text, spans, shortened = self._find_marks(messages, chat.tools)
+        if self.has_marks:
+            text, spans, shortened = self._find_marked_turns(messages, chat.tools)
             return [self._add_ends(text, list(compress(spans, is_supervised)), shortened)]
 
         # Otherwise each turn is found by rendering the chat up to it.
         turns = [self._find_turn(messages, index, chat.tools, text) for index in compress(assistant_turns, is_supervised)]
         rows = []
+        # A chat in which no turn is supervised is one row without turns.
         for row_text, row_turns in _cover_turns(text, turns) or [(text, [])]:
             shortened = sum(turn.shortened for turn in row_turns)
             rows.append(self._add_ends(row_text, [turn.span for turn in row_turns], shortened))
         return rows
 
     def _refuse_control_tokens(self, chat: Chat) -> None:
-        """Raise `BadSample` if a text of the chat names a control token."""
+        """Raise `BadSample` if a text of the chat has a control token, or a token that the template writes around turns."""
         for number, message in enumerate(chat.messages, 1):
             values = list(message.values())
             if chat.tools:
@@ -190,23 +196,25 @@ class ChatTemplate:
             refusal = self._control.refusal(f"turn {number}", text)
             if refusal:
                 raise BadSample(refusal)
-            token = self._turn_token.search(text)
+            token = self._turn_pattern.search(text)
             if token:
                 raise BadSample(f"turn {number} has the text {token[0]!r}, which the chat template begins or ends turns with")
 
     def _require_parts(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str) -> None:
-        """Raise `BadSample` if the template leaves out the tools or a part of a turn: another one changes nothing."""
+        """Raise `BadSample` if the template leaves out the tools or a part of a turn: without it, the text is the same."""
         if tools is not None and self._writes_same((messages, tools), (messages, None)):
             raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
         for index, message in enumerate(messages):
             role = message["role"]
-            # A turn may be rewritten when more turns follow, but not while the model generates it.
+            # Templates may leave out a part of an earlier answer, such as its thoughts. So an answer is the last turn here, as
+            # it is when the model generates it.
             stop = index + 1 if role == "assistant" else len(messages)
             for key, value in message.items():
-                # Most templates write a text as it is.
+                # A text that the template writes as it is needs no further rendering.
                 is_written = isinstance(value, str) and value.strip() in text
                 if is_written or value is None or key in ("role", *IDENTIFIERS):
                     continue
+                # Texts become a character that no template writes, and calls are removed.
                 other_value = "\x02" if isinstance(value, str) else None
                 changed = [*messages[:index], message | {key: other_value}, *messages[index + 1 :]]
                 if self._writes_same((messages[:stop], tools), (changed[:stop], tools)):
@@ -214,22 +222,24 @@ class ChatTemplate:
                     raise BadSample(f"turn {index + 1} ({role}) has {key}, which the chat template does not read; {advice}")
 
     def _writes_same(self, *chats: tuple[list[dict[str, Any]], list[dict[str, Any]] | None]) -> bool:
-        """Return whether the template writes the same for two chats, (turns, tools) each. It may refuse one of them."""
+        """Return whether a template writes the same text for two chats, (turns, tools) each; False if it refuses one."""
         with suppress(BadSample):
             first, second = (self._render_text(messages, tools=tools) for messages, tools in chats)
             return first == second
         return False
 
     def _convert_calls(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return the turns with calls in the form that the template reads."""
+        """Return the turns with their calls, and with contents that are null, in the form that the template reads."""
         if not any("tool_calls" in message for message in messages):
             return messages
-        # Some templates refuse null in place of a content, or write it out. They get an empty text.
         with suppress(BadSample):
             with_nulls = self._convert_arguments(messages, tools)
-            texts = [self._render_text(form, tools=tools) for form in (with_nulls, with_text_contents(with_nulls))]
-            if _NULL.findall(texts[0]) == _NULL.findall(texts[1]):
+            text = self._render_text(with_nulls, tools=tools)
+            text_without_nulls = self._render_text(with_text_contents(with_nulls), tools=tools)
+            # If the template wrote out the contents that are null, one text would have more nulls than the other.
+            if _NULL.findall(text) == _NULL.findall(text_without_nulls):
                 return with_nulls
+        # A template that fails on such a content, or writes it out, gets an empty text in its place.
         return self._convert_arguments(with_text_contents(messages), tools)
 
     def _convert_arguments(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -251,30 +261,31 @@ class ChatTemplate:
             return messages
         return with_text
 
+    # Render turns, with the generation prompt at the end if ``with_prompt``. Raises `BadSample` if the template refuses them.
     def _render_text(
-        self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[dict[str, Any]] | None = None
+        self, messages: list[dict[str, Any]], with_prompt: bool = False, tools: list[dict[str, Any]] | None = None
     ) -> str:
         # transformers caches the compiled template. It cannot be pickled, so it is not an attribute of this object.
         compiled = _compile(self.source)
         try:
             with template_time():
                 text = compiled.render(
-                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompt, **self.variables
+                    messages=messages, tools=tools, documents=None, add_generation_prompt=with_prompt, **self.variables
                 )
             return checked_length(text)
-        except _PAST_LIMITS:
+        except _LIMIT_ERRORS:
             raise
         except Exception as error:  # templates raise errors of any class
             raise BadSample(f"the chat template refuses it: {error}") from None
 
-    def _written_around_turns(self, tokens: set[str]) -> set[str]:
-        """Return which of the tokens the template writes around turns: they act as special tokens do.
+    def _find_turn_markers(self, tokens: set[str]) -> set[str]:
+        """Return which of ``tokens`` the template writes around turns. A content with one of them would look like two turns.
 
         Pairs of tokens beside the assistant's content, such as ``<think>`` and ``</think>``, are left out: contents may
         have them as well.
         """
 
-        def written_around(*roles: str) -> set[str]:
+        def tokens_around(*roles: str) -> set[str]:
             messages, _ = _stand_ins(roles)
             try:
                 text = self._render_text(messages)
@@ -283,19 +294,20 @@ class ChatTemplate:
             return {token for token in tokens if token in text}
 
         # Tokens around the user's turn alone are all markers: no model writes there.
-        around_user = written_around("user")
+        around_user = tokens_around("user")
         # Not every template takes a chat that ends with the user's turn.
-        around_both = written_around("user", "assistant", "user") or written_around("user", "assistant")
+        around_both = tokens_around("user", "assistant", "user") or tokens_around("user", "assistant")
         return around_user | {token for token in around_both if _matching_tag(token) not in around_both}
 
-    def _find_marks(
+    def _find_marked_turns(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[TurnSpan], int]:
         """Return the chat as text, the assistant's turns in it by the template's marks, and how many turns were shortened."""
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            _compile(self.source)  # what is rendered below
+            # transformers caches the compiled template, so this also sets the date of the one that is rendered below.
+            _compile(self.source)
             with template_time():
                 rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
                     [messages],
@@ -306,7 +318,7 @@ class ChatTemplate:
                 )
             (text,), (spans,) = rendered
             checked_length(text)
-        except _PAST_LIMITS:
+        except _LIMIT_ERRORS:
             raise
         # A template can raise any error: it is code, and many check the order of the roles themselves.
         except Exception as error:
@@ -327,25 +339,30 @@ class ChatTemplate:
             parts = [content, *(messages[index].get(key, "") for key in THOUGHTS)]
             shortened += any(_remove_spaces(part) not in marked_text for part in parts)
             closing = self._get_frame(roles[: index + 1]).closing
-            turns.append(self._find_marked_turn(text, start, stop, content, closing or self.eos or ""))
+            turns.append(self._include_end_token(text, start, stop, content, closing or self.eos or ""))
         return text, turns, shortened
 
-    def _find_marked_turn(self, text: str, start: int, stop: int, content: str, closing: str) -> TurnSpan:
-        """Return a marked turn, including the token that ends it. The marks may exclude this token."""
-        end = self._end_token.search(closing)
+    def _include_end_token(self, text: str, start: int, stop: int, content: str, closing: str) -> TurnSpan:
+        """Return a turn that is marked from ``start`` to ``stop``, with the token that ends it, which may be behind the marks.
+
+        Args:
+            closing: what the template writes after the content of the last turn.
+        """
+        end = self._end_pattern.search(closing)
         if end:
-            # The marks may include any part of ``closing``, from its beginning.
+            # The marks may include any part of ``closing``, from its beginning. Try how much of it they include, most first.
             for marked_length in range(len(closing), -1, -1):
                 content_stop = stop - marked_length
                 is_marked = text[start:stop].endswith(closing[:marked_length])
                 if is_marked and text.startswith(closing[: end.end()], content_stop):
                     return TurnSpan(start, content_stop + end.end(), True)
-            # Turns before the last one may end differently, inside of the marks or behind them. No content has a control token.
+            # Turns before the last one may end with another token. It is the last one inside of the marks, if that is a control
+            # token, since no content has one; or it is the token behind the marks.
             marked = text[start:stop].rstrip()
-            tokens = list(self._end_token.finditer(marked))
+            tokens = list(self._end_pattern.finditer(marked))
             if tokens and tokens[-1].end() == len(marked) and self._control.named(tokens[-1][0]):
                 return TurnSpan(start, start + len(marked), True)
-            next_token = self._end_token.match(text, stop)
+            next_token = self._end_pattern.match(text, stop)
             if next_token:
                 return TurnSpan(start, next_token.end(), True)
         # No token follows the marked text, so the turn ends inside of it.
@@ -360,29 +377,28 @@ class ChatTemplate:
         if index + 1 < len(messages):
             text = self._render_text(messages[: index + 1], tools=tools)
         prompt = self._render_prompt(messages, index, tools)
-        opened, closing = self._get_frame(tuple(message["role"] for message in messages[: index + 1]))
+        prompt_end, closing = self._get_frame(tuple(message["role"] for message in messages[: index + 1]))
 
-        # The text before the turn is the generation prompt, or the prompt without its end if the turn lacks it.
+        # The text before the turn is the generation prompt, or the prompt without its end if the template leaves that out.
         lead = prompt
-        if opened and prompt.endswith(opened) and not text.startswith(prompt):
-            lead = prompt.removesuffix(opened)
+        if prompt_end and prompt.endswith(prompt_end) and not text.startswith(prompt):
+            lead = prompt.removesuffix(prompt_end)
         if not text.startswith(lead):
             raise BadSample(f"the chat template renders turn {index + 1} differently from its own generation prompt")
         turn = text[len(lead) :]
         if lead != prompt and closing is not None and turn.endswith(closing):
-            written = turn.removesuffix(closing).strip()
-            beginning = opened.strip()
-            # In a prompt that goes on with white space alone, the content follows it, unless the template writes more than it.
-            continues = content.endswith(written) and (written != content or not beginning)
-            if continues or (beginning and content.startswith(beginning)):
-                # The prompt has the answer's beginning, which the template leaves out: the content continues the prompt.
+            written_content = turn.removesuffix(closing).strip()
+            beginning = prompt_end.strip()
+            if _continues_prompt(content, written_content, beginning):
+                # The model sees the complete prompt, so the turn is the content that follows it.
                 lead = prompt
                 turn = content.removeprefix(beginning).lstrip() + closing
 
         end, has_end = self._find_end(turn, messages[index]["content"] or "", closing)
         answer = turn[:end]
         if has_end:
-            *_, end_token = self._end_token.finditer(turn, 0, end)
+            # The answer is the text before the last token, which ends the turn.
+            *_, end_token = self._end_pattern.finditer(turn, 0, end)
             answer = turn[: end_token.start()]
         # A turn of an end token alone would teach the model to say nothing.
         if not answer.strip():
@@ -390,33 +406,36 @@ class ChatTemplate:
         if self.eos and self.eos in answer:
             raise BadSample(f"the chat template writes {self.eos!r}, the end of a text, inside of turn {index + 1}")
         _require_calls(messages[index], turn, index)
-        # Templates trim and join white space, which shortens nothing.
-        shortened = _remove_spaces(content) not in _remove_spaces(lead[len(lead) - len(opened) :] + turn)
+        # The content may begin in the prompt's end. Templates trim and join white space, which shortens nothing.
+        written_text = lead[len(lead) - len(prompt_end) :] + turn
+        shortened = _remove_spaces(content) not in _remove_spaces(written_text)
         return GeneratedTurn(lead + turn[:end], len(lead), has_end, shortened)
 
     def _render_prompt(self, messages: list[dict[str, Any]], index: int, tools: list[dict[str, Any]] | None) -> str:
-        """Return the text before a turn that the model continues."""
+        """Return the text that the model continues with the turn at ``index``."""
         if index > 0:
-            return self._render_text(messages[:index], True, tools)
-        # Many templates look at the first turn or write a default system turn, and there is no turn before a greeting.
-        opened = self._get_frame(("assistant",)).opened
+            return self._render_text(messages[:index], with_prompt=True, tools=tools)
+        # There is no turn before a greeting. Many templates fail on a chat without turns, or write a default system turn only
+        # before a greeting. So take the prompt of no turns only if the greeting is rendered with the same beginning.
+        prompt_end = self._get_frame(("assistant",)).prompt_end
         with suppress(BadSample):
-            prompt = self._render_text([], True, tools)
-            if prompt and self._render_text(messages[:1], tools=tools).startswith(prompt.removesuffix(opened)):
+            prompt = self._render_text([], with_prompt=True, tools=tools)
+            if prompt and self._render_text(messages[:1], tools=tools).startswith(prompt.removesuffix(prompt_end)):
                 return prompt
-        # The text before the content of a placeholder has no part of the greeting.
+        # Otherwise the prompt is the text before the content of another greeting, a placeholder.
         (greeting,), (content,) = _stand_ins(("assistant",))
-        return self._render_text([greeting], tools=tools).partition(content)[0].removesuffix("\t") + opened
+        return self._render_text([greeting], tools=tools).partition(content)[0].removesuffix("\t") + prompt_end
 
     def _get_frame(self, roles: tuple[str, ...]) -> TurnFrame:
         if roles not in self._frames:
             self._frames[roles] = self._learn_frame(roles)
         return self._frames[roles]
 
+    # Learn the frame of the last turn by rendering a placeholder chat, with the turn and with the prompt in its place.
     def _learn_frame(self, roles: tuple[str, ...]) -> TurnFrame:
         messages, contents = _stand_ins(roles)
         try:
-            prompt = self._render_text(messages[:-1], prompt=True)
+            prompt = self._render_text(messages[:-1], with_prompt=True)
             without_prompt = self._render_text(messages[:-1])
             text = self._render_text(messages)
         except BadSample:
@@ -425,12 +444,14 @@ class ChatTemplate:
         if text.count(contents[-1]) != 1:
             return TurnFrame()
         lead, closing = text.split(contents[-1])
+        # Templates that do not trim contents leave the placeholder's tabs.
         lead = lead.removesuffix("\t")
         closing = closing.removeprefix("\t")
+        # What the prompt has beyond the text before the content is left out of the rendered turn.
         written_length = shared_length(lead, prompt)
-        # The prompt of no turns may lack a default system turn, so it must have all that is before a greeting.
+        # Both must be equal at least up to the generation prompt. The prompt of no turns may lack a default system turn, so it
+        # must have all that is before a greeting.
         expected_length = shared_length(without_prompt, prompt) if len(roles) > 1 else len(lead)
-        # They differ before the generation prompt begins.
         if written_length < expected_length:
             return TurnFrame("", closing)
         return TurnFrame(prompt[written_length:], closing)
@@ -442,13 +463,13 @@ class ChatTemplate:
         """
         if closing is not None and turn.endswith(closing):
             content_end = len(turn) - len(closing)
-            end = self._end_token.search(turn, content_end)
+            end = self._end_pattern.search(turn, content_end)
         else:
             trimmed_end = _content_end(turn, content.strip())
-            end_tokens = list(self._end_token.finditer(turn, trimmed_end))
+            end_tokens = list(self._end_pattern.finditer(turn, trimmed_end))
             end = None
             if end_tokens:
-                # If the template changed the content, its tokens may come first.
+                # If the template changed the content, it is not found, and may have such tokens. Then the last one is the end.
                 end = end_tokens[0] if trimmed_end else end_tokens[-1]
             content_end = _content_end(turn, content)
         if end:
@@ -467,8 +488,8 @@ class ChatTemplate:
             )
         pieces = []
         spans = []
-        copied = 0
-        added_length = 0  # of the end-of-text tokens so far, by which later turns move
+        copied = 0  # characters of the text that are in ``pieces``
+        added_length = 0  # characters of the tokens that were added, by which the later turns move
         added_eos = 0
         for start, stop, has_end in turns:
             pieces.append(text[copied:stop])
@@ -486,7 +507,7 @@ class ChatTemplate:
 def _cover_turns(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[GeneratedTurn]]]:
     """Return as few rows as are needed to supervise every turn: (text, turns) each, the whole chat first.
 
-    A row supervises a turn where it begins with exactly the prompt of the model and the turn.
+    A row supervises a turn if the row begins with the turn's text, which is the model's prompt and its answer.
     """
     rows = []
     missing = turns
@@ -499,8 +520,23 @@ def _cover_turns(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[
     return rows
 
 
+def _continues_prompt(content: str, written_content: str, prompt_end: str) -> bool:
+    """Return whether a content continues the generation prompt, whose end the template leaves out of the rendered turn.
+
+    Args:
+        written_content: the content as the template writes it.
+        prompt_end: without white space around it, so it may be empty.
+    """
+    # The content repeats the prompt's end, such as <think>.
+    if prompt_end and content.startswith(prompt_end):
+        return True
+    # The template wrote only the end of the content: it left out what the model begins in the prompt, such as its thoughts.
+    # A prompt's end of white space alone precedes any content.
+    return content.endswith(written_content) and (written_content != content or not prompt_end)
+
+
 def _require_calls(message: dict[str, Any], turn: str, index: int) -> None:
-    """Raise `BadSample` if a rendered turn lacks a call."""
+    """Raise `BadSample` if a rendered turn lacks the name of a function that it calls, as often as it calls the function."""
     names = [call["function"]["name"] for call in message.get("tool_calls", [])]
     for name in names:
         if turn.count(name) < names.count(name):
@@ -510,7 +546,7 @@ def _require_calls(message: dict[str, Any], turn: str, index: int) -> None:
 def _stand_ins(roles: tuple[str, ...]) -> tuple[list[dict[str, str]], list[str]]:
     """Return a placeholder chat of these roles, with which a template is examined, and the contents of its turns.
 
-    Tabs around the contents show whether the template trims. No template writes such characters itself.
+    No template writes the character \\x02 itself. Each content has tabs around it, which a template may trim.
     """
     contents = [f"\x02{i}\x02" for i in range(len(roles))]
     messages = [{"role": role, "content": f"\t{content}\t"} for role, content in zip(roles, contents, strict=True)]
