@@ -36,7 +36,7 @@ SHARD_BYTES = 64 << 20
 DISK_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET)
 """Errors of a disk, mostly of one on the network, that may be gone at the next start."""
 _EDGE = 1 << 16
-"""Bytes at both ends of a file that its sketch covers, and of a compressed one that are read at a time."""
+"""Bytes at each end of a file that its sketch covers. A compressed file is decompressed by as many bytes at a time."""
 
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT = (".txt", ".md", ".py")
@@ -46,7 +46,7 @@ KNOWN = (*JSON_LINES, ".json", *TABLE, ".parquet", *TEXT)
 
 
 def suffix_of(file: Path) -> str:
-    """Return the file type without the suffix of a compression: ``a.jsonl.gz`` is ``.jsonl``."""
+    """Return the suffix of a file's type, without that of a compression: ``.jsonl`` for ``a.jsonl.gz``."""
     suffix = file.suffix.lower()
     if suffix in COMPRESSED:
         suffix = Path(file.stem).suffix.lower()
@@ -60,7 +60,7 @@ def file_source(file: Path) -> Source:
         raise DataError(f"{file}: unknown file type {file.suffix!r}. Known: {', '.join(KNOWN)}, also with .gz or .zst.")
     # The suffix .json is used for arrays and for JSON lines, so the first character decides.
     if kind == ".json":
-        kind = _json_kind(file)
+        kind = _detect_json_kind(file)
     readers = {
         ".json": _read_array,
         ".parquet": _read_parquet,
@@ -71,13 +71,13 @@ def file_source(file: Path) -> Source:
     return Source(
         name=str(file),
         read=lambda: readers[kind](file),
-        # The same bytes, read as another type, are other samples.
+        # The same bytes are other samples if they are read as another type, so the type is in the digest.
         digest=lambda: f"{kind} {read_digest(file)}",
         total=file.stat().st_size,
         unit="B",
         lone_text=kind in TEXT,
         sketch=lambda: f"{kind} {read_sketch(file)}",
-        cut=_cutter(file, kind),
+        cut=_make_cutter(file, kind),
     )
 
 
@@ -92,7 +92,7 @@ def read_sketch(file: Path) -> str:
     """Return a digest of a file's size and both ends, for files that are too large to read twice."""
     size = file.stat().st_size
     with open_regular(file) as handle:
-        # Appended rows change the size and the end, a changed header the beginning.
+        # Appended rows change the size and the end. A new header changes the beginning.
         first = handle.read(_EDGE)
         handle.seek(max(0, size - _EDGE))
         return digest_of(str(size).encode(), first, handle.read())
@@ -100,13 +100,14 @@ def read_sketch(file: Path) -> str:
 
 @contextmanager
 def read_errors_named(file: Path) -> Iterator[None]:
-    """Convert the errors of decompressors and parsers about a damaged file or dataset to a `DataError`.
+    """Return a context in which any error becomes a `DataError` that names ``file``; an error of the disk, a `SourceError`.
 
-    An error of the disk becomes a `SourceError`.
+    Decompressors and parsers raise errors of many classes if a file is damaged.
     """
     try:
         yield
     except (DataError, GeneratorExit):
+        # A generator that is not read to its end raises GeneratorExit.
         raise
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: {not_utf8(None)}") from error
@@ -116,9 +117,9 @@ def read_errors_named(file: Path) -> Iterator[None]:
         raise error_type(f"{file}: cannot be read ({type(error).__name__}: {error}).") from error
 
 
-def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
+def _make_cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
     """Return a function that cuts a file into shards; None for a file that can only be read from its beginning."""
-    # Parquet can be read at any row group, lines at any line end, and compressed files only from the beginning.
+    # Reading can start at any row group of Parquet and at any line, but not inside of a compressed file.
     if kind == ".parquet":
         return lambda: _parquet_shards(file)
     if file.suffix.lower() in COMPRESSED or kind not in (*JSON_LINES, *TEXT):
@@ -130,23 +131,24 @@ def _cutter(file: Path, kind: str) -> Callable[[], list[Source]] | None:
 def _byte_shards(file: Path, read: Callable[..., Iterator[Item]]) -> list[Source]:
     """Return byte ranges of a file of lines as sources. A line belongs to the range in which it begins."""
     size = file.stat().st_size
-    # The size is the last end, also of an empty file or of one that is a multiple of a shard.
+    # The size is always the last end: an empty file is one shard, and a multiple of `SHARD_BYTES` has no empty shard.
     ends = [*range(SHARD_BYTES, size, SHARD_BYTES), size]
     starts = [0, *ends[:-1]]
 
     shards = []
     for start, stop in zip(starts, ends, strict=True):
-        shards.append(_shard(file, stop - start, partial(read, file, start, stop)))
+        shards.append(_make_shard(file, stop - start, partial(read, file, start, stop)))
     return shards
 
 
-def _shard(file: Path, size: int, read: Callable[[], Iterator[Item]]) -> Source:
+# Return a part of a file as a source.
+def _make_shard(file: Path, size: int, read: Callable[[], Iterator[Item]]) -> Source:
     # The content is not read for a digest: the shards of a large file are prepared one by one.
     return Source(name=str(file), read=read, digest=partial(read_sketch, file), total=size, unit="B")
 
 
 def _parquet_shards(file: Path) -> list[Source]:
-    """Return whole row groups as sources, since smaller parts cannot be read separately."""
+    """Return groups of rows of a Parquet file as sources. Smaller parts cannot be read separately."""
     import pyarrow.parquet
 
     with read_errors_named(file), open_regular(file) as content:
@@ -155,17 +157,22 @@ def _parquet_shards(file: Path) -> list[Source]:
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 
     shards = []
+    # A shard is one large group, or several small ones in succession.
     for groups in join_small(sizes):
-        read = partial(_read_parquet, file, groups, sum(rows[: groups[0]]))
-        shards.append(_shard(file, sum(sizes[groups[0] : groups[-1] + 1]), read))
+        first_row = sum(rows[: groups[0]])
+        size = sum(sizes[groups[0] : groups[-1] + 1])
+        shards.append(_make_shard(file, size, partial(_read_parquet, file, groups, first_row)))
     return shards
 
 
 def join_small(sizes: Iterable[int]) -> list[list[int]]:
-    """Return the numbers of the parts of each shard: neighbours that are small enough together, or one larger part.
+    """Return the shards of a source as lists of the numbers of its parts: neighbours of `SHARD_BYTES` at most, or one part.
 
     Args:
         sizes: bytes of the parts of a source.
+
+    >>> join_small([100, SHARD_BYTES, 200, 300])
+    [[0], [1], [2, 3]]
     """
     shards: list[list[int]] = []
     shard_bytes = 0
@@ -179,7 +186,7 @@ def join_small(sizes: Iterable[int]) -> list[list[int]]:
 
 
 def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
-    """Return (the content, the file itself, whose position shows how much was read)."""
+    """Return (the decompressed content, the file as it is on the disk, whose position shows how much of it was read)."""
     with read_errors_named(file):
         content = raw = open_regular(file)
     if file.suffix.lower() == ".gz":
@@ -199,7 +206,7 @@ def _open(file: Path) -> tuple[BinaryIO, BinaryIO]:
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of a compressed file, of which a few kilobytes may be made to give terabytes."""
+    """The content of a compressed file, up to a limit: a few kilobytes may be made to decompress to terabytes."""
 
     def __init__(self, stream: BinaryIO | gzip.GzipFile, file: Path):
         self.stream = stream
@@ -235,7 +242,11 @@ _NO_TEXT = {
 
 
 def _byte_counter(raw: BinaryIO, position: int = 0) -> Callable[[], int]:
-    """Return a function that returns the bytes of ``raw`` read since its last call, and first since ``position``."""
+    """Return a function that returns how many bytes of ``raw`` were read since its last call.
+
+    Args:
+        position: of ``raw`` from which the first call counts.
+    """
 
     def bytes_read() -> int:
         nonlocal position
@@ -250,11 +261,11 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
     """Yield the lines of a file. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, read_errors_named(file):
-        position = _to_a_line(content, start)
+        position = _seek_line(content, start)
         bytes_read = _byte_counter(raw)
         number = 0
         while stop is None or position < stop:
-            # One byte more than the limit tells a line of that length from a longer one.
+            # Read one byte more than the limit, to see whether the line is longer.
             line = content.readline(LINE_LIMIT + 1)
             if not line:
                 return
@@ -270,7 +281,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
                 yield where, line, bytes_read()
 
 
-def _to_a_line(content: BinaryIO, start: int) -> int:
+def _seek_line(content: BinaryIO, start: int) -> int:
     """Move to the first line that begins at byte ``start`` or after it. Return its position."""
     if not start:
         return 0
@@ -282,7 +293,7 @@ def _to_a_line(content: BinaryIO, start: int) -> int:
             return content.tell()
 
 
-def _json_kind(file: Path) -> str:
+def _detect_json_kind(file: Path) -> str:
     """Return ``.json`` for an array, ``.jsonl`` for a sample in each line."""
     content, _ = _open(file)
     with content, read_errors_named(file):
@@ -291,21 +302,22 @@ def _json_kind(file: Path) -> str:
 
 
 def _read_array(file: Path) -> Iterator[Item]:
-    """Yield (place, sample, bytes read for it) of a JSON array. Memory holds one sample and `JSON_BLOCK` characters."""
+    """Yield (location, sample, bytes read for it) of a JSON array. Memory holds one sample and `JSON_BLOCK` characters."""
     content, raw = _open(file)
     bytes_read = _byte_counter(raw)
     with read_errors_named(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
-        for index, row in enumerate(_array_values(text, file)):
+        for index, row in enumerate(_parse_array(text, file)):
             yield f"sample {index}", row, bytes_read()
 
 
-def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
-    """Yield the values of a JSON array, one after another."""
+def _parse_array(text: io.TextIOBase, file: Path) -> Iterator[Any]:
+    """Yield the values of a JSON array, one after another. Only the value that is parsed is in memory, and a block of text."""
     decoder = json.JSONDecoder(parse_constant=refuse_constant)
     buffer = ""
+    # The caller has seen the bracket that begins the array, maybe after many blanks.
     while not buffer:
         buffer = text.read(JSON_BLOCK).lstrip()
-    position = 1  # behind the bracket
+    position = 1  # in the buffer, behind the bracket or the last separator
     index = 0
     while True:
         start = _BLANK.match(buffer, position).end()  # type: ignore[union-attr]  # it matches anything
@@ -316,11 +328,11 @@ def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
         problem = "a comma or a bracket is missing"
         try:
             value, end = decoder.raw_decode(buffer, start)
-            # A value is complete only if a separator follows it: a number may go on behind the buffer's end.
+            # A value is complete only if a separator follows it. A number at the buffer's end may have more digits.
             separator = _SEPARATOR.match(buffer, end)
         except json.JSONDecodeError as error:
             problem = error.msg
-        # `refuse_constant` raises this for NaN and the infinities.
+        # `refuse_constant` raises ValueError for NaN and the infinities.
         except ValueError as error:
             raise DataError(f"{file}, sample {index}: not valid JSON: {error}.") from None
         if separator is not None:
@@ -330,7 +342,8 @@ def _array_values(text: io.TextIOBase, file: Path) -> Iterator[Any]:
             if separator[1] == "]":
                 break
             continue
-        # Read as many characters as the value has so far, since retries would take quadratic time.
+        # The value goes on behind the buffer. Double its text and parse it again: with blocks of one size, a long value would
+        # take quadratic time.
         size = len(buffer) - position
         block = text.read(max(JSON_BLOCK, size))
         if not block or size > LINE_LIMIT:
@@ -348,6 +361,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])")
 
 
+# Yield the rows of a table. A row with more or fewer fields than the header is `Malformed`.
 def _read_table(file: Path) -> Iterator[Item]:
     content, raw = _open(file)
     bytes_read = _byte_counter(raw)
@@ -356,11 +370,11 @@ def _read_table(file: Path) -> Iterator[Item]:
     with read_errors_named(file), io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as text:
         lines = _BoundedLines(text, file)
         delimiter = "\t" if suffix_of(file) == ".tsv" else ","
-        # strict: a quote that is never closed would take all rows after it into its field.
+        # Without strict, a quote that is never closed would take all rows after it into its field.
         reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
         for row in _table_rows(reader, file):
             lines.begin_row()
-            # DictReader puts fields without a name under None, and None under names without a field.
+            # In a row with too many fields, DictReader has the key None. In one with too few, it has values that are None.
             if None in row or None in row.values():
                 unnamed_fields = row.pop(None, None) or []
                 named_fields = [value for value in row.values() if value is not None]
@@ -372,7 +386,7 @@ def _read_table(file: Path) -> Iterator[Item]:
 
 
 class _BoundedLines:
-    """The lines of a table, for one row after another. A small compressed file can hold a line of many gigabytes."""
+    """The lines of a table, with a limit to the size of a row. A small compressed file can hold a line of many gigabytes."""
 
     def __init__(self, text: io.TextIOBase, file: Path):
         self.text = text
@@ -395,21 +409,21 @@ class _BoundedLines:
 
 def _table_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
     """Yield the rows of a table. Raises `DataError` if rows cannot be separated, or two columns have one name."""
-    ends = 0  # the line that the last row ends on
+    last_line = 0  # of the row before
     try:
         names = list(filter(None, reader.fieldnames or []))
-        # DictReader would keep the last of the columns and lose the others without a word.
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise DataError(f"{file}: its header has the column {twice[0]!r} twice. Rename one.")
-        ends = reader.line_num
+        # Of columns with the same name, DictReader would drop all but the last.
+        repeated_names = sorted({name for name in names if names.count(name) > 1})
+        if repeated_names:
+            raise DataError(f"{file}: its header has the column {repeated_names[0]!r} twice. Rename one.")
+        last_line = reader.line_num
         for row in reader:
             yield row
-            ends = reader.line_num
+            last_line = reader.line_num
     except csv.Error as error:
         raise DataError(
-            f"{file}, the row that begins on line {ends + 1}: its quotes are not closed as they should be ({error}). A field "
-            'that begins with a quote ends with one, and a quote inside it is written twice ("").'
+            f"{file}, the row that begins on line {last_line + 1}: its quotes are not closed as they should be ({error}). A "
+            'field that begins with a quote ends with one, and a quote inside it is written twice ("").'
         ) from None
 
 
@@ -417,6 +431,7 @@ def _read_parquet(file: Path, groups: list[int] | None = None, index: int = 0) -
     """Yield the rows of a Parquet file. ``groups``: only these row groups; ``index``: number of the first row, for messages."""
     with read_errors_named(file):
         for total, rows in parquet.read_parts(file, groups):
+            # The bar shows the bytes of the file, and each row counts as many.
             cost = file.stat().st_size // max(1, total)
             for row in rows:
                 yield f"row {index}", without_padding(row), cost
@@ -427,7 +442,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
     """Yield a text in blocks of about `TEXT_BLOCK`. ``start`` and ``stop``: only lines that begin between these bytes."""
     content, raw = _open(file)
     with content, read_errors_named(file):
-        position = _to_a_line(content, start)
+        position = _seek_line(content, start)
         bytes_read = _byte_counter(raw, start)
         # Only a file's first bytes can be a byte order mark.
         encoding = "utf-8" if start else "utf-8-sig"
@@ -438,13 +453,14 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
         # An empty file is one empty text.
         while block or begins:
             position += len(block)
-            # Only the next block tells whether this is the last one.
+            # This block is the last one if no other follows. It ends the text if the file has no further byte either.
             next_block = next(blocks, b"")
             ends = not next_block and not content.read(1)
             try:
                 text = decoder.decode(block, not next_block)
             except UnicodeDecodeError as error:
-                # The decoder keeps bytes of the block before, if a character is split between both.
+                # ``position`` is the end of the block. ``error.object`` ends there too, and may begin in the block before, with
+                # the first bytes of a character that is split between both.
                 error_position = position - len(error.object) + error.start
                 raise DataError(f"{file}: {not_utf8(error_position)}") from None
             yield "the text", Segment(text, begins, ends), bytes_read()
