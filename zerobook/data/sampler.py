@@ -29,9 +29,12 @@ def rows_of(epochs: float, rows: int) -> int:
 class Permutation:
     """A pseudo-random bijection of ``range(size)`` with O(1) access.
 
-    A balanced Feistel network over the smallest even number of bits that holds ``size``, applied
-    again until the value is in range (Black and Rogaway, "Ciphers with arbitrary finite
-    domains", CT-RSA 2002). The round function is the mixer of SplitMix64.
+    It is a balanced Feistel network over the smallest even number of bits that holds ``size``. The network is applied again
+    to values that are not below ``size`` (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). The round
+    function is the mixer of SplitMix64.
+
+    Args:
+        owner: number of a dataset; the datasets of a mixture have different permutations in the same epoch.
 
     >>> sorted(Permutation(10, seed=1, epoch=0)(np.arange(10)).tolist()) == list(range(10))
     True
@@ -42,7 +45,6 @@ class Permutation:
         # Two halves of equal width: the range is at most four times the size, so few values fall outside.
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        # The datasets of a mixture have different permutations in the same pass.
         entropy = [seed, epoch]
         if owner is not None:
             entropy.append(owner)
@@ -58,7 +60,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        """Return a permutation of all numbers of as many bits: the Feistel network, run once."""
+        """Return the results of the Feistel network, run once. It permutes the numbers of twice ``_half`` bits."""
         left = values >> self._half
         right = values & self._mask
         # The mixer computes modulo 2 to the 64.
@@ -89,17 +91,19 @@ class Mixture:
     def __init__(self, weights: Sequence[float]):
         exact = np.asarray(weights, float) / sum(weights) * self.PERIOD
         shares = np.maximum(1, np.floor(exact)).astype(np.int64)
-        # The positions that rounding down left go to the shares that lost the most by it.
-        for index in np.argsort(shares - exact, kind="stable")[: max(0, self.PERIOD - shares.sum())]:
+        # Positions are left over by the rounding. They go to the shares that it reduced most.
+        missing_count = max(0, self.PERIOD - shares.sum())
+        for index in np.argsort(shares - exact, kind="stable")[:missing_count]:
             shares[index] += 1
-        # Many tiny weights may have been rounded up to one, which the largest share pays for.
+        # If tiny weights were rounded up to one position, the sum may be too large. The largest share is reduced by the excess.
         shares[np.argmax(shares)] -= shares.sum() - self.PERIOD
         self.shares = shares
-        # Each dataset's positions are at even distances in the period, from 0 to 1.
-        spread = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
+        # The positions of a dataset are at equal distances in the period, which goes from 0 to 1 here.
+        places = np.concatenate([(np.arange(share) + 0.5) / share for share in shares])
         datasets = np.repeat(np.arange(len(shares)), shares)
-        # If two datasets have the same distance, the first one comes first.
-        self._dataset = datasets[np.lexsort((datasets, spread))]
+        # Sort the positions of all datasets by place. At the same place, the dataset with the lower number comes first.
+        self._dataset = datasets[np.lexsort((datasets, places))]
+        # For each dataset, the number of its samples before each position of the period: int64 [datasets, `PERIOD`].
         counts_before = [np.cumsum(self._dataset == i) - (self._dataset == i) for i in range(len(shares))]
         self._before = np.stack(counts_before)
 
@@ -136,7 +140,7 @@ class SampleOrder:
     SORTED = 64 * GROUP
     """Number of positions that are sorted by length at a time."""
     AHEAD = 4096
-    """Number of positions whose rows `take` computes at once, since a few cost as much."""
+    """Number of positions whose rows `take` computes at once. To compute only a few takes as long."""
 
     def __init__(
         self,
@@ -157,9 +161,11 @@ class SampleOrder:
             self.mixture = Mixture(weights)
         self.dropped = dropped
         self.lengths = lengths
-        self.passed: list[list[int]] | None = None  # rows of the shards of a stream
+        self.passed: list[list[int]] | None = None  # only `zerobook.data.stream.StreamOrder` passes shards
         self._permutations: dict[tuple[int, int, int | None], Permutation] = {}
+        # The segment that was sorted last: (its first position, its row numbers).
         self._sorted: tuple[int, np.ndarray] | None = None
+        # What `_buffered` computed last: (first position, row numbers from there on).
         self._computed: tuple[int, np.ndarray] = (0, np.empty(0, np.int64))
 
     def ids(self, start: int, end: int) -> np.ndarray:
@@ -168,9 +174,10 @@ class SampleOrder:
             return self._unsorted(start, end)
         pieces = [np.empty(0, np.int64)]
         while start < end:
-            first, last = self._segment(start)
-            pieces.append(self._by_length(first, last)[start - first : end - first])
-            start = last
+            segment_start, segment_end = self._segment(start)
+            rows = self._by_length(segment_start, segment_end)
+            pieces.append(rows[start - segment_start : end - segment_start])
+            start = segment_end
         return np.concatenate(pieces)
 
     def _unsorted(self, start: int, end: int) -> np.ndarray:
@@ -184,7 +191,7 @@ class SampleOrder:
             count = min(end - start, self.size - offset)
             ids = np.arange(offset, offset + count)
             if self.shuffle:
-                ids = self._permuted(self.size, epoch)(ids)
+                ids = self._permutation(self.size, epoch)(ids)
             pieces.append(ids)
             start += count
         return np.concatenate(pieces)
@@ -200,22 +207,22 @@ class SampleOrder:
             passes, offsets = np.divmod(counts_before, size)
             for pass_number in np.unique(passes[datasets == dataset]):
                 is_in_pass = (datasets == dataset) & (passes == pass_number)
-                permutation = self._permuted(size, int(pass_number), dataset)
+                permutation = self._permutation(size, int(pass_number), dataset)
                 ids[is_in_pass] = first_row + permutation(offsets[is_in_pass])
             first_row += size
         return ids
 
     def _segment(self, position: int) -> tuple[int, int]:
-        """Return the (first, end) positions that are sorted together with ``position``, within one epoch."""
+        """Return the range (first, end) of the positions that are sorted together with ``position``, within one epoch."""
         epoch, offset = divmod(position, self.size)
         first = epoch * self.size + offset // self.SORTED * self.SORTED
         return first, min(first + self.SORTED, (epoch + 1) * self.size)
 
-    def _by_length(self, first: int, last: int) -> np.ndarray:
+    def _by_length(self, first: int, end: int) -> np.ndarray:
         """Return the row numbers of a segment, in which rows of similar length are neighbours."""
         if self._sorted is None or self._sorted[0] != first:
             assert self.lengths is not None
-            ids = self._unsorted(first, last)
+            ids = self._unsorted(first, end)
             # Stable, so that the order is the same on every machine.
             ids = ids[np.argsort(self.lengths[ids], kind="stable")]
             # Shuffle groups of neighbours, so that the lengths of batches come in random order.
@@ -273,7 +280,7 @@ class SampleOrder:
         per_epoch = self.size - int(self.dropped.sum())
         while cursor < end:
             offset = cursor % self.size
-            # Whole passes are counted without computing their rows; in a mixture, passes differ.
+            # Complete epochs are counted without computing their rows. In a mixture, epochs do not have the same rows.
             if offset == 0 and end - cursor >= self.size and self.mixture is None:
                 epochs = (end - cursor) // self.size
                 total += epochs * per_epoch
@@ -284,7 +291,8 @@ class SampleOrder:
             cursor = stop
         return total
 
-    def _permuted(self, size: int, epoch: int, owner: int | None = None) -> Permutation:
+    # Return a permutation, which is made once.
+    def _permutation(self, size: int, epoch: int, owner: int | None = None) -> Permutation:
         key = (size, epoch, owner)
         if key not in self._permutations:
             # A run needs those of the current pass over each dataset, and of the next one.
@@ -299,5 +307,6 @@ def held_out_mask(samples: int, share: float, seed: int) -> np.ndarray:
     mask = np.zeros(samples, bool)
     if share:
         count = min(max(1, round(samples * share)), samples - 1)
+        # Without samples, the count is -1.
         mask[np.random.default_rng(seed).permutation(samples)[: max(0, count)]] = True
     return mask

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 Numbers = TypeVar("Numbers", int, np.ndarray)
 
 _SHARD_SHIFT = 32
+"""A row number has the row in its shard in these lowest bits, and the number of the shard above them."""
 _DATASET_SHIFT = 56
-"""Bits of a row number below the number of the shard, and below that of the dataset."""
+"""The lowest bit of the number of the dataset in a row number."""
 BEHIND = 3
 """Number of passed shards that are kept on disk: other processes and their loaders may be a few steps late."""
 
@@ -46,7 +47,7 @@ class Shards(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Rows of a stream, as `zerobook.data.views.PreparedRows` for data on disk.
+    """Rows of a stream, with the methods that `zerobook.data.views.PreparedRows` has for data on disk.
 
     Row numbers encode dataset, shard and row in the shard.
 
@@ -58,6 +59,7 @@ class Stream:
         longest_sample: maximum number of tokens in a sample.
         largest_id: maximum token id.
         ahead: number of next shards that other processes prepare during training; 0 on all but one process of each node.
+        skipped: ranges of samples that are left out, [start, end) each.
     """
 
     shards: Shards
@@ -78,7 +80,7 @@ class Stream:
     """Not known in advance: `StreamOrder.take` raises an error if all rows are skipped."""
 
     def __len__(self) -> int:
-        # The rows of an epoch are not counted.
+        # The rows are not counted in advance, and no caller needs their number.
         return 0
 
     @property
@@ -115,18 +117,20 @@ class Stream:
                 del self._open[next(iter(self._open))]
         return self._open[key]
 
-    def turn_to(self, following: Sequence[tuple[int, int]], far: Sequence[tuple[int, int]]) -> None:
-        """Let other processes prepare the shards ``following``, (dataset, shard) each, and delete the passed shards ``far``."""
+    def replace_shards(self, next_shards: Sequence[tuple[int, int]], old_shards: Sequence[tuple[int, int]]) -> None:
+        """Start processes that prepare the next shards, and delete the old ones. Each shard is (dataset, shard)."""
         if not self.ahead:
             return
         # A fork would copy locks that other threads hold.
         context = multiprocessing.get_context("spawn")
-        for key in following[: self.ahead]:
-            busy = sum(maker.is_alive() for maker in self._makers.values())
-            if key not in self._makers and key not in self._open and busy < self.ahead:
-                self._makers[key] = context.Process(target=_make, args=(self.shards, *key), daemon=True, name=f"shard {key}")
+        for key in next_shards[: self.ahead]:
+            busy_count = sum(maker.is_alive() for maker in self._makers.values())
+            if key not in self._makers and key not in self._open and busy_count < self.ahead:
+                self._makers[key] = context.Process(
+                    target=_prepare_shard, args=(self.shards, *key), daemon=True, name=f"shard {key}"
+                )
                 self._makers[key].start()
-        for key in far:
+        for key in old_shards:
             if key in self._makers and not self._makers[key].is_alive():
                 del self._makers[key]
             self._open.pop(key, None)
@@ -144,6 +148,7 @@ class Stream:
         """Return which of the rows ``ids`` are left out, bool."""
         return self._look_up(ids, lambda shard, rows: shard.is_dropped(rows)).astype(bool)
 
+    # Look up one value for each row: ``look_up_rows`` gets a shard and the numbers of rows in this shard.
     def _look_up(self, ids: np.ndarray, look_up_rows: Callable[[PreparedRows, np.ndarray], np.ndarray]) -> np.ndarray:
         values = np.empty(len(ids), np.int64)
         shard_numbers = ids >> _SHARD_SHIFT
@@ -154,7 +159,8 @@ class Stream:
         return values
 
     def _locate(self, number: int, ids: Numbers) -> tuple[PreparedRows, Numbers]:
-        """Return the shard that row ``number`` is in, and the numbers of the rows ``ids`` in that shard."""
+        """Return the shard that row ``number`` of the stream is in, and where in this shard the rows ``ids`` are."""
+        # The inverse of `row_number`.
         dataset = number >> _DATASET_SHIFT
         index = (number >> _SHARD_SHIFT) & ((1 << (_DATASET_SHIFT - _SHARD_SHIFT)) - 1)
         return self.open_shard(dataset, index), ids & ((1 << _SHARD_SHIFT) - 1)
@@ -166,6 +172,7 @@ class Stream:
     def samples_of(self, row: int) -> list[int]:
         """Return the numbers of the samples in a row, as skip ranges name them."""
         shard, shard_row = self._locate(int(row), int(row))
+        # Samples are numbered as rows are: the number of the shard's first row is added.
         first = int(row) >> _SHARD_SHIFT << _SHARD_SHIFT
         return [first + sample for sample in shard.samples_of(shard_row)]
 
@@ -178,8 +185,8 @@ class Stream:
         return replace(self, skipped=skipped, _open={}, _makers={})
 
 
-def _make(shards: Shards, dataset: int, index: int) -> None:
-    """Prepare a shard in a separate process. The run raises its `DataError` when it reaches the shard."""
+def _prepare_shard(shards: Shards, dataset: int, index: int) -> None:
+    """Prepare a shard, in a separate process. The run raises its `DataError` when it reaches the shard."""
     with suppress(DataError):
         shards.shard(dataset, index)
 
@@ -197,7 +204,7 @@ class StreamOrder:
         settings: of the order; with ``group_by_length``, rows of similar length in a shard come together.
         seed: of the order of the shards and of the rows in each; each pass has another order.
         weights: one per dataset, their shares of the rows; None if there is one dataset.
-        passed: rows of each shard reached so far, in the order of the run, per dataset.
+        passed: for each dataset, the number of rows in each shard that was reached so far, in the order of the run.
     """
 
     def __init__(
@@ -218,24 +225,26 @@ class StreamOrder:
         self.passed: list[list[int]] = [[] for _ in stream.counts]
         if passed:
             self.passed = [list(rows) for rows in passed]
-        # Ends of the opened shards among a dataset's rows, along the run.
+        # For each dataset, the number of its rows up to the end of each shard that was reached, over all passes.
         self._ends: list[list[int]] = [np.cumsum(rows, dtype=np.int64).tolist() for rows in self.passed]
+        # The order of the rows in a shard, by (dataset, number of the shard along the run).
         self._orders: dict[tuple[int, int], SampleOrder] = {}
-        self._passes: dict[tuple[int, int], np.ndarray] = {}  # the shards of a pass in their order
-        self._at = [-1] * len(stream.counts)
+        # The order of the shards in a pass, by (dataset, number of the pass).
+        self._shard_orders: dict[tuple[int, int], np.ndarray] = {}
+        # For each dataset, the number along the run of the shard that was read last; -1 before the first.
+        self._current = [-1] * len(stream.counts)
         self._reached_shards: list[dict[str, Any]] = []
 
     def ids(self, start: int, end: int) -> np.ndarray:
         """Return the row numbers at the positions ``start`` to ``end`` of the run, int64 [end - start]."""
-        positions = np.arange(start, end)
         if self.mixture is None:
-            return self._of(0, start, end)
-        datasets, dataset_positions = self.mixture.locate(positions)
+            return self._dataset_ids(0, start, end)
+        datasets, dataset_positions = self.mixture.locate(np.arange(start, end))
         ids = np.empty(end - start, np.int64)
         for dataset in np.unique(datasets):
             # The positions in a dataset are consecutive.
             consecutive = dataset_positions[datasets == dataset]
-            ids[datasets == dataset] = self._of(int(dataset), int(consecutive[0]), int(consecutive[-1]) + 1)
+            ids[datasets == dataset] = self._dataset_ids(int(dataset), int(consecutive[0]), int(consecutive[-1]) + 1)
         return ids
 
     def take(self, cursor: int, count: int, end: int) -> tuple[np.ndarray, int]:
@@ -245,10 +254,10 @@ class StreamOrder:
         last_success = cursor
         while missing and cursor < end:
             stop = min(cursor + missing, end)
-            # Ids are computed for as many positions as are missing, and the dropped ones are made up for in the next round.
+            # Some of the ids may be dropped. The next iteration replaces them.
             ids = self.ids(cursor, stop)
             ids = ids[~self.stream.is_dropped(ids)]
-            # A row may come early in one pass and late in the next.
+            # A row may come early in one pass and late in the next, so one pass without a row does not mean that there is none.
             if len(ids):
                 last_success = stop
             elif self.epoch(stop) - self.epoch(last_success) > 3:
@@ -260,7 +269,7 @@ class StreamOrder:
 
     def preview(self, cursor: int, rows: int) -> np.ndarray:
         """Return the next row numbers, ``rows`` at most, without opening many more shards."""
-        # Opens the shard at the cursor, whose end is the limit.
+        # This call opens the shard at the cursor, so that its end is known. The preview ends there; that of a mixture is short.
         self.ids(cursor, cursor + 1)
         limit = self._ends[0][-1] if self.mixture is None else cursor + 256
         return self.ids(cursor, min(cursor + rows, limit))
@@ -280,28 +289,28 @@ class StreamOrder:
         self._reached_shards = []
         return reached_shards
 
-    def _of(self, dataset: int, start: int, end: int) -> np.ndarray:
+    def _dataset_ids(self, dataset: int, start: int, end: int) -> np.ndarray:
         """Return the row numbers of one dataset's rows ``start`` to ``end``, int64 [end - start]."""
         pieces = [np.empty(0, np.int64)]
         while start < end:
-            # The rows may go on in the next shard, whose number of rows is then known, too.
+            # Take the rows of one shard after another.
             nth = self._reach(dataset, start)
             first = self._ends[dataset][nth - 1] if nth else 0
             stop = min(end, self._ends[dataset][nth])
             shard = self._shard(dataset, nth)
-            within = self._rows(dataset, nth).ids(start - first, stop - first)
-            pieces.append(within + row_number(dataset, shard, 0))
+            shard_rows = self._shard_order(dataset, nth).ids(start - first, stop - first)
+            pieces.append(shard_rows + row_number(dataset, shard, 0))
             start = stop
         return np.concatenate(pieces)
 
     def _reach(self, dataset: int, position: int) -> int:
-        """Return which shard, counted along the run, holds the dataset's row at ``position``. Opens new shards as needed."""
+        """Return the number along the run of the shard with the dataset's row at ``position``. Open new shards as needed."""
         ends = self._ends[dataset]
         passed = self.passed[dataset]
         count = self.stream.counts[dataset]
         while not ends or ends[-1] <= position:
             nth = len(ends)
-            # A whole pass without a row would be followed by endless others.
+            # If a complete pass has no row, the next ones have none either.
             if nth == count and not any(passed):
                 raise DataError("streaming: none of the shards has a row that can be trained on.")
             shard = self._shard(dataset, nth)
@@ -316,39 +325,43 @@ class StreamOrder:
             self._reached_shards.append({"dataset": dataset, "shard": shard, "rows": len(rows)} | shard_facts)
         nth = bisect_right(ends, position)
         # This method is called for every batch. Do something only if the run comes to another shard.
-        if nth != self._at[dataset]:
-            self._turn_to(dataset, nth)
-            self._at[dataset] = nth
+        if nth != self._current[dataset]:
+            self._replace_shards(dataset, nth)
+            self._current[dataset] = nth
         return nth
 
-    def _turn_to(self, dataset: int, nth: int) -> None:
-        near = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1 + self.stream.ahead)]
-        # Empty shards are passed without a stop, so several may be far behind now. An earlier process deleted its own.
-        previous = self._at[dataset] if self._at[dataset] >= 0 else nth - 1
-        far = [(dataset, self._shard(dataset, n)) for n in range(max(0, previous - BEHIND), nth - BEHIND)]
-        # With few shards, the next pass may need one again soon.
-        passed = [shard for shard in far if shard not in near]
-        self.stream.turn_to(near[min(nth, BEHIND) + 1 :], passed)
+    def _replace_shards(self, dataset: int, nth: int) -> None:
+        """Let the stream prepare the shards after the ``nth``, and delete those that are more than `BEHIND` before it."""
+        kept = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1)]
+        following = [(dataset, self._shard(dataset, n)) for n in range(nth + 1, nth + 1 + self.stream.ahead)]
+        # Several shards may be too old now, since empty shards are passed without a stop. After a resume, only the shard before
+        # the current one counts as passed: the earlier process deleted those before.
+        previous = self._current[dataset] if self._current[dataset] >= 0 else nth - 1
+        old = [(dataset, self._shard(dataset, n)) for n in range(max(0, previous - BEHIND), nth - BEHIND)]
+        # If there are few shards, the next pass may need one of these again soon.
+        self.stream.replace_shards(following, [shard for shard in old if shard not in kept + following])
 
     def _shard(self, dataset: int, nth: int) -> int:
-        """Return the ``nth`` shard of the run."""
+        """Return which shard of a dataset is its ``nth`` along the run. Each pass has the shards in another order."""
         count = self.stream.counts[dataset]
-        number, position = divmod(nth, count)
-        if (dataset, number) not in self._passes:
+        pass_number, position = divmod(nth, count)
+        if (dataset, pass_number) not in self._shard_orders:
             # The pass before is still needed, for shards that are kept.
-            for other_dataset, other_number in list(self._passes):
-                if other_dataset == dataset and other_number < number - 1:
-                    del self._passes[other_dataset, other_number]
-            self._passes[dataset, number] = Permutation(count, seed=self.seed, epoch=number, owner=dataset)(np.arange(count))
-        return int(self._passes[dataset, number][position])
+            for other_dataset, other_pass in list(self._shard_orders):
+                if other_dataset == dataset and other_pass < pass_number - 1:
+                    del self._shard_orders[other_dataset, other_pass]
+            permutation = Permutation(count, seed=self.seed, epoch=pass_number, owner=dataset)
+            self._shard_orders[dataset, pass_number] = permutation(np.arange(count))
+        return int(self._shard_orders[dataset, pass_number][position])
 
-    def _rows(self, dataset: int, nth: int) -> SampleOrder:
+    # Return the order of the rows in a dataset's ``nth`` shard along the run.
+    def _shard_order(self, dataset: int, nth: int) -> SampleOrder:
         if (dataset, nth) not in self._orders:
             rows = self.stream.open_shard(dataset, self._shard(dataset, nth))
             lengths = rows.lengths_of(np.arange(len(rows))) if self.settings.group_by_length else None
             # The number along the run is in the seed: a shard has another order in each pass.
             seed = int(np.random.SeedSequence([self.seed, dataset, nth]).generate_state(1)[0])
-            # One order for each dataset, that of its latest shard.
+            # Only the order of the latest shard of each dataset is kept.
             self._orders = {key: order for key, order in self._orders.items() if key[0] != dataset}
             self._orders[dataset, nth] = SampleOrder([len(rows)], seed=seed, lengths=lengths)
         return self._orders[dataset, nth]
