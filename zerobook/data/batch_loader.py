@@ -74,11 +74,11 @@ class BatchLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The samples of one optimizer step. Every process computes them without communication.
+    """The rows of one optimizer step. Every process computes them without communication.
 
-    ``ids`` is int64 [global batch] in run order, fillers at the end; ``samples`` counts the rows without fillers; ``tokens``
-    is the sum of their loss weights, for most objectives their supervised tokens; ``all_tokens`` is the sum of their lengths,
-    without padding; ``cursor`` is the run's position after them.
+    ``ids``: row numbers in the order of the run, int64 [global batch]; at the end of a run, `FILLER` where rows are missing.
+    ``samples``: number of rows without fillers. ``tokens``: sum of their loss weights, for most objectives their supervised
+    tokens. ``all_tokens``: sum of their lengths, without padding. ``cursor``: position in the sample order after them.
     """
 
     ids: np.ndarray
@@ -88,6 +88,7 @@ class StepPlan:
     all_tokens: int
 
 
+# Rows for a DataLoader, which asks for `FILLER` where a global batch has no more rows.
 class _Rows(Dataset):
     def __init__(self, rows: Rows):
         self.rows = rows
@@ -95,8 +96,7 @@ class _Rows(Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index != FILLER:
             return self.rows[index]
-        # A filler has a real row's shape and no supervised token.
-        # A copy, whose labels are replaced.
+        # A filler is a copy of a real row in which no token is supervised.
         row = dict(self.rows[self.rows.filler])
         for name, values in row.items():
             if name.endswith("labels"):
@@ -171,11 +171,13 @@ class BatchLoader:
             plan = self._planned.popleft()
             yield plan, self._micro_batches(first, batches)
 
+    # Yield the micro-batches of one step, of which the first was received already.
     def _micro_batches(self, first: dict[str, torch.Tensor], batches: Iterator) -> Iterator[dict[str, torch.Tensor]]:
         yield first
         for _ in range(self.layout.accumulation - 1):
             yield next(batches)
 
+    # Yield the row numbers of each micro-batch of this process, and plan the steps that they belong to.
     def _batches(self) -> Iterator[list[int]]:
         # Every process computes the same order, and takes its own samples from it without communication.
         layout = self.layout
@@ -184,23 +186,28 @@ class BatchLoader:
             ids, cursor = self.order.take(cursor, layout.global_batch, self.end)
             if not len(ids):
                 return
-            # Count the tokens of all processes: the loss of a step is divided by the sum over the global batch.
-            tokens = int(self.rows.loss_weights_of(ids).sum())
             # At the end of the run, fillers of weight 0 take the place of samples.
             padded = np.full(layout.global_batch, FILLER, dtype=np.int64)
             padded[: len(ids)] = ids
-            lengths = int(self.rows.lengths_of(ids).sum())
-            self._planned.append(StepPlan(ids=padded, cursor=cursor, samples=len(ids), tokens=tokens, all_tokens=lengths))
-            # Each micro-step takes consecutive samples, and each process consecutive ones of these.
+            plan = StepPlan(
+                ids=padded,
+                cursor=cursor,
+                samples=len(ids),
+                # Of all processes, since the loss of a step is divided by the sum over the global batch.
+                tokens=int(self.rows.loss_weights_of(ids).sum()),
+                all_tokens=int(self.rows.lengths_of(ids).sum()),
+            )
+            self._planned.append(plan)
+            # The samples of a micro-step are consecutive in the order, and those of a process are consecutive among them.
             for micro in range(layout.accumulation):
                 start = (micro * layout.world_size + layout.rank) * layout.micro
                 yield padded[start : start + layout.micro].tolist()
 
 
 def _leave_process_group(worker: int) -> None:
-    """Move this worker process into a process group of its own.
+    """Move this worker process into a process group of its own, so that no SIGTERM to its rank ends it.
 
-    torchrun sends SIGTERM to the process group of each rank. torch raises an error in a rank whose worker ends by a signal,
-    and the rank could then not save a checkpoint.
+    torchrun sends SIGTERM to the process group of each rank. If it ended a worker, torch would raise an error in the rank, and
+    the rank could not save a checkpoint.
     """
     os.setpgid(0, 0)

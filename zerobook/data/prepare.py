@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,9 @@ def prepare(
         ConfigError: packing with an objective or an encoder that cannot be packed.
         DataError: on every rank, if the error occurred on one.
     """
-    # The config takes over the default template when prepared data show that it was used (see `uses_default_template`). The
-    # samples of a stream are not read before the run, so its chats need a template of the tokenizer or the user.
+    # If the tokenizer has no chat template, chats are rendered by the default one, and the run adds it to its config if the
+    # prepared data have chats (see `uses_default_template`). A stream is not read before the run, so this is not known for it:
+    # its chats need a template of the tokenizer or the user.
     if isinstance(encoder, CausalEncoder) and not config.streaming:
         encoder.take_default_template()
     library = Library(config, tokenizer, encoder, objective)
@@ -173,6 +175,7 @@ def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[
     messages = []
     # The data of a stream is not open yet, so there are no views.
     for spec, view in zip(config.dataset_specs(), data.train.views, strict=False):
+        # The share that a dataset holds out of its training data is in the same folder, and is not trained on.
         own_held_out = held_out_stores.get(spec.name)
         holds_out_a_share = own_held_out is not None and own_held_out.folder == view.store.folder
         for name, store in held_out_stores.items():
@@ -180,7 +183,7 @@ def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[
             held_out_files = store.meta["settings"]["source"].split("\n")
             if set(held_out_files).isdisjoint(view.store.meta["settings"]["source"].split("\n")):
                 continue
-            # Datasets that are prepared with equal settings share a folder, and hold out the same samples of it.
+            # Datasets with equal settings share a folder, and hold out the same samples of it.
             if holds_out_a_share and store.folder == view.store.folder:
                 continue
             messages.append(
@@ -243,25 +246,25 @@ class Library:
         """Make every folder that is missing. Return the folders of each dataset, and last those of the validation file."""
         all_folders: list[Folders] = []
         for spec in self.config.dataset_specs():
-            splits = self._splits(spec)
+            splits = self._open_splits(spec)
             choice = splits.describe(uses_held_out=not self.config.validation_file)
             if choice:
                 tqdm.write(f"data: {spec.path} {choice}")
             train = None
             held_out = None
             if not self.config.streaming:
-                train = self._folder(spec, splits.train, self._train_rows(splits), workers)
+                train = self._prepare_folder(spec, splits.train, self._count_needed_rows(splits), workers)
             if splits.held_out is not None and not self.config.validation_file:
-                held_out = self._folder(spec, splits.held_out, self.config.max_eval_samples, workers)
+                held_out = self._prepare_folder(spec, splits.held_out, self.config.max_eval_samples, workers)
             all_folders.append((train, held_out))
         if self.config.validation_file:
             spec = self.config.validation_spec()
             # The file is the held-out data of all datasets of the run, and has no training data.
-            held_out = self._folder(spec, open_held_out(spec.path), self.config.max_eval_samples, workers)
+            held_out = self._prepare_folder(spec, open_held_out(spec.path), self.config.max_eval_samples, workers)
             all_folders.append((None, held_out))
         return all_folders
 
-    def _splits(self, spec: DatasetSpec) -> Splits:
+    def _open_splits(self, spec: DatasetSpec) -> Splits:
         # Opening a dataset on the hub takes several requests.
         if spec.name not in self._opened:
             self._opened[spec.name] = open_source(
@@ -273,8 +276,8 @@ class Library:
             )
         return self._opened[spec.name]
 
-    def _train_rows(self, splits: Splits) -> int | None:
-        """Return how many rows are enough if a limit needs only a part of the source; None for the whole source."""
+    def _count_needed_rows(self, splits: Splits) -> int | None:
+        """Return how many rows to prepare so that enough of them are left to train on; None to prepare the whole source."""
         config = self.config
         # The datasets of a mixture have limits of their own.
         if config.max_train_samples is None or config.datasets:
@@ -282,7 +285,7 @@ class Library:
         train_share = 1.0
         if not (splits.held_out or config.validation_file):
             train_share = 1 - config.validation_split_percentage / 100
-        # Some more, since documents do not split evenly.
+        # Prepare some more, since documents do not split evenly.
         return math.ceil(1.1 * config.max_train_samples / train_share) + 8
 
     def open(self, all_folders: list[Folders]) -> PreparedData:
@@ -298,7 +301,7 @@ class Library:
         formats: dict[str, tuple[str, list[str]]] = {}
         for spec, folders in zip(specs, all_folders, strict=True):
             name = spec.name
-            train_view, held_out_view = self._views(*folders)
+            train_view, held_out_view = self._open_views(*folders)
             view = held_out_view if train_view is None else train_view
             if view is not None:
                 formats[name] = view.store.meta["format"], view.store.meta["ignored_columns"]
@@ -311,18 +314,18 @@ class Library:
                     self._refuse_empty(spec, train_view)
                 # The datasets of a mixture have limits of their own.
                 if not config.datasets:
-                    train_view = _first(train_view, config.max_train_samples)
+                    train_view = _take_first(train_view, config.max_train_samples)
                 train.append(train_view)
                 facts[name] = meta["report"] | report(train_view, self.length)
-            # A share of the training data may be empty, and a split or a file of its own may not.
+            # Held-out data in a folder of its own must not be empty. A share of the training data may be.
             if held_out_view is not None and folders[1] is not None:
                 self._check_held_out(held_out_view)
             if held_out_view is not None and len(held_out_view):
-                held_out[name] = _first(held_out_view, config.max_eval_samples)
+                held_out[name] = _take_first(held_out_view, config.max_eval_samples)
                 facts[f"{name}, held out"] = report(held_out[name], self.length)
         return PreparedData(
-            train=self._rows(train),
-            held_out={name: self._rows([view]) for name, view in held_out.items()},
+            train=self._join_views(train),
+            held_out={name: self._join_views([view]) for name, view in held_out.items()},
             weights=self.weights(),
             report=facts,
             formats=formats,
@@ -346,7 +349,7 @@ class Library:
         settings = [self._stream_settings(spec) for spec in specs]
         # The sizes of shards decide the shards, and so the order of the rows.
         shard_sizes = [files.SHARD_BYTES, sources.SHARD_ROWS]
-        counts = [len(self._shards(index)) for index in range(len(specs))]
+        counts = [len(self._cut_source(index)) for index in range(len(specs))]
         return Stream(
             shards=self,
             counts=counts,
@@ -358,26 +361,28 @@ class Library:
         )
 
     def _stream_settings(self, spec: DatasetSpec) -> dict[str, Any]:
-        source = self._splits(spec).train
-        # A stream may be too large for a digest of its content.
-        sketch = source.sketch or source.digest
-        return self._settings(spec, sketch(), None)
+        source = self._open_splits(spec).train
+        # A stream may be too large for a digest of its content. Only small sources have no sketch.
+        make_digest = source.sketch or source.digest
+        return self._settings(spec, make_digest(), None)
 
     def shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""
         spec = self.config.dataset_specs()[dataset]
-        source = self._shards(dataset)[index]
+        source = self._cut_source(dataset)[index]
         folder = self._shard_folder(dataset, index)
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Keep the lock until the files are mapped, since another process may be about to delete them.
-        with locks.locked(_lock(folder), meanwhile=touch) as alone:
+        with locks.locked(_lock_file(folder), meanwhile=touch) as alone:
 
             def make() -> None:
-                self._make(folder, spec, source, self._settings(spec, source.digest(), None), None, 1, alone=bool(alone))
+                # The digest may take long, so it is computed only if the shard is missing.
+                settings = self._settings(spec, source.digest(), None)
+                self._make_folder(folder, spec, source, settings, rows=None, workers=1, alone=bool(alone))
 
             self._make_if_needed(folder, source, make)
             store = TokenStore(folder).mapped()
-        return PreparedRows((self._cut(store, np.arange(len(store))),), store.meta["digest"])
+        return PreparedRows((self._make_view(store, np.arange(len(store))),), store.meta["digest"])
 
     def delete_shard(self, dataset: int, index: int) -> None:
         """Delete a shard's folder, if there is one. Processes that have mapped its files can still read them.
@@ -387,13 +392,14 @@ class Library:
         """
         folder = self._shard_folder(dataset, index)
         # Do not wait for the lock. A folder that is in use is left to the next run.
-        with suppress(FileNotFoundError), locks.locked(_lock(folder), wait=0) as is_locked:
+        with suppress(FileNotFoundError), locks.locked(_lock_file(folder), wait=0) as is_locked:
             if is_locked:
                 shutil.rmtree(folder)
 
-    def _shards(self, dataset: int) -> list[Source]:
+    # Return the shards of a dataset's source. To find where it can be cut may take requests to the hub.
+    def _cut_source(self, dataset: int) -> list[Source]:
         if dataset not in self._cut_sources:
-            self._cut_sources[dataset] = self._splits(self.config.dataset_specs()[dataset]).train.shards()
+            self._cut_sources[dataset] = self._open_splits(self.config.dataset_specs()[dataset]).train.shards()
         return self._cut_sources[dataset]
 
     def _shard_folder(self, dataset: int, index: int) -> Path:
@@ -403,24 +409,24 @@ class Library:
         return self.root / self._stream_names[dataset] / f"shard-{index:05d}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # The readers of sources cannot be pickled. Another process opens the sources again.
+        # Sources have functions that cannot be pickled. Another process opens the sources again.
         return vars(self) | {"_opened": {}, "_cut_sources": {}}
 
-    def _views(self, train_folder: Path | None, held_out_folder: Path | None) -> tuple[View | None, View | None]:
+    def _open_views(self, train_folder: Path | None, held_out_folder: Path | None) -> tuple[View | None, View | None]:
         """Return the (training, held-out) views of one dataset."""
         held_out = None
         if held_out_folder is not None:
             held_out_store = TokenStore(held_out_folder)
             # A separate split or file is held out completely.
-            held_out = self._cut(held_out_store, np.arange(len(held_out_store)))
+            held_out = self._make_view(held_out_store, np.arange(len(held_out_store)))
         if train_folder is None:
             return None, held_out
         store = TokenStore(train_folder)
         if held_out is not None or self.config.validation_file:
-            return self._cut(store, np.arange(len(store))), held_out
-        # Without either, a share of the training data is held out.
+            return self._make_view(store, np.arange(len(store))), held_out
+        # Without a split or a file for it, a share of the training data is held out.
         train, held_out_share = _split_held_out(store, self.config.validation_split_percentage / 100, self.config.seed)
-        return self._cut(store, train), self._cut(store, held_out_share)
+        return self._make_view(store, train), self._make_view(store, held_out_share)
 
     def _refuse_empty(self, spec: DatasetSpec, view: View) -> None:
         meta = view.store.meta
@@ -446,8 +452,8 @@ class Library:
         )
 
     # --- views
-    def _cut(self, store: TokenStore, chosen: np.ndarray | slice) -> View:
-        """Return a view of ``chosen``: document numbers, or a slice of the tokens of a lone text."""
+    def _make_view(self, store: TokenStore, chosen: np.ndarray | slice) -> View:
+        """Return the rows made of the ``chosen`` documents, or of a slice of the tokens of a lone text."""
         if isinstance(chosen, slice):
             return self._blocks(store, np.array([chosen.start]), np.array([chosen.stop]))
         if self.config.packing:
@@ -466,7 +472,8 @@ class Library:
             )
         return Blocks(store, starts, stops, self.length, weight)
 
-    def _rows(self, views: list[View]) -> PreparedRows:
+    # Return the rows of several datasets, with a fingerprint of their content, their split and how they were cut.
+    def _join_views(self, views: list[View]) -> PreparedRows:
         keys = ("packing", "validation_split_percentage", "max_train_samples", "max_eval_samples")
         facts = [VERSION, self.length, self.config.seed, {key: getattr(self.config, key) for key in keys}]
         # The length of a view shows the limits, and the share that is held out.
@@ -474,8 +481,8 @@ class Library:
         return PreparedRows(tuple(views), _fingerprint(facts))
 
     # --- folders
-    def _folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
-        """Return the source's folder. Make it if it is missing."""
+    def _prepare_folder(self, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> Path:
+        """Return the source's folder. Make it if it is missing. ``rows``: as many are enough; None: read the whole source."""
         settings = {
             **self._settings(spec, source.digest(), rows),
             "reader": READER,
@@ -483,7 +490,7 @@ class Library:
             "lone_text": source.lone_text,
         }
         folder = self.root / _fingerprint(settings)
-        self._ensure(folder, spec, source, settings, rows, workers)
+        self._ensure_folder(folder, spec, source, settings, rows, workers)
         return folder
 
     def _settings(self, spec: DatasetSpec, digest: str, rows: int | None) -> dict[str, Any]:
@@ -496,11 +503,11 @@ class Library:
             "limit": [spec.limit, rows and [rows, self.config.packing]],
             "on_bad_sample": self.config.on_bad_sample,
             "tokenizer": self.tokenizer_digest,
-            "encoder": [*_identity(self.encoder), _settings_of(self.encoder)],
-            **_weighed_by(self.objective),
+            "encoder": [*_identify_class(self.encoder), _settings_of(self.encoder)],
+            **_weighing_settings(self.objective),
         }
 
-    def _ensure(
+    def _ensure_folder(
         self, folder: Path, spec: DatasetSpec, source: Source, settings: dict[str, Any], rows: int | None, workers: int
     ) -> None:
         """Make ``folder`` if it is missing or damaged, or wait until another process has made it."""
@@ -510,13 +517,10 @@ class Library:
         folder.parent.mkdir(parents=True, exist_ok=True)
         waiting = (
             f"{source.name}: another process is preparing it; waiting for {folder}. If its host is gone for good, a network "
-            f"disk may keep its lock for ever: delete {_lock(folder)} and start again"
+            f"disk may keep its lock for ever: delete {_lock_file(folder)} and start again"
         )
-        with locks.locked(_lock(folder), before_wait=lambda: tqdm.write(waiting)) as alone:
-
-            def make() -> None:
-                self._make(folder, spec, source, settings, rows, workers, alone=bool(alone))
-
+        with locks.locked(_lock_file(folder), before_wait=lambda: tqdm.write(waiting)) as alone:
+            make = partial(self._make_folder, folder, spec, source, settings, rows, workers, alone=bool(alone))
             self._make_if_needed(folder, source, make)
 
     def _make_if_needed(self, folder: Path, source: Source, make: Callable[[], None]) -> None:
@@ -541,7 +545,7 @@ class Library:
                 f"{damage}. It cannot be prepared again: {error} Make {source.name} readable, or restore {folder} from a copy."
             ) from error
 
-    def _make(
+    def _make_folder(
         self,
         folder: Path,
         spec: DatasetSpec,
@@ -555,9 +559,10 @@ class Library:
         """Prepare a source into ``folder``.
 
         Args:
+            rows: as many are enough; None: read the whole source.
             alone: this process has a lock. Without locks, other processes may prepare the same folder at the same time.
         """
-        # Some file systems grant a lock to a process of each host, so hosts may prepare the same folder at the same time.
+        # Some file systems grant the same lock once on each host, so a locked folder may still be prepared on several hosts.
         suffix = socket.gethostname() if alone else uuid4().hex
         # Write to a folder on the same file system, which is then renamed.
         staging = folder.with_name(f".{folder.name}.{suffix}.partial")
@@ -583,17 +588,21 @@ class Library:
 
     def _write(self, writer: TokenWriter, spec: DatasetSpec, source: Source, rows: int | None, workers: int) -> dict[str, Any]:
         """Tokenize a source into ``writer``, until it has enough ``rows``. Return the facts for its ``meta.json``."""
-        streaming = self.config.streaming
         bar = tqdm(
-            total=source.total, desc=f"preparing {spec.name}", unit=source.unit, unit_scale=True, leave=False, disable=streaming
+            total=source.total,
+            desc=f"preparing {spec.name}",
+            unit=source.unit,
+            unit_scale=True,
+            leave=False,
+            disable=self.config.streaming,
         )
         raw_chunks = chunks(_first_samples(source.read(), spec.limit), bar)
         first_chunk = next(raw_chunks, [])
         reading = self._detect_reading(spec, source, first_chunk)
         unread = list_unread(first_chunk, reading)
 
-        # A row of running text or of a pack is filled with tokens, and any other row is a document.
-        in_tokens = reading.format == "text" or self.config.packing
+        # Rows of running text and packs are filled with tokens. Any other row is a document.
+        fills_rows = reading.format == "text" or self.config.packing
         counts: Counter = Counter()
         bad_samples: list[str] = []
         reasons: Counter = Counter()
@@ -612,14 +621,14 @@ class Library:
                     f"packing: rows of {type(self.encoder).__name__} have {', '.join(encoded.extra)} beside ids and "
                     "labels, and such rows cannot be packed. Drop --packing."
                 )
-            # Write each chunk at once, so that memory does not grow with the data.
+            # Write each chunk as it comes, so that memory does not grow with the data.
             writer.append(encoded.ids, encoded.labels, encoded.weights, begins=encoded.begins, extra=encoded.extra)
-            row_count = writer.tokens // self.length if in_tokens else writer.documents
+            row_count = writer.tokens // self.length if fills_rows else writer.documents
             if rows is not None and row_count >= rows:
                 break
         bar.close()
         facts = {what: number for what, number in counts.items() if number}
-        if bad_samples and not streaming:
+        if bad_samples and not self.config.streaming:
             self._report_bad_samples(source, facts, bad_samples[0], reasons, is_empty=not writer.documents)
         return {
             "format": reading.format,
@@ -629,14 +638,15 @@ class Library:
             "bad_samples": bad_samples,
         }
 
+    # Return how the samples of a source are read: the format that the user named, or the one that its first samples have.
     def _detect_reading(self, spec: DatasetSpec, source: Source, first_chunk: Chunk) -> Reading:
         columns = {"text_column": spec.text_column, "summary_column": spec.summary_column}
         format: str | None = spec.format
         try:
             if not format:
-                # A shard of a stream may be empty, or begin with a bad sample.
+                # A shard may be empty, or begin with a bad sample. The first samples of the stream decide for all shards.
                 if self.config.streaming and not source.is_held_out:
-                    first_chunk = next(chunks(self._splits(spec).train.read(), tqdm(disable=True)), [])
+                    first_chunk = next(chunks(self._open_splits(spec).train.read(), tqdm(disable=True)), [])
                 format = detect(first_chunk, columns, formats_of(self.encoder), skip=self.config.on_bad_sample == "skip")
             return Reading(
                 format, columns, self.encoder, self.objective, detected=spec.format is None, is_held_out=source.is_held_out
@@ -656,18 +666,17 @@ class Library:
                 f"{source.name}: not one sample can be used ({_describe_counts(facts)}). The first is {first}. All reasons: "
                 f"{why}. Correct them, or name other data."
             )
-        count = facts["bad samples skipped"]
-        tqdm.write(f"{source.name}: {count} bad samples skipped, the first {first}. All reasons: {why}")
+        tqdm.write(f"{source.name}: {reasons.total()} bad samples skipped, the first {first}. All reasons: {why}")
 
 
 def _describe_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {what}" for what, number in counts.items())
 
 
-def _identity(instance: object) -> list[str]:
-    """Return the name of an object's class; for a class from outside this package, also digests of the files that define it.
+def _identify_class(instance: object) -> list[str]:
+    """Return the name of an object's class, and for a class from outside this package digests of the files that define it.
 
-    Data is prepared again when such a file changes.
+    So data is prepared again when such a file changes.
     """
     try:
         source_files = {inspect.getsourcefile(kind) for kind in type(instance).__mro__ if not _is_built_in(kind)}
@@ -705,13 +714,13 @@ def _is_sound(folder: Path) -> bool:
     return folder.exists() and find_damage(folder, silent=True) is None
 
 
-def _weighed_by(objective: Objective) -> dict[str, Any]:
+def _weighing_settings(objective: Objective) -> dict[str, Any]:
     """Return the settings by which ``objective`` weighs rows, for the fingerprint of prepared data."""
     for built_in in (NextToken, TargetTokens):
         # A subclass that weighs rows as its base does shares the prepared data with it.
         if type(objective).weight is built_in.weight:
             return {"shifted": built_in.shifted}
-    return {"objective": [*_identity(objective), _settings_of(objective)]}
+    return {"objective": [*_identify_class(objective), _settings_of(objective)]}
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -727,13 +736,13 @@ def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
     count = 0
     for item in items:
         yield item
-        # A text is counted at its last part, so that all parts of the last text are read.
+        # A part of a long text counts only if it is the last part. All other samples have no attribute ``ends``, and count.
         count += getattr(item[1], "ends", True)
         if count == limit:
             return
 
 
-def _lock(folder: Path) -> Path:
+def _lock_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
@@ -746,9 +755,12 @@ def _digest_of_array(array: np.ndarray) -> str:
 
 
 def _split_held_out(store: TokenStore, share: float, seed: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
-    """Return the (training, held-out) documents. A random share of the samples is held out, or the end of a lone text."""
+    """Return the numbers of the (training, held-out) documents, of which a random share is held out.
+
+    Of a lone text, return the ranges of its (training, held-out) tokens. Its end is held out.
+    """
     if store.meta["lone_text"]:
-        # The end, and not random blocks, since a model that was trained on both neighbours of a block knows more of it.
+        # Random blocks would be easier to predict, since the model would be trained on their neighbours.
         total = int(store.offsets[-1])
         cut = total - round(total * share)
         return slice(0, cut), slice(cut, total)
@@ -759,18 +771,18 @@ def _split_held_out(store: TokenStore, share: float, seed: int) -> tuple[slice |
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
-def _first(view: View, rows: int | None) -> View:
-    """Return ``rows`` rows of ``view``: the first ones, or any packs."""
+def _take_first(view: View, rows: int | None) -> View:
+    """Return a view with at most ``rows`` rows of ``view``: the first ones, or a random choice of packs."""
     if rows is None or rows >= len(view):
         return view
     if isinstance(view, Documents):
         return replace(view, chosen=view.chosen[:rows])
     if isinstance(view, Blocks):
-        # Cut the ranges of tokens where the last block ends. Ranges after it become empty. ``ends`` are positions in the joined
-        # ranges, so their differences are the new lengths of the ranges.
+        # Shorten the ranges of tokens so that they end with the last block. Ranges after it become empty. ``ends`` are
+        # positions in the joined ranges, so their differences are the new lengths of the ranges.
         ends = np.minimum(np.cumsum(view.stops - view.starts), rows * view.length)
         return replace(view, stops=view.starts + np.diff(ends, prepend=0))
-    # Packs are in the order of their longest samples, so a random choice of them is taken.
+    # The first packs have the longest samples, so packs are chosen at random.
     is_chosen = Permutation(len(view), seed=0, epoch=0)(np.arange(len(view))) < rows
     sizes = np.diff(view.packing.offsets)
     # The samples of the other packs stay in the view, but are in no row.

@@ -34,6 +34,7 @@ CUT = "cut to the maximum length"
 BY_DEFAULT_TEMPLATE = "rendered by the default chat template"
 DROPPED = "dropped, nothing supervised within the maximum length"
 
+# (location, row) of each sample.
 Chunk = list[tuple[str, Any]]
 
 
@@ -87,7 +88,7 @@ def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
     size = 0
     for location, row, cost in items:
         chunk.append((location, row))
-        size += _size(row)
+        size += _estimate_size(row)
         bar.update(cost)
         # The number is limited, too: a megabyte of short samples would be too many to encode at once.
         if size >= CHUNK_BYTES or len(chunk) >= CHUNK_SAMPLES:
@@ -98,8 +99,8 @@ def chunks(items: Iterable[Item], bar: tqdm) -> Iterator[Chunk]:
         yield chunk
 
 
-def _size(row: object) -> int:
-    """Return the approximate number of bytes of text."""
+def _estimate_size(row: object) -> int:
+    """Return the approximate number of bytes of a row. Values that are not texts count as 200."""
     if isinstance(row, bytes):
         return len(row)
     if not isinstance(row, dict):
@@ -113,7 +114,7 @@ def _size(row: object) -> int:
 def detect(
     chunk: Chunk, columns: dict[str, str | None], encoder_formats: Mapping[str, formats.Format], *, skip: bool = False
 ) -> str:
-    """Return the format of the first sample that is an object, and not a broken line or a bare value.
+    """Return the format of the first sample that is an object. Broken lines, and lines with another value, do not count.
 
     Args:
         columns: the names of the source and the target column, where the user gave them.
@@ -159,7 +160,7 @@ def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> I
     # A fork would copy locks that other threads hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(reading,)) as pool:
-        # Results are taken in the order of the chunks, however fast each is.
+        # Results are yielded in the order of the chunks, and not in the order in which the workers complete them.
         submitted: deque[Future] = deque()
         for chunk in raw_chunks:
             submitted.append(pool.submit(_encode_in_worker, chunk))
@@ -171,7 +172,7 @@ def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> I
 
 
 _READING: list[Reading] = []
-"""In a worker process, the one that the process was started with. It is sent once, and not with each chunk."""
+"""In a worker process, the reading for all of its chunks. It is sent once, at the start, and not with each chunk."""
 
 
 def _start_worker(reading: Reading) -> None:
@@ -201,13 +202,14 @@ def parse_row(row: object) -> object:
         return orjson.loads(row)
     except orjson.JSONDecodeError as error:
         try:
-            # If the bytes are not UTF-8, that is the more useful reason, and orjson does not give it.
+            # orjson does not say that bytes are not UTF-8, which is the more useful reason.
             row.decode()
         except UnicodeDecodeError as decode_error:
             return Malformed(not_utf8(decode_error.start))
         return Malformed(f"{json_problem(error)} (column {error.colno})")
 
 
+# Return why a row is no object.
 def _unreadable_reason(raw: object) -> str:
     row = parse_row(raw)
     reason = row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
@@ -218,7 +220,7 @@ def _unreadable_reason(raw: object) -> str:
 
 
 def read_sample(reading: Reading, raw: object) -> Any:
-    """Return the sample in a row. Runs and ``zerobook data`` both read rows by this function, so they refuse the same ones.
+    """Return the sample in a row. Runs and ``zerobook data`` both use this function, so they refuse the same rows.
 
     Raises:
         BadSample: it cannot be used.
@@ -233,7 +235,7 @@ def read_sample(reading: Reading, raw: object) -> Any:
         raise formats.BadSample(f"{len(raw)} bytes; a sample of more than {SAMPLE_LIMIT} bytes is refused")
     sample = formats.parse(reading.format, row, encoder_formats=encoder_formats, **reading.columns)
     if reading.detected and reading.format not in encoder_formats:
-        # The user did not name the format: a column that it does not read may change the meaning of the sample.
+        # The user did not name the format, and a column that it does not read may change the meaning of the sample.
         formats.check_unread(cast("Mapping[str, Any]", row), sample)
         if not reading.is_held_out:
             formats.check_split(cast("Mapping[str, Any]", row))
@@ -268,11 +270,11 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
             bad.append(_describe_bad(location, encoded))
             continue
         _count_changes(counts, encoded, default_template=has_default_template and isinstance(pieces[0], formats.Chat))
-        # A file's text may be read in several segments. All but the first continue the sample that is already begun.
+        # A long text may be read in several segments. All but the first continue a sample, and begin none.
         begins_sample = getattr(pieces[0], "begins", True)
         for document in (encoded, *encoded.others):
             weight = reading.weigh(document)
-            # Running text is cut into blocks later, and the weights of the blocks decide, so none of it is dropped here.
+            # Running text is not dropped: it is cut into blocks later, and these are weighed.
             if not weight and reading.format != "text":
                 reason = DROPPED if document.cut else "dropped, nothing supervised"
                 counts[reason] += 1
@@ -281,15 +283,14 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
             documents.append(document)
             weights.append(weight)
             begins.append(begins_sample)
-            # Only the first document of a sample that is not dropped begins it.
+            # The further documents of the sample do not begin it.
             begins_sample = False
 
     ids = Ragged.join([document.input_ids for document in documents])
     labels = None
     if reading.format != "text":
         labels = Ragged.join([document.labels for document in documents])
-    extra = _join_extra(documents)
-    return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad, counts)
+    return EncodedChunk(ids, labels, _join_extra(documents), np.array(weights, np.int32), np.array(begins, bool), bad, counts)
 
 
 def _count_changes(counts: Counter, sample: Encoded, *, default_template: bool) -> None:
@@ -325,7 +326,7 @@ def _join_extra(documents: list[Encoded]) -> dict[str, Ragged]:
 
 
 def _describe_bad(location: str, reason: Exception) -> tuple[str, str]:
-    """Return a bad sample's location and reason, each in one line. A reason that a template gives may quote the sample."""
+    """Return a bad sample's location and reason, each in one line. The message of a template may quote lines of the sample."""
     return plain(location, lines=False), plain(str(reason), lines=False)
 
 
