@@ -39,7 +39,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     if lengths.min() < 1 or lengths.max() > capacity:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit into rows of 1 to {capacity} tokens")
     row_of, row_count = _assign_rows(lengths, capacity)
-    # ``row_of`` is in the order of the sorted items; list the items of each row, the longest first.
+    # List the items of each row, the longest first. ``row_of`` has the rows of the items from the longest to the shortest.
     by_length = np.argsort(-lengths, kind="stable")
     by_row = np.argsort(row_of, kind="stable")
     offsets = np.zeros(row_count + 1, np.int64)
@@ -50,19 +50,20 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
 def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """Return (the row of each item, in the order of the items from the longest to the shortest; the number of rows)."""
     row_of = np.empty(len(lengths), np.int64)
+    # For each room, the tokens that are free in a row: arrays with the numbers of the rows that have so much room.
     rows_by_room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
-    # This says which of the lists have rows, so that one call finds the smallest room that fits.
+    # Which of these lists are not empty, as an array, so that one call finds the smallest room that fits.
     has_rows = np.zeros(capacity + 1, bool)
     row_count = 0
     placed_count = 0
 
     def place(rows: np.ndarray, room: int, length: int, count: int) -> None:
-        """Put ``count`` items of ``length`` into ``rows`` with ``room`` each: as many as fit into the first, then the next."""
+        """Put ``count`` items of ``length`` into ``rows``, which have the same ``room``: fill the first row, then the next."""
         nonlocal placed_count
         per_row = room // length
         row_of[placed_count : placed_count + count] = np.repeat(rows, per_row)[:count]
         placed_count += count
-        # Of the rows, some are filled with as many items as fit, one takes the rest, and the others stay as they are.
+        # Some rows get as many items as fit, one may get the remaining items, and the others get none.
         full_count, rest = divmod(count, per_row)
         partial_count = 1 if rest else 0
         full, partial, untouched = np.split(rows, [full_count, full_count + partial_count])
@@ -74,7 +75,7 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
     distinct_lengths, counts = np.unique(lengths, return_counts=True)
     for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        # Fill the rows with the least room first.
+        # Take the rows that have room for such an item, those with the least room first.
         for room in (np.flatnonzero(has_rows[length:]) + length).tolist():
             if not count:
                 break
@@ -85,7 +86,7 @@ def _assign_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
             place(rows, room, length, fitting_count)
             count -= fitting_count
         if count:
-            # Items that fit into no open row begin new ones, each with as many of them as it holds.
+            # The remaining items fit into no row that was begun, so they begin new ones.
             new_count = -(-count // (capacity // length))
             place(np.arange(row_count, row_count + new_count), capacity, length, count)
             row_count += new_count

@@ -46,7 +46,7 @@ class Documents:
 
     @property
     def loss_weights(self) -> np.ndarray:
-        """int64 [rows], what each counts in the divisor of the loss"""
+        """int64 [rows], the weight of each in the divisor of the loss"""
         return self.store.loss_weights[self.chosen].astype(np.int64)
 
     @property
@@ -69,8 +69,8 @@ class Documents:
 class Blocks:
     """Running text, cut every ``length`` tokens; an incomplete block at the end is dropped. All tokens are supervised.
 
-    ``starts`` and ``stops`` are int64: the ranges of the store's tokens that are joined. ``loss_weight`` is the weight of
-    a block: all tokens are supervised, so every block has the same weight.
+    ``starts`` and ``stops`` are int64 [ranges]: the ranges of the store's tokens that are joined before they are cut.
+    ``loss_weight`` is the weight of each block: all tokens are supervised, so all blocks have the same one.
     """
 
     store: TokenStore
@@ -105,14 +105,15 @@ class Blocks:
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        # Find the range of tokens in which the block begins, and go on to later ranges until the block is full.
-        ends = self._ends
-        index = int(np.searchsorted(ends, row * self.length, side="right"))
-        position = int(self.stops[index] - (ends[index] - row * self.length))
+        # Find the range of tokens in which the block begins. The block begins as far before the end of this range among the
+        # store's tokens as among the joined tokens.
+        first = row * self.length
+        index = int(np.searchsorted(self._ends, first, side="right"))
+        position = int(self.stops[index] - (self._ends[index] - first))
         missing = self.length
         pieces = []
         while missing:
-            # A block may go on in the next range of tokens, as far as the current one does not fill it.
+            # Take the rest of the range, or as many tokens as are missing. Then go on with the next range.
             piece = self.store.ids[position : min(position + missing, self.stops[index])]
             pieces.append(piece)
             missing -= len(piece)
@@ -127,14 +128,14 @@ class Blocks:
 class Packs:
     """Rows of several samples, isolated from each other by ``position_ids`` that restart with each sample.
 
-    ``starts`` and ``stops`` are int64 [samples]: ranges of the store's tokens; ``counts`` int64 [samples], their
-    loss weights; ``packing`` says which of them share a row.
+    ``starts`` and ``stops``, int64 [samples], are the ranges of the store's tokens that the samples have. ``weights``, int64
+    [samples], are their loss weights. ``packing`` says which of the samples share a row.
     """
 
     store: TokenStore
     starts: np.ndarray
     stops: np.ndarray
-    counts: np.ndarray
+    weights: np.ndarray
     packing: Packing
 
     def __len__(self) -> int:
@@ -142,13 +143,13 @@ class Packs:
 
     @property
     def lengths(self) -> np.ndarray:
-        return self._per_row(self.stops - self.starts)
+        return self._sum_per_row(self.stops - self.starts)
 
     labels = lengths
 
     @property
     def loss_weights(self) -> np.ndarray:
-        return self._per_row(self.counts)
+        return self._sum_per_row(self.weights)
 
     @property
     def selection(self) -> list[np.ndarray]:
@@ -156,8 +157,9 @@ class Packs:
         members = self.packing.members
         return [self.starts[members], self.stops[members]]
 
-    def _per_row(self, values: np.ndarray) -> np.ndarray:
-        # A row is a range of the members, so its sum is a difference of two running sums.
+    # Return the sum of the values of each row's samples. ``values``: int64 [samples].
+    def _sum_per_row(self, values: np.ndarray) -> np.ndarray:
+        # The samples of a row are a range of the members, so their sum is a difference of two running sums.
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(values[self.packing.members])])
         return sums[self.packing.offsets[1:]] - sums[self.packing.offsets[:-1]]
 
@@ -172,7 +174,7 @@ class Packs:
             stop = self.stops[sample]
             ids.append(self.store.ids[start:stop])
             sample_labels = np.array(self.store.labels[start:stop])
-            # The token before the first one is of another sample.
+            # The first token of a sample has no token before it that could predict it: that is of another sample.
             sample_labels[0] = IGNORE
             labels.append(sample_labels)
             positions.append(np.arange(stop - start))
@@ -188,10 +190,10 @@ class Packs:
 
     def without(self, skipped: np.ndarray) -> Packs:
         """Return the same rows without the samples that ``skipped``, bool [samples], marks. A row may become empty."""
-        remains = ~skipped[self.packing.members]
-        # The offsets move by as many members as are left out before them.
-        remaining_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(remains)])
-        return replace(self, packing=Packing(remaining_before[self.packing.offsets], self.packing.members[remains]))
+        is_left = ~skipped[self.packing.members]
+        # For each member, and for the end, how many members before it are left. Rows begin and end at these numbers.
+        left_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_left)])
+        return replace(self, packing=Packing(left_before[self.packing.offsets], self.packing.members[is_left]))
 
 
 View = Documents | Blocks | Packs
@@ -213,19 +215,21 @@ def pack(store: TokenStore, chosen: np.ndarray, length: int, weigh: Callable[[Ro
     """
     offsets = np.asarray(store.offsets)
     lengths = np.diff(offsets)[chosen]
-    # Cut each document into samples: ``document_of`` is the document of each, ``number`` counts within the document.
+    # Cut each document into samples of at most ``length`` tokens. ``document_of`` is the index of each sample's document in
+    # ``chosen``, and ``number`` is the sample's number in its document: 0, 1, 2 and so on.
     samples_per_document = -(-lengths // length)
     document_of = np.repeat(np.arange(len(chosen)), samples_per_document)
     first_sample_of = np.cumsum(samples_per_document) - samples_per_document
-    number = np.arange(len(document_of)) - np.repeat(first_sample_of, samples_per_document)
+    number = np.arange(len(document_of)) - first_sample_of[document_of]
     starts = offsets[chosen][document_of] + number * length
     stops = np.minimum(starts + length, offsets[chosen + 1][document_of])
     if store.labels is store.ids:
-        # Labels equal the ids, so the weight depends on the length alone, and each length is weighed once.
+        # The labels equal the ids, so the weight depends on the length alone. Weigh each length once.
         sizes, size_of = np.unique(stops - starts, return_inverse=True)
         weights = np.array([weigh(text_row(int(size))) for size in sizes], np.int64)[size_of]
     else:
-        # Samples with labels of their own were cut to the length when they were made.
+        # Documents with labels of their own were cut to the length when they were encoded. So each is one sample, and its
+        # weight is stored.
         weights = store.loss_weights[chosen].astype(np.int64)
     # One token alone predicts nothing.
     is_useful = stops - starts > 1
@@ -272,7 +276,7 @@ class PreparedRows:
 
     @cached_property
     def loss_weights(self) -> np.ndarray:
-        """int64 [rows], what each counts in the divisor of the loss"""
+        """int64 [rows], the weight of each in the divisor of the loss"""
         return np.concatenate([view.loss_weights for view in self.views])
 
     def lengths_of(self, ids: np.ndarray) -> np.ndarray:
@@ -305,7 +309,7 @@ class PreparedRows:
 
     @property
     def most_labels(self) -> int:
-        """Number of labels in the row that has the most: positions for which a model makes logits."""
+        """Number of labels in the row with the most labels. A model makes logits for as many positions."""
         return max(int(view.labels.max()) for view in self.views if len(view))
 
     @property
@@ -321,11 +325,12 @@ class PreparedRows:
         weights: Sequence[float] | None = None,
         passed: Sequence[Sequence[int]] | None = None,
     ) -> SampleOrder:
-        """Return the order of the rows in training. ``passed`` is for streams."""
+        """Return the order of the rows in training. ``passed`` is not used: only streams pass shards."""
         lengths = self.lengths if settings.group_by_length else None
         return SampleOrder(self.sizes, seed=seed, weights=weights, dropped=self.dropped, lengths=lengths)
 
     def __getitem__(self, row: int) -> Row:
+        # Rows are numbered across the datasets.
         for view in self.views:
             if row < len(view):
                 return view[int(row)]
@@ -348,7 +353,7 @@ class PreparedRows:
 
         Samples are removed from their packs. Rows that lose all samples are marked in ``dropped``. Row numbers do not change.
         """
-        # Ranges may go beyond a dataset: samples are numbered across all of them.
+        # Samples are numbered across the datasets, so a range may be in several of them.
         is_skipped = np.zeros(sum(map(_sample_count, self.views)), bool)
         for start, end in ranges:
             is_skipped[int(start) : int(end)] = True
@@ -365,7 +370,7 @@ class PreparedRows:
             dropped_rows = skipped_samples
             if isinstance(view, Packs):
                 view = view.without(skipped_samples)
-                # A pack stays as long as one of its samples does.
+                # A pack is dropped only if it has lost all of its samples.
                 dropped_rows = np.diff(view.packing.offsets) == 0
             views.append(view)
             dropped.append(dropped_rows)
