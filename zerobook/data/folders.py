@@ -20,7 +20,7 @@ from zerobook.utils.yaml_text import load_bounded
 
 CARD = "README.md"
 CARD_BYTES = 4 << 20
-"""Bytes. A longer README has no header that is read."""
+"""Bytes. The header of a longer README is not read."""
 CONFIG_FLAG = "--dataset_config_name"
 FILE_KEYS = ("config_name", "data_files", "data_dir", "default")
 """Keys of a README's config that say which files belong to it."""
@@ -32,9 +32,9 @@ LISTED = 12
 
 @dataclass(frozen=True)
 class FolderSplits:
-    """The files of each split, and the data files that no split has.
+    """The files of each split. ``rest``: data files without a split.
 
-    ``declared``: the README names the splits, not the names of the files.
+    ``declared``: the README defines the splits; otherwise the names of the files do.
     """
 
     splits: dict[str, list[Path]]
@@ -49,20 +49,21 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
         DataError: the README cannot be read, names several configs and none is chosen, or names files that are not here; a
             file belongs to two splits, or is there twice, once compressed; the folder is a cache of the hub.
     """
-    # Commits have files in common, which would be trained on several times.
+    # The snapshots of several commits have files in common, which would be trained on several times.
     if (folder / "refs").is_dir() and (folder / "snapshots").is_dir():
         raise DataError(
             f"{folder}: it is a cache of the hub, which may hold several commits. Name one of them: {folder}/snapshots/COMMIT"
         )
-    config = _chosen_config(folder, config_name)
+    config = _choose_config(folder, config_name)
+    # The config may restrict its files to a folder.
     base = PurePosixPath(str(config.get("data_dir") or "."))
-    names = [name for name in _data_files(folder) if name.is_relative_to(base)]
-    # The README decides. Names decide without it: those of folders for texts, and those of files and folders for the rest.
+    names = [name for name in _list_data_files(folder) if name.is_relative_to(base)]
+    # The README defines the splits. Without it, the names of folders do for texts, and those of files and folders for the rest.
     declared_splits = _declared_splits(folder, names, base, config)
     if declared_splits is not None:
         candidates = declared_splits
     elif all(suffix_of(Path(name)) in PROSE for name in names):
-        candidates = _top_folders(names, base)
+        candidates = _splits_by_top_folder(names, base)
     else:
         candidates = _splits_by_name([name for name in names if suffix_of(Path(name)) not in PROSE], base)
     _refuse_shared_files(folder, candidates)
@@ -72,7 +73,7 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
         if members:
             splits[split] = [folder / name for name in members]
     rest = set(names).difference(*candidates.values())
-    # Checked for all data files, since files without a split may be trained on too.
+    # Check all data files, since files without a split may be trained on too.
     _refuse_links_out_of(folder, [folder / name for name in names])
     return FolderSplits(splits, rest=[folder / name for name in sorted(rest)], declared=declared_splits is not None)
 
@@ -103,20 +104,21 @@ def listing(files: Sequence[PurePosixPath | Path]) -> str:
 
 
 def same_split(name: str) -> str:
-    """Return the name that `datasets` gives a split: ``validation`` for ``dev``; other names as they are."""
+    """Return the name that `datasets` gives a split, such as ``validation`` for ``dev``; an unknown name as it is."""
     for split, keywords in _keywords().items():
         if name in keywords:
             return str(split)
     return name
 
 
+# Return the spellings of each split that `datasets` knows, by its name. The import takes long.
 def _keywords() -> Mapping[Any, list[str]]:
     from datasets.data_files import SPLIT_KEYWORDS
 
     return SPLIT_KEYWORDS
 
 
-def _data_files(folder: Path) -> list[PurePosixPath]:
+def _list_data_files(folder: Path) -> list[PurePosixPath]:
     """Return the files of known types, relative to the folder and sorted. As in `datasets`, hidden ones are left out.
 
     Raises:
@@ -130,11 +132,11 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
         is_hidden = any(component.startswith(".") for component in name.parts)
         # __MACOSX and __pycache__ are not data.
         is_special = any(component.startswith("__") for component in name.parent.parts)
-        # A README deeper in a folder of texts is a text.
+        # `datasets` ignores descriptions. Here, a README in a deeper folder is a text.
         is_description = name.name in FILES_TO_IGNORE and (name.name != CARD or str(name) == CARD)
         if file.is_file() and suffix_of(file) in KNOWN and not (is_hidden or is_special or is_description):
             names.append(name)
-            # zstd and `gzip -k` leave the file beside its compressed copy.
+            # zstd and `gzip -k` leave the original file beside its compressed copy.
             if name.suffix.lower() in COMPRESSED and file.with_suffix("").is_file():
                 raise DataError(
                     f"{folder}: {name} seems to be a copy of {name.stem}, and both would be used. Delete or move one of them."
@@ -143,7 +145,7 @@ def _data_files(folder: Path) -> list[PurePosixPath]:
 
 
 # --- the README
-def _chosen_config(folder: Path, config_name: str | None) -> dict[str, Any]:
+def _choose_config(folder: Path, config_name: str | None) -> dict[str, Any]:
     """Return the README's config of that name, or its default one; an empty one if the README has no configs."""
     configs = _card_configs(folder)
     if not configs:
@@ -183,12 +185,12 @@ def _card_configs(folder: Path) -> Any:
 
 
 def _header(card: Path) -> object:
-    """Return the YAML between the README's first two lines of three dashes; None without it."""
+    """Return the value of the YAML between the README's first two lines of three dashes; None if it can have no configs."""
     import yaml
 
     text = read_text(card, errors="replace")
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", text, re.DOTALL)
-    # Most headers have no configs, and parsing YAML takes long.
+    # Most headers have no configs, and need not be parsed, which takes long.
     if match is None or "configs:" not in match[1]:
         return None
     try:
@@ -213,7 +215,7 @@ def _declared_splits(
         patterns = sanitize_patterns(config["data_files"])
     except ValueError as error:
         raise DataError(f"{CARD}: {error}") from None
-    # `datasets` takes no README, in whatever folder, for data.
+    # As in `datasets`, a README is not data, in any folder.
     data_names = [name for name in names if name.name != CARD]
     splits = {}
     for split, split_patterns in patterns.items():
@@ -228,9 +230,10 @@ def _declared_splits(
 
 # --- names
 def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
-    """Return the splits that names tell, by the first kind of pattern of `datasets` that matches.
+    """Return the splits by the names of files and folders, with the patterns of `datasets`.
 
-    If there is no training split among them, the next kind divides the other files.
+    `datasets` has three kinds of patterns: names of shards such as ``train-00000-of-00005``, names of folders, and names of
+    files. The next kind is used, for files that have no split yet, only as long as there is no training split.
     """
     from datasets.data_files import (
         DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME,
@@ -242,11 +245,10 @@ def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str
     for name in _matching(names, base, [SPLIT_PATTERN_SHARDED.replace("{split}", "*")]):
         split = re.split(r"-\d{5}-of-\d{5}", name.name)[0]
         by_split.setdefault(split, []).append(name)
-    # Names of shards are the most specific, and say the split themselves.
     for patterns in (DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME, DEFAULT_PATTERNS_SPLIT_IN_FILENAME):
         if any(members and split.startswith("train") for split, members in by_split.items()):
             break
-        # Without a training split, files of no split are trained on. So all of them that are held out have to be found.
+        # If no training split is found, all files without a split are trained on. So all held-out files have to be found.
         assigned = set(chain.from_iterable(by_split.values()))
         names = [name for name in names if name not in assigned]
         for split, split_patterns in patterns.items():
@@ -254,8 +256,8 @@ def _splits_by_name(names: list[PurePosixPath], base: PurePosixPath) -> dict[str
     return by_split
 
 
-def _top_folders(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
-    """Return the splits of a folder of texts, whose folders at the top are splits only if one is called ``train``."""
+def _splits_by_top_folder(names: list[PurePosixPath], base: PurePosixPath) -> dict[str, list[PurePosixPath]]:
+    """Return the splits of a folder of texts: its top folders that are named after splits; none if none is ``train``."""
     splits: dict[str, list[PurePosixPath]] = {}
     keywords = set(map(str, _keywords()))
     for name in names:
@@ -276,11 +278,12 @@ def _matching(names: Sequence[PurePosixPath], base: PurePosixPath, patterns: Ite
 
 
 def _matches(name: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Return whether a path matches a pattern, part by part; the part ``**`` is any number of parts, at the end at least one.
+    """Return whether a path matches a pattern. Both are tuples of parts.
 
-    Each pair of parts is compared once: a README's pattern may be made to take exponential time.
+    The part ``**`` of a pattern matches any number of parts; at the end of the pattern, at least one.
     """
 
+    # The cache compares each pair of parts once. Without it, a README could have a pattern that takes exponential time.
     @cache
     def matches_from(name_index: int, pattern_index: int) -> bool:
         if pattern_index == len(pattern):
@@ -288,7 +291,7 @@ def _matches(name: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
         if pattern[pattern_index] == "**":
             if pattern_index == len(pattern) - 1:
                 return name_index < len(name)
-            # The two stars stand for no part here, or for this part and maybe more.
+            # The two stars match no part here, or this part and maybe more.
             if matches_from(name_index, pattern_index + 1):
                 return True
             return name_index < len(name) and matches_from(name_index + 1, pattern_index)
@@ -300,7 +303,7 @@ def _matches(name: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def _refuse_shared_files(folder: Path, splits: Mapping[str, Sequence[PurePosixPath]]) -> None:
-    """Check that no file belongs to two splits: what is held out would be trained on."""
+    """Raise `DataError` if a file belongs to two splits, since held-out samples would be trained on."""
     owners: dict[PurePosixPath, str] = {}
     for split, files in splits.items():
         for name in files:

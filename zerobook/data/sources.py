@@ -39,9 +39,9 @@ SHARD_ROWS = 50_000
 """Rows of a stream's shard, if the source is a dataset in memory."""
 _TRAINING = re.compile(r"train(ing)?([-_.]|$)")
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-"""Names of splits to hold out, the first that is there. A test split comes last: it is meant for the final figure."""
+"""Names of splits to hold out, in the order of preference. Test splits come late: they are meant for the final figure."""
 _KINDS = (JSON_LINES, (".parquet",), (".json",), TABLE, TEXT)
-"""File types that are read together, in the order of preference."""
+"""Groups of file types that are read together, in the order of preference."""
 
 
 def open_source(
@@ -53,34 +53,35 @@ def open_source(
         path: a local file or folder, ``embedded:NAME``, or a hub name.
         config_name: the configuration of a hub dataset, or of a folder that was downloaded from there.
         revision: branch, tag or commit on the hub.
-        split: take only this split, or some of its rows as ``train[:10%]``, for training; else the split ``train``, and one to
-            hold out.
+        split: train on this split, or on some of its rows, as in ``train[:10%]``, and hold out no other split. None: train on
+            the split ``train``, and hold out another one if there is one.
         streaming: do not download a hub dataset, but read its shards from there.
 
     Raises:
         DataError: nothing of that name, an unknown file type, a split that is not there.
     """
-    split_name, has_rows, rows = (split or "").partition("[")
-    splits = _open(path, config_name, revision, split_name or None, streaming=streaming)
-    if has_rows:
+    split_name, bracket, rows = (split or "").partition("[")
+    splits = _open_splits(path, config_name, revision, split_name or None, streaming=streaming)
+    if bracket:
         train_name = f"[{rows} of {splits.train_name or path}"
         splits = replace(splits, train=_take_range(splits.train, rows.removesuffix("]")), train_name=train_name)
     return splits
 
 
-def _open(path: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
+# As `open_source`, for a split without a range of rows.
+def _open_splits(path: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
     if path.startswith(embedded.PREFIX):
         name = path.removeprefix(embedded.PREFIX)
         rows = embedded.rows(name)
-        _only_train(path, split)
+        _refuse_split(path, split)
         return Splits(train=_from_rows(path, rows, lambda: digest_of(f"{name} {rows}".encode(errors="replace"))))
     # A local file or folder comes before a hub name of the same spelling.
     local = Path(path).expanduser()
     if local.is_file():
-        _only_train(path, split)
+        _refuse_split(path, split)
         return Splits(train=file_source(local))
     if local.is_dir():
-        return _folder(local, config_name, split)
+        return _open_folder(local, config_name, split)
     if not is_on_hub(path):
         raise DataError(f"{path}: there is no such file or folder.")
     return _hub(path, config_name, revision, split, streaming=streaming)
@@ -93,7 +94,7 @@ def is_on_hub(path: str) -> bool:
     (True, False, False, False)
     """
     local = Path(path).expanduser()
-    # The hub has no such names.
+    # No dataset on the hub has such a beginning or the suffix of a data file.
     is_local = path.startswith((embedded.PREFIX, ".", "/", "~")) or suffix_of(local) in KNOWN
     return not (is_local or local.exists())
 
@@ -110,7 +111,7 @@ def _take_range(source: Source, rows: str) -> Source:
             f"{source.name}: [{rows}] of split is not a range of rows. Write it as train[:1000] or train[10%:20%]. A text file "
             "has no rows: it is one text."
         )
-    # The total of a file is in bytes, so its rows are counted.
+    # The total of a file is in bytes, so its rows have to be counted.
     count = source.total if source.unit == " samples" else sum(1 for _ in source.read())
     numbers: list[Any] = []
     for bound in bounds.groups():
@@ -119,7 +120,7 @@ def _take_range(source: Source, rows: str) -> Source:
             # Rounded as datasets does it, so that the rows are the same.
             number = round(number * count / 100)
         numbers.append(number)
-    # A slice knows what missing, negative and too large bounds mean.
+    # Python's slices give missing, negative and too large bounds their usual meaning.
     start, stop, _ = slice(*numbers).indices(count)
     # Without a sketch, the content itself is compared. Without cuts, a stream reads the range as one shard.
     return replace(
@@ -136,7 +137,7 @@ def open_held_out(path: str) -> Source:
     try:
         splits = open_source(path)
     except DataError:
-        # A folder of held-out data may have no training split.
+        # A folder may have only splits that are usually held out, and no training split. Take the first of them.
         for split in _HELD_OUT_SPLITS if Path(path).expanduser().is_dir() else ():
             with suppress(DataError):
                 return replace(open_source(path, split=split).train, is_held_out=True)
@@ -144,11 +145,13 @@ def open_held_out(path: str) -> Source:
     return replace(splits.held_out or splits.train, is_held_out=True)
 
 
-def _only_train(path: str, split: str | None) -> None:
+# Raise `DataError` if the user named another split than train of data that has no splits.
+def _refuse_split(path: str, split: str | None) -> None:
     if split not in (None, "train"):
         raise DataError(f"{path}: it has no splits, and split is {split!r}. Name the file of that split, or drop split.")
 
 
+# Return rows in memory as a source, which can be cut into ranges of rows.
 def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str], sketch: Callable[[], str] | None = None) -> Source:
     def make_source(start: int, stop: int, digest: Callable[[], str]) -> Source:
         def read() -> Iterator[Item]:
@@ -159,13 +162,16 @@ def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str], ske
 
     def cut() -> list[Source]:
         starts = range(0, len(rows), SHARD_ROWS)
-        # The whole content is not read for each shard.
+        # For the digest of a shard, only the sketch is read, and not the whole content.
         return [make_source(start, min(start + SHARD_ROWS, len(rows)), sketch or digest) for start in starts]
 
     return make_source(0, len(rows), digest)
 
 
 # --- folders and the hub
+
+
+# Return the splits of a dataset on the hub. Download it, unless it is streamed.
 def _hub(name: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
     import datasets
 
@@ -188,14 +194,14 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
         advice = ""
         if "/" not in name:
             advice = " The hub loads no dataset without its owner's name any more: give OWNER/NAME, as on the dataset's page."
-        # A run that reads a stream needs the network at each start, and it may be up again at the next one.
+        # A stream needs the network at each start, and the network may work again at the next start.
         is_of_network = streaming and isinstance(error, (ConnectionError, TimeoutError))
         error_type = SourceError if is_of_network else DataError
         raise error_type(
             f"{name}: there is no such file or folder here, and it could not be loaded from the hub "
             f"({type(error).__name__}: {reason}).{advice}"
         ) from error
-    # If the hub does not answer, `datasets` takes the newest commit that it has in its cache.
+    # If the hub does not answer, `datasets` uses the newest commit in its cache, whatever commit was requested.
     if re.fullmatch("[0-9a-f]{40}", revision or "") and builder.hash != revision:
         raise SourceError(
             f"{name}: the hub does not give commit {revision}, and the cache of datasets on this machine has {builder.hash}. "
@@ -205,8 +211,8 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
 
 
 def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, make_source: Callable[[str, Any], Source]) -> Splits:
-    """Return the splits of a loaded dataset. ``make_source`` makes a source of one of them and its name."""
-    train, held_out = _choose(name, list(loaded), split)
+    """Return the splits of a loaded dataset. ``make_source`` takes a name for messages and a split."""
+    train, held_out = _choose_splits(name, list(loaded), split)
     unused = [f"split {split_name}" for split_name in loaded if split_name not in (train, held_out)]
     splits = Splits(train=make_source(f"{name} {train}", loaded[train]), train_name=f"split {train}", unused=tuple(unused))
     if held_out is None:
@@ -218,7 +224,7 @@ def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, make_so
     )
 
 
-def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[str, str | None]:
+def _choose_splits(name: str, available: Sequence[str], request: str | None) -> tuple[str, str | None]:
     """Return (the split to train on, the split to hold out or None).
 
     Args:
@@ -228,7 +234,7 @@ def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[s
         DataError: there is no such split, no training split, or several.
     """
     if request is not None:
-        # First the name as the user spelled it, then as datasets does.
+        # Try the name as the user spelled it, and then as `datasets` spells it.
         for split in (request, same_split(request)):
             if split in available:
                 return split, None
@@ -252,27 +258,27 @@ def _choose(name: str, available: Sequence[str], request: str | None) -> tuple[s
 
 
 def _of_cached(name: str, dataset: Dataset) -> Source:
-    """Return a split that was downloaded. Its fingerprint is of the commit."""
+    """Return a downloaded split as a source. Its fingerprint changes with the dataset's commit."""
     return _from_rows(name, dataset, lambda: str(dataset._fingerprint))
 
 
 def _of_saved(name: str, dataset: Dataset) -> Source:
-    """Return a split that ``save_to_disk`` wrote.
+    """Return a split that ``save_to_disk`` wrote as a source. Its digest is of its files.
 
-    Its fingerprint is of the functions that made it, and stays the same if code changes that they call.
+    The fingerprint of `datasets` is of the functions that made the split, and stays the same if code that they call changes.
     """
     files = [Path(file["filename"]) for file in dataset.cache_files]
 
     def digest(read: Callable[[Path], str]) -> str:
         return digest_of(*[read(file).encode() for file in files])
 
-    # A format, which is saved too, leaves out columns and makes tensors.
+    # The format of the dataset, which is saved with it, may leave out columns, and makes tensors of values.
     rows = dataset.with_format(None)
     return _from_rows(name, rows, partial(digest, read_digest), partial(digest, read_sketch))
 
 
 def _of_iterable(name: str, dataset: IterableDataset, version: str) -> Source:
-    """Return a source that reads a dataset from the hub during use. Its shards are the dataset's files on the hub."""
+    """Return a source whose rows are read from the hub when they are needed. Its shards are the dataset's files there."""
 
     def make_source(rows: IterableDataset, prefix: str) -> Source:
         def read() -> Iterator[Item]:
@@ -288,32 +294,33 @@ def _of_iterable(name: str, dataset: IterableDataset, version: str) -> Source:
     return make_source(dataset, "")
 
 
-def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
+# Return the splits of a folder: of a saved dataset, or of data files.
+def _open_folder(path: Path, config_name: str | None, split: str | None) -> Splits:
     # ``save_to_disk`` writes the first file for several splits, and the second one for a single split.
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         import datasets
 
-        # A dataset in memory does not name its files.
+        # A dataset that is kept in memory has no list of its files, which the digest needs.
         with read_errors_named(path):
             saved = datasets.load_from_disk(str(path), keep_in_memory=False)
         if isinstance(saved, datasets.DatasetDict):
             return _of_dataset(str(path), saved, split, _of_saved)
-        _only_train(str(path), split)
+        _refuse_split(str(path), split)
         return Splits(train=_of_saved(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
     if not files:
-        # As in `datasets`, the files of a folder without splits are the training split.
-        _only_train(str(path), split)
+        # As in `datasets`, all files of a folder without splits are the training split.
+        _refuse_split(str(path), split)
         split = None
-    # If a README declares the splits, they are used, even if none of them is called train.
+    # If the splits come from the names of files, and none is a training split, train on the files that have no split.
     if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
         return _without_train(path, files, layout.rest)
-    train, held_out = _choose(str(path), list(files), split)
+    train, held_out = _choose_splits(str(path), list(files), split)
     unused = [_describe_split(name, members) for name, members in files.items() if name not in (train, held_out)]
-    unused += _others(layout.rest)
+    unused += _describe_rest(layout.rest)
     return Splits(
-        train=_all_of(path, train, files[train]),
+        train=_join_split(path, train, files[train]),
         train_name=_describe_split(train, files[train]),
         **_held_out(path, files, held_out),
         unused=tuple(unused),
@@ -321,9 +328,13 @@ def _folder(path: Path, config_name: str | None, split: str | None) -> Splits:
 
 
 def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[Path]) -> Splits:
-    """Return the splits of a folder without a file that is named after a training split: files of no split are trained on.
+    """Return the splits of a folder in which no file is named after a training split. Files without a split are trained on.
 
-    Of several kinds of files, one is taken: JSON lines, else Parquet, else the one with the most files.
+    Only files of one kind are: JSON lines, else Parquet, else the kind with the most files.
+
+    Args:
+        splits: the files of each split.
+        rest: the files without a split.
     """
     by_kind: list[list[Path]] = []
     for suffixes in _KINDS:
@@ -333,9 +344,9 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
         raise _nothing_to_train_on(path, splits)
     held_out = next((name for name in _HELD_OUT_SPLITS if name in splits), None)
     unused = [_describe_split(name, members) for name, members in splits.items() if name != held_out]
-    unused += _others(set(rest) - set(chosen))
+    unused += _describe_rest(set(rest) - set(chosen))
     # If all files of the folder are trained on, there is no choice to describe.
-    train_name = _files(len(chosen)) if splits or unused else ""
+    train_name = _count_files(len(chosen)) if splits or unused else ""
     train = _join_files(path, chosen)
     return Splits(train=train, train_name=train_name, **_held_out(path, splits, held_out), unused=tuple(unused))
 
@@ -344,10 +355,11 @@ def _held_out(path: Path, splits: Mapping[str, list[Path]], split: str | None) -
     """Return the fields of `Splits` for the split that is held out."""
     if split is None:
         return {}
-    source = replace(_all_of(path, "held out", splits[split]), is_held_out=True)
+    source = replace(_join_split(path, "held out", splits[split]), is_held_out=True)
     return {"held_out": source, "held_out_name": _describe_split(split, splits[split])}
 
 
+# Return the error for a folder without a file to train on.
 def _nothing_to_train_on(path: Path, splits: Mapping[str, list[Path]]) -> DataError:
     if not splits:
         return DataError(
@@ -360,22 +372,22 @@ def _nothing_to_train_on(path: Path, splits: Mapping[str, list[Path]]) -> DataEr
     )
 
 
-def _files(count: int) -> str:
+def _count_files(count: int) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
 def _describe_split(split: str, files: Sequence[Path]) -> str:
-    return f"split {split} ({_files(len(files))})"
+    return f"split {split} ({_count_files(len(files))})"
 
 
-def _others(files: Collection[Path]) -> list[str]:
-    """Return one entry for files that are not read, or none."""
+def _describe_rest(files: Collection[Path]) -> list[str]:
+    """Return the entry of `Splits.unused` for files without a split; an empty list if there are none."""
     kinds = sorted(set(map(suffix_of, files)))
-    return [f"{_files(len(files))} beside them ({', '.join(kinds)})"] if files else []
+    return [f"{_count_files(len(files))} beside them ({', '.join(kinds)})"] if files else []
 
 
-def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
-    """Return one split's files as one source."""
+def _join_split(folder: Path, split: str, files: list[Path]) -> Source:
+    """Return the files of one split as one source. Raises `DataError` if they are of several kinds."""
     kinds = sorted(set(map(suffix_of, files)))
     if len(kinds) > 1:
         raise DataError(f"{folder}: files of the split {split} are of several kinds: {', '.join(kinds)}. Keep one kind.")
@@ -385,7 +397,7 @@ def _all_of(folder: Path, split: str, files: list[Path]) -> Source:
 def _join_files(folder: Path, files: list[Path]) -> Source:
     """Return files of a folder as one source, read one after another."""
     sources = [file_source(file) for file in files]
-    # A single text stays one, of which the end is held out.
+    # The source of a single text says that it is a lone text, of which the end is held out.
     if len(sources) == 1:
         return sources[0]
 
@@ -395,7 +407,7 @@ def _join_files(folder: Path, files: list[Path]) -> Source:
                 yield f"{Path(source.name).relative_to(folder)}, {location}", row, cost
 
     def digest() -> str:
-        # One line for each file, so that a file which two sources have in common is found. Empty files have no samples.
+        # One line for each file, so that a file can be found that two sources have in common. Empty files have no samples.
         return "\n".join(source.digest() for source in sources if source.total)
 
     def sketch() -> str:
@@ -410,7 +422,7 @@ def _join_files(folder: Path, files: list[Path]) -> Source:
     def cut() -> list[Source]:
         shards = []
         for numbers in join_small(source.total for source in sources):
-            # Each shard loses an incomplete block, and takes a process to prepare. So small files share one.
+            # Small files share a shard, since each shard loses an incomplete block, and needs a process that prepares it.
             if len(numbers) == 1:
                 shards += sources[numbers[0]].shards()
             else:
