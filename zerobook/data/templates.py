@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class Encoded:
     """A row. ``input_ids`` and ``labels``: int32 [tokens], of equal length except for seq2seq.
 
-    ``cut``: the sample was longer than allowed. ``added_eos``: turns that got an end-of-text token
-    because the chat template ends them with no special token. ``shortened``: turns of which the template leaves out a
-    part. ``plain``: the text names a special token, which was read as characters. ``others``: further rows of the same
+    ``cut``: the sample was longer than allowed. ``added_eos``: number of turns that got an end-of-text token because the chat
+    template ends them with no special token. ``shortened``: number of turns of which the template leaves out a part.
+    ``plain``: the text has the name of a special token, which was encoded as characters. ``others``: further rows of the same
     chat, each with turns that the rows before it do not supervise. ``extra``: further arrays of the row, int32, by name;
     the collator gets them beside ids and labels.
     """
@@ -80,7 +80,7 @@ def paired(
         elif isinstance(partner, BadSample):
             rows.append(partner)
         elif row.others or partner.others:
-            # Turns that both sides have in common need no loss.
+            # The advice: only the last turn of each answer needs a loss, since the turns before it are equal in both.
             reason = "an answer has several turns, and the chat template needs a row for each; give one that does not"
             rows.append(BadSample(f"{reason} with --chat_template, or leave only the last turn supervised"))
         else:
@@ -95,12 +95,12 @@ class CausalEncoder:
     A text is encoded as its ids and an end-of-text token. It is never truncated, since the caller divides it into blocks.
     A chat is rendered with the chat template. A pair is encoded without one, as source, target and end-of-text token, with
     labels on the last two. Texts and pairs begin with a BOS if the tokenizer adds one. A template writes its own BOS.
-    Tokens are used without a change. The text of a sample never becomes a control token. A chat or a pair that contains the
-    name of one is a bad sample. In a text, the name is encoded as characters.
+    Token ids are used as they are. The text of a sample never becomes a control token: a chat or a pair that contains the name
+    of a control token is a bad sample, and in a text the name is encoded as characters.
 
     Args:
         tokenizer: a transformers tokenizer.
-        length: maximum number of tokens of a chat, a pair or ready tokens; None never cuts. A longer sample loses its
+        length: maximum number of tokens of a chat, a pair or token ids; None: samples are not cut. A longer sample loses its
             end; a pair first loses the beginning of its source.
         chat_template: Jinja text in place of the tokenizer's own.
         assistant_only_loss: the loss of a chat is on the assistant's turns; False: on all of its tokens, unless the data says
@@ -145,10 +145,12 @@ class CausalEncoder:
         Raises:
             ConfigError: a sample is a chat, and there is no chat template.
         """
-        pairs = partial(_each_pair, control=self._control, encode=self._encode_pairs)
-        return _by_kind(samples, {Text: self._texts, Chat: self._chats, Pair: pairs, Tokens: self._tokens})
+        pairs = partial(_encode_valid_pairs, control=self._control, encode=self._encode_pairs)
+        return _encode_by_class(
+            samples, {Text: self._encode_texts, Chat: self._encode_chats, Pair: pairs, Tokens: self._encode_tokens}
+        )
 
-    def _texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
+    def _encode_texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
         texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
         results: list[Encoded | BadSample] = []
         for sample, text, row in zip(samples, texts, token_ids(self.tokenizer, texts, plain=True), strict=True):
@@ -177,7 +179,7 @@ class CausalEncoder:
         labels[: len(ids) - len(target)] = IGNORE
         return self._cut(ids, labels, cut=cut)
 
-    def _tokens(self, samples: list[Tokens]) -> list[Encoded | BadSample]:
+    def _encode_tokens(self, samples: list[Tokens]) -> list[Encoded | BadSample]:
         vocabulary = len(self.tokenizer)
         results: list[Encoded | BadSample] = []
         for sample in samples:
@@ -189,7 +191,7 @@ class CausalEncoder:
                 results.append(self._cut(np.array(sample.input_ids, np.int32), np.array(sample.labels, np.int32)))
         return results
 
-    def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
+    def _encode_chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         if self.template is None or self.tool_template is None:
             raise ConfigError(
                 "the samples are chats, but the tokenizer has no chat template. "
@@ -221,7 +223,7 @@ class CausalEncoder:
         return results
 
     def _label_chat(self, rows: list[Rendered], tokenized: list[Tokenized]) -> Encoded:
-        """Return the rows of a chat with the loss on their turns, the first row with the others in it."""
+        """Return the first row of a chat, with its further rows as ``others``. The labels are on the supervised turns."""
         encoded: list[Encoded] = []
         for row, tokens in zip(rows, tokenized, strict=True):
             labels = np.full(len(tokens.ids), IGNORE, np.int32)
@@ -230,6 +232,7 @@ class CausalEncoder:
             encoded.append(replace(self._cut(tokens.ids, labels), added_eos=row.added_eos, shortened=row.shortened))
         return replace(encoded[0], others=tuple(encoded[1:]))
 
+    # Return a row of at most ``length`` tokens. ``cut``: the sample has lost tokens before.
     def _cut(self, ids: np.ndarray, labels: np.ndarray, *, cut: bool = False) -> Encoded:
         if self.length is None or len(ids) <= self.length:
             return Encoded(ids, labels, cut)
@@ -252,7 +255,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
 
 
 def describe_default_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a note on the chat template that a run takes if the tokenizer has none."""
+    """Return a note for the terminal that the tokenizer has no chat template, and that the default one is used."""
     return (
         f"note: the tokenizer has no chat template, so chats are rendered by {DEFAULT}, and turns end with "
         f"{tokenizer.eos_token!r} (--chat_template names another)"
@@ -267,12 +270,12 @@ class Seq2SeqEncoder:
     Args:
         tokenizer: a transformers tokenizer; it adds its own special tokens.
         max_source_length, max_target_length: maximum number of tokens, with special tokens. Longer texts are cut at the end,
-            and the source of a `_Dialogue` at its beginning.
+            and a source with several questions at its beginning.
         prefix: text before every source, such as "summarize: " for T5.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, max_source_length: int, max_target_length: int, prefix: str = ""):
-        # A copy, since each call sets the side at which it cuts.
+        # A copy, since `_encode_pairs` sets the side at which the tokenizer cuts.
         self.tokenizer = copy(tokenizer)
         self._control = ControlTokens(tokenizer)
         self.length = max_source_length
@@ -285,46 +288,50 @@ class Seq2SeqEncoder:
         def refuse(reason: str, samples: list[Any]) -> list[BadSample]:
             return [BadSample(reason) for _ in samples]
 
-        return _by_kind(
+        return _encode_by_class(
             samples,
             {
                 Text: partial(refuse, "a document has no target; a seq2seq model needs source and target"),
                 Tokens: partial(refuse, "ready tokens are for causal models; a seq2seq model needs source and target as text"),
                 Pair: self._pairs,
-                Chat: self._chats,
+                Chat: self._encode_chats,
             },
         )
 
-    def _chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
+    def _encode_chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         encode_dialogues = partial(self._pairs, cut_at="left")
-        return _by_kind(list(map(_last_turn, samples)), {Pair: self._pairs, _Dialogue: encode_dialogues, BadSample: list})
+        return _encode_by_class(
+            list(map(_make_pair, samples)), {Pair: self._pairs, _Dialogue: encode_dialogues, BadSample: list}
+        )
 
+    # ``cut_at``: the side at which a source that is too long is cut.
     def _pairs(self, samples: list[Pair], cut_at: str = "right") -> list[Encoded | BadSample]:
-        return _each_pair(samples, self._control, partial(self._encode_pairs, cut_at=cut_at))
+        return _encode_valid_pairs(samples, self._control, partial(self._encode_pairs, cut_at=cut_at))
 
     def _encode_pairs(self, samples: list[Pair], cut_at: str) -> list[Encoded]:
         self.tokenizer.truncation_side = cut_at
-        sources = self._ids("text", [self.prefix + sample.source for sample in samples], self.length)
+        sources = self._tokenize("text", [self.prefix + sample.source for sample in samples], self.length)
         self.tokenizer.truncation_side = "right"
-        targets = self._ids("text_target", [sample.target for sample in samples], self.max_target_length)
+        targets = self._tokenize("text_target", [sample.target for sample in samples], self.max_target_length)
         eos = self.tokenizer.eos_token_id
         results = []
         for (ids, source_cut), (labels, target_cut) in zip(sources, targets, strict=True):
-            # Some tokenizers add no end-of-sequence token, and those of translation models may add a language code after it.
+            # Some tokenizers add no end-of-text token. Those of translation models may add a language code after it.
             has_end = eos in labels[-2:]
             if eos is not None and not has_end:
-                # In a target of the maximum length, the token replaces the last one.
+                # In a target of the maximum length, the end-of-text token replaces the last token.
                 target_cut |= len(labels) == self.max_target_length
                 labels = np.array([*labels[: self.max_target_length - 1], eos], np.int32)
             results.append(Encoded(ids, labels, source_cut or target_cut))
         return results
 
-    def _ids(self, side: str, texts: list[str], length: int) -> list[tuple[np.ndarray, bool]]:
+    # Return the ids of each text, and whether it was cut. ``side``: the tokenizer's argument, ``text`` or ``text_target``.
+    def _tokenize(self, side: str, texts: list[str], length: int) -> list[tuple[np.ndarray, bool]]:
         rows = self.tokenizer(**{side: texts}, truncation=True, max_length=length, verbose=False)["input_ids"]
         results = []
         for row, text in zip(rows, texts, strict=True):
             cut = False
-            # A row of the maximum length may have lost nothing.
+            # A row of the maximum length may be cut or complete. Only the complete text tells.
             if len(row) == length:
                 uncut = self.tokenizer(**{side: text}, verbose=False)["input_ids"]
                 cut = len(uncut) > length
@@ -332,6 +339,7 @@ class Seq2SeqEncoder:
         return results
 
 
+# Any tool, for a chat by which the end of a turn is found.
 _STAND_IN_TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 
 
@@ -345,9 +353,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     if chats and getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "zerobook"}]
         try:
-            # Chats with tools may have another template.
+            # Encode a chat without tools and one with a tool, which may have another template.
             rows = CausalEncoder(tokenizer, length=None).encode([Chat(turns), Chat(turns, tools=[_STAND_IN_TOOL])])
-        except ConfigError:  # nothing ends a turn, or the template cannot be read: no chat was trained on
+        except ConfigError:
+            # Nothing ends a turn, or the template cannot be read. So the model was not trained on chats.
             return ends
         for row in rows:
             if isinstance(row, Encoded):
@@ -356,8 +365,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, *, chats: bool = True) -> set
     return ends
 
 
-def _by_kind(samples: Sequence[Sample | BadSample], encoders: dict[type, Callable[[list], list]]) -> list[Encoded | BadSample]:
-    """Encode all samples of a class in one call. The results are in the order of the samples."""
+def _encode_by_class(
+    samples: Sequence[Sample | BadSample], encoders: dict[type, Callable[[list], list]]
+) -> list[Encoded | BadSample]:
+    """Encode the samples of each class by the function for it, in one call. The results are in the order of the samples."""
     results: list[Any] = [None] * len(samples)
     for kind, encode in encoders.items():
         indices = [index for index, sample in enumerate(samples) if type(sample) is kind]
@@ -369,25 +380,25 @@ def _by_kind(samples: Sequence[Sample | BadSample], encoders: dict[type, Callabl
     return results
 
 
-def _each_pair(
+def _encode_valid_pairs(
     samples: list[Pair], control: ControlTokens, encode: Callable[[list[Pair]], list[Encoded]]
 ) -> list[Encoded | BadSample]:
-    """Encode the pairs that name no special token. The others are bad samples."""
+    """Encode the pairs whose texts have no special token. The other pairs are bad samples."""
     pairs: list[Pair | BadSample] = []
     for sample in samples:
-        # Published pairs may have a BOS before the source and an end of text after the target.
+        # Some published pairs have a BOS before the source and an end-of-text token after the target. Remove both.
         pair = Pair(control.bare(sample.source, ends=False), control.bare(sample.target, begins=False))
         refusal = control.refusal("the source", pair.source) or control.refusal("the target", pair.target)
         pairs.append(BadSample(refusal) if refusal else pair)
-    return _by_kind(pairs, {Pair: encode, BadSample: list})
+    return _encode_by_class(pairs, {Pair: encode, BadSample: list})
 
 
 class _Dialogue(Pair):
-    """A pair whose source has several questions. The last one is the most important, and the first one elsewhere."""
+    """A pair whose source has several questions. It is cut at the beginning, since the last question matters most."""
 
 
-def _last_turn(chat: Chat) -> Pair | BadSample:
-    """Return the last supervised turn as the target of an encoder-decoder."""
+def _make_pair(chat: Chat) -> Pair | BadSample:
+    """Return the last supervised turn of a chat as the target of an encoder-decoder, with the turns before it as the source."""
     text_keys = {"role", "content", *IDENTIFIERS}
     if chat.tools is not None or any(message.keys() - text_keys for message in chat.messages):
         return BadSample("the chat has tools, tool calls or thoughts, which a seq2seq model has no template for")
@@ -397,5 +408,6 @@ def _last_turn(chat: Chat) -> Pair | BadSample:
     last = supervised[-1]
     if last == 0:
         return BadSample("the assistant's turn is the first, so there is no source")
-    kind = _Dialogue if find_assistant_turns(chat.messages)[0] < last else Pair
-    return kind("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])
+    # An earlier turn of the assistant answers an earlier question.
+    pair_class = _Dialogue if find_assistant_turns(chat.messages)[0] < last else Pair
+    return pair_class("\n".join(message["content"] for message in chat.messages[:last]), chat.messages[last]["content"])

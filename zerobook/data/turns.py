@@ -19,9 +19,9 @@ Span = tuple[int, int]
 
 
 class Rendered(NamedTuple):
-    """A chat as text. ``turns``: the characters of each supervised turn, up to its end-of-turn token; None: all are supervised.
+    """A chat as text. ``turns``: (first, end) character of each supervised turn and its end token; None: all are supervised.
 
-    ``added_eos``: turns that were given an end-of-text token. ``shortened``: turns of which the template leaves out a part.
+    ``added_eos``: number of turns that got an end-of-text token. ``shortened``: number of turns that the template shortens.
     """
 
     text: str
@@ -52,7 +52,7 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
     results = []
     for chat, encoding in zip(chats, encodings, strict=True):
         turns = []
-        # Take all tokens, and not those of the characters: the offsets of many tokenizers leave out white space at the end.
+        # All tokens are supervised. Characters would not give all of them: many tokenizers count white space to no token.
         if chat.turns is None:
             turns.append((0, len(encoding.ids)))
         for start, stop in chat.turns or ():
@@ -67,12 +67,13 @@ class ControlTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.leading = leading_ids(tokenizer)
+        # The texts of the tokens before and after a text.
         self._begin = "".join(tokenizer.convert_ids_to_tokens(self.leading))
         self._end = tokenizer.eos_token or ""
         names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        # Not every tokenizer marks its own as special.
+        # Some tokenizers do not mark their own special tokens as special.
         names += tokenizer.all_special_tokens
-        self._named = any_of(name for name in names if name.strip())
+        self._pattern = any_of(name for name in names if name.strip())
 
     def bare(self, text: str, *, begins: bool = True, ends: bool = True) -> str:
         """Return ``text`` without the BOS before it and the end-of-text token after it, which some published data has."""
@@ -83,12 +84,16 @@ class ControlTokens:
         return text
 
     def named(self, text: str) -> bool:
-        """Return whether the tokenizer would find a control token in ``text``."""
-        return self._named.search(text) is not None
+        """Return whether ``text`` has the name of a control token."""
+        return self._pattern.search(text) is not None
 
     def refusal(self, what: str, text: str) -> str | None:
-        """Return why ``text`` cannot be used; None if it names no special token."""
-        token = self._named.search(text)
+        """Return the reason to refuse ``text``, which has the name of a control token; None if it has none.
+
+        Args:
+            what: the place of the text, for the reason.
+        """
+        token = self._pattern.search(text)
         if token is None:
             return None
         return f"{what} has the text {token[0]!r}, which the tokenizer reads as a special token"
@@ -104,7 +109,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, plain: bo
         backend = plain_backend(tokenizer)
         backend.encode_special_tokens = plain
         rows = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        # The setting stays with the tokenizer, whose other users expect the default.
+        # Other users of the tokenizer expect the default setting.
         backend.encode_special_tokens = False
     else:
         options = {"add_special_tokens": False, "split_special_tokens": plain, "verbose": False}
@@ -116,11 +121,12 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> li
     """Return int32 ids of each text, as they follow another text: without the space that some tokenizers put before a text."""
     rows = token_ids(tokenizer, texts)
     line_end, word, next_word = token_ids(tokenizer, ["\n", "a", "\na"])
+    # If "a" has the same ids after a line end, the tokenizer puts no space before a text.
     if np.array_equal(next_word, [*line_end, *word]):
         return rows
-    # Tokenizers such as Llama 2's put the space before the line end, which is then removed with it.
+    # Tokenizers such as Llama 2's do. Put a line end before each text, so that the space is before it, and remove both.
     for index, row in enumerate(token_ids(tokenizer, ["\n" + text for text in texts])):
-        # If a token has the line end and more, the text cannot be separated.
+        # If one token has the line end and more, the text cannot be separated from it, and keeps its ids with the space.
         if np.array_equal(row[: len(line_end)], line_end):
             rows[index] = row[len(line_end) :]
     return rows
@@ -129,7 +135,7 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> li
 def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer itself puts before a text: often a BOS, otherwise nothing."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    # The id of bos_token does not tell whether the tokenizer adds it.
+    # A tokenizer with a bos_token may not add it, so compare the ids with and without special tokens.
     complete = tokenizer("a", add_special_tokens=True)["input_ids"]
     for position in range(len(complete)):
         if complete[position : position + len(bare)] == bare:
@@ -140,7 +146,7 @@ def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Return the tokenizer's backend of the tokenizers library, set to neither truncate nor pad."""
     backend = tokenizer.backend_tokenizer
-    # A tokenizer.json may enable both, and transformers sets and unsets them in each of its own calls.
+    # A tokenizer.json may enable both. transformers sets both again in each of its own calls.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -152,9 +158,10 @@ def any_of(tokens: Iterable[str]) -> re.Pattern:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
+# Return the number of the token that has the character at ``position``.
 def _token_at(encoding: Encoding, position: int) -> int:
     token = encoding.char_to_token(position)
     if token is None:
-        # The offsets of many tokenizers leave out white space; then it is the first token that ends after the position.
+        # Many tokenizers count white space to no token. Then take the first token that ends after the position.
         token = bisect_right(range(len(encoding)), position, key=lambda t: cast("Span", encoding.token_to_chars(t))[1])
     return token
