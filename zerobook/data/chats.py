@@ -43,7 +43,7 @@ SUPERVISED_MARKS = (
 MASKED_MARKS = ("mask", "masked")
 """Keys of a turn that are true or 1 where it is masked, which means that it is not supervised."""
 PARTIAL_MARKS = ("train_detail", "training_detail")
-"""Keys of a turn that mark some of its characters."""
+"""Keys of a turn that mark parts of it as supervised. Such turns are refused."""
 _ANSWER_KEYS = ("tool_calls", CALL, *THOUGHTS)
 _MARKS = (*SUPERVISED_MARKS, *MASKED_MARKS, *PARTIAL_MARKS)
 _MAY_FOLLOW = {  # role -> roles that may come before it; None is the start of the chat
@@ -94,10 +94,10 @@ def read_turns(turns: object, column: str) -> tuple[list[dict[str, Any]], set[in
 
 
 def decode_turns(value: Any) -> Any:
-    """Return the list of turns whose JSON text a value is, and any other value as it is. Tables cannot hold lists."""
+    """Return the list of turns if a value is the JSON text of one; otherwise the value. Tables have lists as JSON text."""
     with suppress(BadSample):
         turns = read_json(value, "its text")
-        # Any other JSON text may be meant literally.
+        # Other JSON text may be the literal text of a sample.
         is_chat = isinstance(turns, list) and all(
             isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns
         )
@@ -109,7 +109,7 @@ def decode_turns(value: Any) -> Any:
 def checked_chat(
     messages: list[dict[str, Any]], unsupervised: Iterable[int] = (), tools: list[dict[str, Any]] | None = None
 ) -> Chat:
-    """Return the turns as a chat. Raises `BadSample` if their order means nothing, or if there is nothing to learn."""
+    """Return the turns as a chat. Raises `BadSample` if their order is not that of a chat, or no turn is the assistant's."""
     before = None
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -123,14 +123,14 @@ def checked_chat(
             position = f"after {before}" if before else "at the start"
             raise BadSample(f"turn {number} is {role} {position}: {reason}")
         before = role
-    # Checked last: the order of the turns is the better reason if both are wrong.
+    # Check this last: if the order is wrong too, that is the better reason.
     if not any(message["role"] == "assistant" for message in messages):
         raise BadSample(f"none of the {len(messages)} turns is the assistant's, so there is nothing to learn")
     return Chat(messages, frozenset(unsupervised), tools)
 
 
 def read_tools(value: object) -> list[dict[str, Any]] | None:
-    """Return the column ``tools``: a list of JSON schemas, each of them and the list also as JSON text; None for no tools."""
+    """Return the JSON schemas in a column ``tools``, a list; None if there are none. JSON text is parsed."""
     if is_empty(value):
         return None
     tools = _read_objects(value, "the column tools")
@@ -151,16 +151,17 @@ def unread_keys(turns: object) -> list[str]:
     for turn in turns:
         if not isinstance(turn, dict):
             continue
-        read = _keys_read(turn)
+        known_keys = _list_known_keys(turn)
         for key, value in turn.items():
-            # Tables fill up turns with keys of other turns, whose values are empty.
-            if key not in read and not _holds_nothing(value):
+            # In a table, each turn has the keys of all turns. Those of other turns are empty.
+            if key not in known_keys and not _holds_nothing(value):
                 keys[str(key)] = None
     return list(keys)
 
 
-def _keys_read(turn: Mapping[str, Any]) -> set[str]:
-    # A role may be of any type here: this is asked before the turn is checked.
+# Return the keys that are read of a turn with such a role.
+def _list_known_keys(turn: Mapping[str, Any]) -> set[str]:
+    # The turn is not checked yet, so its role may be of any type.
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(name) if isinstance(name, str) else None
     keys = {"role", "content", "from", "value", *_MARKS}
@@ -184,7 +185,8 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
     content = turn.get(content_key)
     calls = turn.get("tool_calls") or turn.get(CALL)
     calls = [] if is_empty(calls) else _read_objects(calls, f"the tool call of {where}")
-    if role_name == CALL:  # a ShareGPT turn whose value is the call, as JSON
+    # In ShareGPT, a call is a turn of its own, with the call as JSON text in its value.
+    if role_name == CALL:
         role_name = "assistant"
         calls = _read_objects(content, f"the tool call of {where}")
         content = ""
@@ -200,15 +202,15 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
         for key in THOUGHTS:
             if turn.get(key):
                 message[key] = read_text(turn[key], f"{key} of {where}")
-    # Some templates write out which call a result answers.
+    # Some templates write the name or number of the call before its result.
     if message["role"] == "tool":
         message |= _identifiers(turn, IDENTIFIERS, where)
     if isinstance(content, list):
-        content = "".join(_text_of(item, where) for item in content)
-    # A tool may print nothing, an answer may be a call alone, and an empty system turn is left out by the caller.
+        content = "".join(_read_part(item, where) for item in content)
+    # A tool may print nothing, and an answer may be only a call. The caller leaves out an empty system turn.
     may_be_empty = message["role"] in ("system", "tool") or "tool_calls" in message
     if may_be_empty and is_empty(content):
-        # As OpenAI writes a call alone. Some templates write a further turn for a text, even if it is empty.
+        # OpenAI writes null if an answer is only a call. For a text, even an empty one, some templates write a further turn.
         message["content"] = None if "tool_calls" in message else ""
     else:
         message["content"] = read_text(content, f"the {content_key} of {where}", blank=may_be_empty)
@@ -216,7 +218,7 @@ def _read_turn(turn: object, where: str) -> tuple[dict[str, Any], bool]:
 
 
 def _role_and_content(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """Return the keys of the turn's role and content. Published chats use both spellings under either column."""
+    """Return the keys of the turn's role and content. Published chats use either pair of keys under either column."""
     has_call = bool(turn.get("tool_calls") or turn.get(CALL))
     for role_key, content_key in (("role", "content"), ("from", "value")):
         if role_key in turn and (content_key in turn or has_call):
@@ -225,7 +227,7 @@ def _role_and_content(turn: Mapping[str, Any], where: str) -> tuple[str, str]:
 
 
 def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
-    """Return whether an assistant turn is supervised, by the marks of other trainers; one without marks is."""
+    """Return whether an assistant turn is supervised: by its marks, which are those of other trainers; without marks, True."""
     for key in PARTIAL_MARKS:
         if not _holds_nothing(turn.get(key)):
             raise BadSample(f"{where} has {key}, which marks parts of a turn; a turn is supervised as a whole, or not at all")
@@ -239,10 +241,10 @@ def _is_supervised(turn: Mapping[str, Any], where: str) -> bool:
 
 
 def _read_mark(value: object, key: str, where: str) -> bool | None:
-    """Return a mark of a turn, which may be a boolean, a number or a text; None if there is none."""
+    """Return a mark of a turn as a boolean; None if there is none. The mark may be a boolean, a number or a text."""
     if is_empty(value):
         return None
-    # One comparison for all types: True becomes the text true, and 1.0 stays 1.0.
+    # As texts, all types can be compared in the same way: True becomes "true", and 1.0 becomes "1.0".
     text = str(value).strip().lower()
     if isinstance(value, bool | int | float | str) and text in _TRUE:
         return True
@@ -264,7 +266,8 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = read_json(arguments or "{}", f"the tool call of {where}")
-    if arguments is None:  # a function without parameters, in a table
+    # In a table, a call of a function without parameters has null here.
+    if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
         raise BadSample(f"{where} has a tool call whose arguments are {kind_of(arguments)}, expected an object")
@@ -273,21 +276,21 @@ def _read_call(call: object, where: str) -> dict[str, Any]:
 
 
 def _identifiers(holder: Mapping[str, Any], keys: tuple[str, ...], where: str) -> dict[str, str]:
-    """Return the identifiers that a call or a tool turn has. Some data numbers its calls."""
+    """Return the identifiers that a call or a tool turn has under ``keys``, as texts. In some data they are numbers."""
     identifiers = {}
     for key in keys:
         value = holder.get(key)
         if not is_empty(value):
-            # True is an integer of Python, and no identifier.
+            # In Python a boolean is an integer, but it is no identifier.
             text = str(value) if type(value) is int else value
             identifiers[key] = read_text(text, f"{key} of {where}")
     return identifiers
 
 
 def _read_objects(value: object, name: str) -> list[Any]:
-    """Return a list of objects, or one of them, as a list. JSON text may stand for the list and for each object.
+    """Return a list of objects; a single object becomes a list. The list and each object may be JSON text, which is parsed.
 
-    Arrow cannot hold objects of different shapes in one column, so published tables have them as text.
+    Arrow cannot hold objects with different keys in one column, so published tables have them as text.
     """
     if isinstance(value, str):
         value = read_json(value, name)
@@ -302,7 +305,8 @@ def _read_objects(value: object, name: str) -> list[Any]:
     return objects
 
 
-def _text_of(content: object, where: str) -> str:
+# Return the text of one part of a content that is a list of parts.
+def _read_part(content: object, where: str) -> str:
     kind = kind_of(content)
     if isinstance(content, dict):
         text = content.get("text", content.get("value"))

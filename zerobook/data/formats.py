@@ -104,15 +104,15 @@ def detect(
             "the samples have the columns chosen and rejected, so this is preference data. This recipe trains on one answer; "
             "docs/how-to/dpo.md has one that trains on both. To train on other columns alone, name their format with --format."
         )
-    by_hand = text_column is not None or summary_column is not None
+    has_named_pair = text_column is not None or summary_column is not None
     formats = {**(encoder_formats or {}), **FORMATS}
     # If several formats fit, their order decides.
-    candidates = ["pairs"] if by_hand else list(formats)
+    candidates = ["pairs"] if has_named_pair else list(formats)
     for candidate in candidates:
         entry = _resolve_format(candidate, text_column, summary_column, encoder_formats or {})
         if any(set(needed) <= set(names) for needed in entry.columns):
             return candidate
-    if by_hand:
+    if has_named_pair:
         raise DataError(
             f"--text_column {text_column} --summary_column {summary_column}: the samples have the columns {listed(names)}."
         )
@@ -129,10 +129,11 @@ def detect(
 
 
 class Format(NamedTuple):
-    """A row format. ``columns``: alternative sets of columns, the preferred first. ``read(row, columns)`` takes one of them.
+    """A row format. ``columns``: alternative sets of columns that a row needs, the preferred first.
 
-    ``read`` returns a sample that the encoder takes, or raises `BadSample` with the reason. ``optional``: further columns that
-    ``read`` uses where they are there. ``has_turns``: the columns hold turns of chats.
+    ``read(row, columns)`` gets the first of these sets that the row has. It returns a sample that the encoder takes, or raises
+    `BadSample` with the reason. ``optional``: further columns that ``read`` uses if they are there. ``has_turns``: the columns
+    hold turns of chats.
     """
 
     columns: tuple[tuple[str, ...], ...]
@@ -151,7 +152,7 @@ def list_unread(
 ) -> list[str]:
     """Return the columns of rows that the format does not read, and the keys of their turns, as ``messages[].key``."""
     entry = _resolve_format(format, text_column, summary_column, encoder_formats or {})
-    names: dict[str, None] = {}  # in the order of the rows
+    names: dict[str, None] = {}  # a set that keeps its order
     for row in rows:
         needed = next((needed for needed in entry.columns if set(needed) <= set(row)), ())
         names |= dict.fromkeys(column for column in row if column not in needed and column not in entry.optional)
@@ -172,7 +173,11 @@ VERDICTS = ("label", "kto_tag")
 
 
 def _is_verdict(value: object, *, of_answer: bool) -> bool:
-    """Return whether a value is a verdict: true or false, also as text. 0 and 1 beside other columns may be classes."""
+    """Return whether a value is a verdict: a boolean, also as text; 0 and 1 only ``of_answer``, since they may be classes.
+
+    Args:
+        of_answer: the row has an answer to a prompt.
+    """
     if isinstance(value, bool):
         return True
     if isinstance(value, str):
@@ -181,7 +186,7 @@ def _is_verdict(value: object, *, of_answer: bool) -> bool:
 
 
 def check_unread(row: Mapping[str, Any], sample: object) -> None:
-    """Check that a row holds nothing besides the sample that changes its meaning. For formats that the user did not name.
+    """Refuse a row with something that its sample lacks and that may change its meaning, if the user did not name the format.
 
     Raises:
         BadSample: an image or the like, a placeholder for one, a verdict on the answer, or turns before a pair.
@@ -219,10 +224,10 @@ SPLIT_COLUMNS = ("split", "data_split", "partition", "subset", "set")
 
 
 def check_split(row: Mapping[str, Any]) -> None:
-    """Check that a row that is to be trained on is not marked as one that is held out.
+    """Refuse a training row that is marked as a held-out one.
 
     Raises:
-        BadSample: its column of splits names a validation or test split, in a spelling of `datasets`.
+        BadSample: a column of `SPLIT_COLUMNS` names a validation or test split, in a spelling that `datasets` knows.
     """
     for column in SPLIT_COLUMNS:
         value = row.get(column)
@@ -236,7 +241,7 @@ def check_split(row: Mapping[str, Any]) -> None:
 def _resolve_format(
     name: str, text_column: str | None, summary_column: str | None, encoder_formats: Mapping[str, Format]
 ) -> Format:
-    """Return a format by its name, with the columns of a pair that the user named."""
+    """Return a format by its name. ``pairs`` has the columns of a pair that the user named, if any."""
     if name in encoder_formats:
         return encoder_formats[name]
     if name not in FORMATS:
@@ -255,8 +260,8 @@ def _resolve_format(
 def read_preference(row: Mapping[str, Any], columns: tuple[str, ...]) -> list[Pair | Chat]:
     """Return the chosen and the rejected answer of preference data, each with the prompt before it.
 
-    Texts are pairs, and lists of turns are chats. The prompt is not supervised. It is the column ``prompt``; if there is none,
-    or the chats repeat it, it is all that both answers begin with.
+    Texts become pairs, and lists of turns become chats. The prompt, which is not supervised, is the column ``prompt``. If there
+    is no such column, or the chats repeat it, the prompt is the beginning that both answers have in common.
 
     Args:
         columns: the columns of the chosen and of the rejected answer.
@@ -266,6 +271,7 @@ def read_preference(row: Mapping[str, Any], columns: tuple[str, ...]) -> list[Pa
     if not all(isinstance(answer, str | list) for answer in answers):
         raise BadSample(f"{' and '.join(columns)} are {' and '.join(map(kind_of, answers))}, expected two strings or two lists")
     shared = _shared_beginning(*answers)
+    # A prompt that is a text becomes the user's turn before answers that are turns.
     if prompt and isinstance(prompt, str) and isinstance(shared, list):
         prompt = [{"role": "user", "content": prompt}]
     if is_empty(prompt) or (isinstance(prompt, list) and prompt == shared[: len(prompt)]):
@@ -283,7 +289,7 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
         if messages and messages[0]["role"] == "system":
             raise BadSample(f"{columns[0]} begins with a system turn, and there is a column system; drop one")
         messages.insert(0, {"role": "system", "content": read_text(row["system"], "system")})
-        # The system turn is now the first, so all others move by one.
+        # All other turns now come one later.
         unsupervised = {index + 1 for index in unsupervised}
     return checked_chat(messages, unsupervised, read_tools(row.get("tools")))
 
@@ -292,7 +298,7 @@ def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair
     prompt_column, completion_column = columns
     prompt = row[prompt_column]
     completion = row[completion_column]
-    # JSON text of turns beside another text is meant literally.
+    # Only if both are turns, also as JSON text, are they read as turns. JSON text beside another text is a text.
     turns = [decode_turns(value) for value in (prompt, completion)]
     if all(isinstance(value, list) for value in turns):
         prompt, completion = turns
@@ -311,9 +317,9 @@ def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair
 
 
 def _shared_beginning(chosen: Any, rejected: Any) -> Any:
-    """Return what two texts, or two lists of turns, begin with. The last word or turn of either is not a part of it."""
+    """Return what two texts, or two lists of turns, begin with. Each keeps at least a character or a turn as its answer."""
     length = shared_length(chosen[:-1], rejected[:-1])
-    # The answers of texts begin with the space before a word, as tokens do.
+    # Cut texts before white space: answers begin with the space before a word, as tokens do.
     if isinstance(chosen, str):
         length = max(0, chosen.rfind(" ", 0, length), chosen.rfind("\n", 0, length))
     return chosen[:length]
@@ -321,9 +327,9 @@ def _shared_beginning(chosen: Any, rejected: Any) -> Any:
 
 def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
-    # Dolly calls the input context.
+    # The dataset Dolly has the input in a column context.
     question_columns = [column for column in (instruction, "input", "context") if not is_empty(row.get(column))]
-    # If all are empty, `read_text` refuses the empty instruction below.
+    # If all are empty, `read_text` raises the error for the instruction.
     question_columns = question_columns or [instruction]
     question = "\n\n".join(read_text(row[column], column) for column in question_columns)
     answer = read_text(row[output], output)
@@ -356,7 +362,7 @@ def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     # A row that is not a `Segment` is a complete text.
     begins = getattr(row, "begins", True)
     ends = getattr(row, "ends", True)
-    # A complete text must not be blank, but a part of a long text may be.
+    # A complete text must not be blank. A part of a long text may be.
     is_complete = begins and ends
     is_blank = is_empty(text) or (isinstance(text, str) and not text.strip())
     if is_blank and is_complete:
@@ -395,8 +401,6 @@ FORMATS = {
 }
 
 
-# --- parts of a row
-
-
+# Return alternative sets of columns in words.
 def _either(columns: tuple[tuple[str, ...], ...]) -> str:
     return " or ".join(map(" + ".join, columns))

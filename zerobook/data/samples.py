@@ -21,14 +21,14 @@ class Text:
 class Chat:
     """Turns of ``{"role", "content"}``: an optional system turn, then user and assistant in alternation.
 
-    Either of them may begin; whether a model can begin is up to its chat template. ``tool`` turns follow an assistant turn,
-    and may have ``tool_call_id`` and ``name``. Turns after the last assistant turn are allowed, but not supervised. At least
-    one turn is the assistant's. An assistant turn may also have ``tool_calls``, in the form that chat templates read, with a
-    content that may be None, and thoughts under one of `zerobook.data.chats.THOUGHTS`.
+    Either of them may begin, but some chat templates refuse a chat that the assistant begins. ``tool`` turns follow an
+    assistant turn, and may have ``tool_call_id`` and ``name``. Turns after the last assistant turn are allowed, but not
+    supervised. At least one turn is the assistant's. An assistant turn may also have ``tool_calls``, in the form that chat
+    templates read, with a content that may be None, and thoughts under one of `zerobook.data.chats.THOUGHTS`.
 
     Attributes:
-        unsupervised: indices of turns that are context only, by marks or as a prompt. The assistant's turns are supervised
-            otherwise.
+        unsupervised: indices of turns that are only context: they are marked so, or belong to a prompt. All other turns of
+            the assistant are supervised.
         tools: JSON schemas of the tools that the assistant may call.
     """
 
@@ -39,7 +39,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A source text, and the target text that the model learns to answer."""
+    """A source text, and the target text with which the model learns to answer it."""
 
     source: str
     target: str
@@ -70,4 +70,4 @@ class BadSample(Exception):
 
 
 class EmptyText(BadSample):
-    """A document without text. Corpora with one line per row have many of them; they are left out without loss."""
+    """A document without text. Corpora with one line per row have many of them. They are left out, and not refused."""

@@ -1,4 +1,4 @@
-"""Limits on what a chat template takes: one from elsewhere may have no end, or fill the memory."""
+"""Limits on the time and memory of chat templates. A template from elsewhere may run without end, or fill the memory."""
 
 import signal
 import threading
@@ -14,16 +14,18 @@ SECONDS = 10.0
 BYTES = 1 << 30
 """Memory of the renderings of some chats together."""
 CHARACTERS = 64 << 20
-"""Text of one rendering, which the tokenizer needs many times as much memory for."""
+"""Length of the text of one rendering. To tokenize the text takes many times as much memory."""
 _ADVICE = "Correct it, or give another with --chat_template."
 
 
 @contextmanager
 def template_memory() -> Iterator[None]:
-    """Return a context for compiling a chat template, and for rendering some chats: entering it takes as long as one of them.
+    """Return a context for compiling a chat template or rendering chats. It limits the memory of all of them together.
+
+    Entering the context takes about as long as one rendering, so use one context for many chats.
 
     Raises:
-        DataError: it took too much memory, or is nested too deeply.
+        DataError: the template took too much memory, or is nested too deeply.
     """
     try:
         with memory_limit(BYTES):
@@ -43,10 +45,10 @@ def checked_length(text: str) -> str:
 
 @contextmanager
 def template_time() -> Iterator[None]:
-    """Return a context for one rendering, in the main thread. Other threads get no signals, so there it does nothing.
+    """Return a context that limits the time of one rendering. It needs signals, so it does nothing outside of the main thread.
 
     Raises:
-        DataError: it has taken `SECONDS` of the processor's time.
+        DataError: the rendering has taken `SECONDS` of processor time.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,12 +57,12 @@ def template_time() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise DataError(f"chat_template: it has not ended after {SECONDS:g} s with one sample. {_ADVICE}")
 
-    # SIGVTALRM counts the time of this process alone, so a busy machine stops nothing.
-    before = signal.signal(signal.SIGVTALRM, stop)
+    # The timer of SIGVTALRM counts only the time of this process, so a busy machine stops no rendering.
+    old_handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield
     finally:
-        # The timer ends before the old handler is back, which would not expect it.
+        # Stop the timer first: the old handler does not expect its signal.
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, old_handler)

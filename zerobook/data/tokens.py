@@ -30,24 +30,24 @@ def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:
     Raises:
         BadSample: lengths differ, a mask has other values than 0 and 1, or padding stands between tokens.
     """
-    ids = _integers(row["input_ids"], "input_ids")
+    ids = _read_integers(row["input_ids"], "input_ids")
     if not ids:
         raise BadSample("input_ids is empty")
     if min(ids) < 0:
         raise BadSample(f"input_ids has the negative id {min(ids)}")
     # A copy, since the labels may be the row's own list.
-    labels = list(_labels(row, ids))
+    labels = list(_read_labels(row, ids))
     for column in LOSS_MASKS:
-        for position, is_supervised in enumerate(_mask(row, column, len(ids))):
+        for position, is_supervised in enumerate(_read_mask(row, column, len(ids))):
             if not is_supervised:
                 labels[position] = IGNORE
-    # Padding is cut off here: the collator pads anew, to the length of the batch.
-    start, stop = _without_padding(_mask(row, PADDING_MASK, len(ids)))
+    # Cut off the padding, since the collator pads each batch to its own length.
+    start, stop = _find_tokens(_read_mask(row, PADDING_MASK, len(ids)))
     return Tokens(ids[start:stop], labels[start:stop])
 
 
 def check_columns(row: Mapping[str, Any]) -> None:
-    """Check that a row is one sample, and has no mask that is not read. Raises `BadSample` with the name of the column."""
+    """Raise `BadSample` if a row holds several samples, or has a mask that is not read. The error names the column."""
     lengths = row.get("seq_lengths")
     positions = row.get("position_ids")
     if (isinstance(lengths, list) and len(lengths) > 1) or (isinstance(positions, list) and positions.count(0) > 1):
@@ -56,7 +56,7 @@ def check_columns(row: Mapping[str, Any]) -> None:
             "samples without packing, or pass --format tokenized to train on the row as one sample"
         )
     for column, value in row.items():
-        # The mask of special tokens says nothing about supervision.
+        # The mask of special tokens does not say which tokens are supervised.
         is_read = column in TOKEN_COLUMNS or column == "special_tokens_mask"
         if "mask" in str(column) and not is_read and value is not None:
             raise BadSample(
@@ -65,10 +65,11 @@ def check_columns(row: Mapping[str, Any]) -> None:
             )
 
 
-def _labels(row: Mapping[str, Any], ids: list[int]) -> list[int]:
+# Return the labels of a row; without labels, its ids.
+def _read_labels(row: Mapping[str, Any], ids: list[int]) -> list[int]:
     if row.get("labels") is None:
         return list(ids)
-    labels = _integers(row["labels"], "labels")
+    labels = _read_integers(row["labels"], "labels")
     if len(ids) != len(labels):
         raise BadSample(f"{len(ids)} input_ids but {len(labels)} labels; they must match")
     wrong = [label for label in labels if label < 0 and label != IGNORE]
@@ -77,8 +78,8 @@ def _labels(row: Mapping[str, Any], ids: list[int]) -> list[int]:
     return labels
 
 
-def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
-    """Return a mask of 0 and 1, or of booleans; all True if the row has none."""
+def _read_mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
+    """Return a mask of a row as booleans; all True if the row has none."""
     values = row.get(column)
     if values is None:
         return [True] * length
@@ -91,8 +92,8 @@ def _mask(row: Mapping[str, Any], column: str, length: int) -> list[bool]:
     return list(map(bool, values))
 
 
-def _without_padding(mask: list[bool]) -> tuple[int, int]:
-    """Return where the tokens that are not padding begin and end."""
+def _find_tokens(mask: list[bool]) -> tuple[int, int]:
+    """Return the range (start, stop) of the tokens, which a mask has True for. Padding may be at both ends."""
     if not any(mask):
         raise BadSample(f"{PADDING_MASK} is 0 for all tokens")
     start = mask.index(True)
@@ -102,10 +103,11 @@ def _without_padding(mask: list[bool]) -> tuple[int, int]:
     return start, stop
 
 
-def _integers(values: object, name: str) -> list[int]:
+# Return a list of integers; raise `BadSample` for any other value.
+def _read_integers(values: object, name: str) -> list[int]:
     integers = _as_list(values, name, "integers")
     for value in integers:
-        # True is an integer of Python, and no token id.
+        # In Python a boolean is an integer, but it is no token id.
         if type(value) is not int:
             raise BadSample(f"{name} has {kind_of(value)} in it, expected integers")
     return integers

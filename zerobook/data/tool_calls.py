@@ -12,14 +12,14 @@ def with_text_contents(messages: list[Message]) -> list[Message]:
 
 
 def with_text_arguments(messages: list[Message]) -> list[Message]:
-    """Return the chat with the arguments of every call as JSON text. Some templates join them to other text."""
+    """Return the chat with the arguments of every call as JSON text, which some templates join to other text."""
     changed = []
     for message in messages:
         if "tool_calls" in message:
             calls = []
             for call in message["tool_calls"]:
                 function = call["function"]
-                # Other alphabets stay readable, as the model is to write them.
+                # The model is to write the characters of other alphabets themselves, and not as escapes.
                 text = json.dumps(function["arguments"], ensure_ascii=False)
                 calls.append(call | {"function": function | {"arguments": text}})
             message = message | {"tool_calls": calls}
@@ -30,17 +30,17 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 def has_python_arguments(text: str, messages: list[Message]) -> bool:
     """Return whether a rendered chat has arguments as Python writes a dictionary, with ``'`` where JSON has ``"``.
 
-    A template does so that writes out the arguments and expects them to be text.
+    Such a template expects the arguments to be text, and writes out whatever they are.
     """
     contents = [message["content"] or "" for message in messages]
     for message in messages:
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]
-            python = str(arguments)
-            # Empty arguments look the same in both, and tell nothing.
-            if python == json.dumps(arguments, ensure_ascii=False):
+            python_text = str(arguments)
+            # Some arguments, such as empty ones, are written in the same way by Python and as JSON.
+            if python_text == json.dumps(arguments, ensure_ascii=False):
                 continue
-            # A content may have the same text.
-            if text.count(python) > sum(content.count(python) for content in contents):
+            # Do not count where a content has the same text.
+            if text.count(python_text) > sum(content.count(python_text) for content in contents):
                 return True
     return False

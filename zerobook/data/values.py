@@ -12,10 +12,14 @@ from zerobook.data.samples import BadSample
 
 
 def read_text(value: object, name: str, *, blank: bool = False) -> str:
-    """Return a text that can be tokenized. ``blank``: white space alone will do.
+    """Return ``value`` if it is a text that can be tokenized.
+
+    Args:
+        name: of the value, for the error message.
+        blank: allow a text of white space alone.
 
     Raises:
-        BadSample: it is not a text, is empty, or has characters that no text has. ``name`` says in the message what it is.
+        BadSample: it is not a text, is empty, or has characters that no text has.
     """
     if not isinstance(value, str):
         raise BadSample(f"{name} is {kind_of(value)}, expected a string")
@@ -37,10 +41,10 @@ def is_empty(value: object) -> bool:
 
 
 def read_json(text: str, name: str) -> Any:
-    """Return the value of a JSON text inside a row.
+    """Return the value of a JSON text inside a row. ``name``: of the text, for the error message.
 
     Raises:
-        BadSample: it is not valid JSON. ``name`` says in the message what it is.
+        BadSample: it is not valid JSON.
     """
     try:
         return json.loads(read_text(text, name), parse_constant=refuse_constant)
@@ -51,13 +55,13 @@ def read_json(text: str, name: str) -> Any:
 
 
 def refuse_constant(constant: str) -> None:
-    """Refuse NaN and Infinity, which Python writes and reads, and which no other reader of JSON takes."""
+    """Raise `ValueError` for NaN and Infinity. Python reads and writes them in JSON, but JSON has no such numbers."""
     raise ValueError(f"{constant} is not a number of JSON")
 
 
 def json_problem(error: json.JSONDecodeError) -> str:
-    """Return what is wrong with a text that is not valid JSON; NaN and Infinity, which many programs write, are named."""
-    # orjson points at the word, or behind its sign.
+    """Return what is wrong with a text that is not valid JSON. NaN and Infinity, which many programs write, are named."""
+    # The position of orjson's error is at the word, or behind its minus sign.
     constant = _CONSTANT.search(error.doc, max(0, error.pos - 1), error.pos + len("-Infinity"))
     if constant is None:
         return f"not valid JSON: {error.msg}"
@@ -68,7 +72,7 @@ _CONSTANT = re.compile(r"-?\b(NaN|Infinity)\b")
 
 
 def kind_of(value: object) -> str:
-    """Return the kind of a value in words."""
+    """Return the kind of a value in words, such as ``a list``."""
     if value is None:
         return "null"
     if isinstance(value, float) and math.isnan(value):
