@@ -1,22 +1,22 @@
 """Rows of Arrow tables: Parquet files, saved datasets, and datasets of the hub.
 
-A column of Arrow has one type. Objects that differ between rows become one type with the keys of all of them, and each row
-gets a null for every key that only others have. In descriptions and calls of tools, the model would learn these nulls.
+A column of Arrow has one type. If the objects of its rows have different keys, the type has all of these keys, and each object
+gets a null for every key that it lacks. In descriptions and calls of tools, the model would learn these nulls.
 """
 
 from typing import Any
 
 _TOOL_KEYS = ("tools", "tool_calls", "function_call")
-"""Columns and keys of turns whose objects differ between rows by their nature."""
+"""Columns, and keys of turns, whose objects have different keys in different rows."""
 
 
 def without_padding(row: Any) -> Any:
-    """Return a row whose tools and calls have no nulls in their objects.
+    """Return a row, or a value in it, without the nulls in the objects of tools and calls.
 
-    A null that the data had there before it became a table cannot be told apart, and is removed too. JSON text is left alone.
+    A null that was in the data before it became a table looks the same, and is removed too. JSON text is not changed.
     """
     if isinstance(row, list):
-        # A list of Arrow has one type: its first object tells whether there are objects in it at all.
+        # All items of a list in Arrow have the same type, so the first one tells whether they can have objects in them.
         first = next((item for item in row if item is not None), None)
         if not isinstance(first, list | dict):
             return row
@@ -30,7 +30,7 @@ def without_padding(row: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys of objects that are null, at any depth. Arrow adds none to lists."""
+    """Return a value without the keys whose values are null, at any depth. Nulls in lists stay: Arrow adds none there."""
     if isinstance(value, list):
         return list(map(_without_nulls, value))
     if isinstance(value, dict):

@@ -34,7 +34,7 @@ _BATCH_ROWS = 256
 _BATCH_SIZE = 64 << 20
 _PIECE = 16 << 20
 """Bytes of rows that are sent at a time."""
-_OBJECT = 56
+_OBJECT_SIZE = 56
 """Bytes of a small object of Python."""
 _ROWS = b"rows"
 """Key in the metadata of the stream, for the number of rows in the file."""
@@ -54,9 +54,9 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
         DataError: it cannot be read within the limits.
     """
 
-    # A pipe or a device would block the other process.
+    # Fail for a pipe or a device, which would block the other process.
     open_regular(file).close()
-    # The package may be importable by a hook that a bare interpreter does not have.
+    # If zerobook is importable only by an import hook, the new interpreter needs its folder in the path.
     path = [*sys.path, str(Path(__file__).parents[2])]
     total_size = max(MOST_TOTAL, MOST_EXPANSION * file.stat().st_size)
     arguments = [json.dumps(path), str(file), json.dumps(groups), str(MOST_MEMORY), str(total_size)]
@@ -66,7 +66,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            # This allocator gives memory back, and fails at the limit.
+            # This allocator returns free memory to the system, and raises an error at the limit.
             env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},
         )
         assert process.stdout is not None
@@ -75,10 +75,11 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
             rows = int(stream.schema.metadata[_ROWS])
             for batch in stream:
                 yield rows, batch.to_pylist()
-        except (pyarrow.ArrowException, OSError):  # a stream without an end, or nothing if there are no rows
+        # The stream has no end if the process failed, and is empty if the file has no rows. The exit code tells which.
+        except (pyarrow.ArrowException, OSError):
             pass
         else:
-            # What it says about its end comes after the last rows.
+            # After the last rows, let the process exit by itself, so that its exit code is known.
             process.wait()
         finally:
             # The caller may stop reading before the file's end.
@@ -89,6 +90,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
         if code:
             errors.seek(0)
             reason = errors.read().decode(errors="replace").strip()
+            # A code above 1 is the number of an error of the disk, see `_serve`.
             if code > 1:
                 raise OSError(code, reason)
             reason = reason or (
@@ -100,7 +102,7 @@ def read_parts(file: Path, groups: list[int] | None = None) -> Iterator[tuple[in
 # --- in the other process
 def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
     """Write a file's rows to stdout as a stream of Arrow. If the file cannot be read, exit with the reason."""
-    # pyarrow is imported already: it maps large libraries into memory, which must not count towards the limit.
+    # pyarrow was imported before, since the large libraries that it maps into memory must not count towards the limit.
     try:
         with memory_limit(int(memory)):
             _send_rows(file, json.loads(groups), int(total_size))
@@ -111,17 +113,18 @@ def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
     # A damaged file can cause any error.
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        # The number tells an error of the disk, which may be gone at the next start, from a damaged file.
+        # An error of the disk, which may not occur at the next start, has a number. A damaged file has the code 1.
         sys.exit(getattr(error, "errno", None) or 1)
 
 
+# Write the rows to stdout. Raises `DataError` if they have more than ``total_size`` bytes.
 def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
     metadata = pyarrow.parquet.read_metadata(file)
     remaining_size = total_size
     stream = None
     for batch in _batches(file, groups, metadata):
-        for piece, size in _split(batch):
-            # Counted as the rows come, since the sizes in the metadata may be wrong.
+        for piece, size in _split_batch(batch):
+            # Count the sizes of the rows, since those in the metadata may be wrong.
             remaining_size -= size
             if remaining_size < 0:
                 raise DataError(f"it decompresses to more than {MOST_EXPANSION:,} times its size")
@@ -137,21 +140,21 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
 
 
 def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Iterator[RecordBatch]:
-    """Yield the rows, some at a time; after a lack of memory the remaining ones one at a time."""
+    """Yield the rows, many at a time. If the memory does not suffice, yield the remaining ones one at a time."""
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-    # A text that many rows share is in the file once, so the average may be far too low.
-    rows = _BATCH_SIZE * metadata.num_rows // max(1, size)
-    done = 0
-    for rows_at_once in (max(1, min(_BATCH_ROWS, rows)), 1):
-        # Pages are read one by one, and not whole columns of a row group.
+    # By the average size of a row, which may be far too low: a text that many rows share is in the file once.
+    rows_per_batch = _BATCH_SIZE * metadata.num_rows // max(1, size)
+    yielded_count = 0
+    for rows_at_once in (max(1, min(_BATCH_ROWS, rows_per_batch)), 1):
+        # With these options, pages are read one by one, and not whole columns of a row group.
         table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
-        start = 0
+        read_count = 0
         try:
             for batch in table.iter_batches(batch_size=rows_at_once, row_groups=groups, use_threads=False):
-                start += batch.num_rows
-                # After a lack of memory the file is read again from its beginning, and what was sent is left out.
-                if start > done:
-                    done = start
+                read_count += batch.num_rows
+                # The second reading begins at the first row again. Leave out the rows that were yielded before.
+                if read_count > yielded_count:
+                    yielded_count = read_count
                     yield batch
             return
         except pyarrow.ArrowMemoryError:
@@ -159,9 +162,9 @@ def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Ite
                 raise
 
 
-def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
+def _split_batch(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
     """Yield the rows of a batch in pieces of about `_PIECE` bytes, with the bytes of each as Python values."""
-    size = sum(map(_size, batch.columns))
+    size = sum(map(_estimate_size, batch.columns))
     if size <= _PIECE or batch.num_rows == 1:
         if size > MOST_ROW:
             raise DataError(f"a row has more than {MOST_ROW >> 20} MiB")
@@ -169,12 +172,12 @@ def _split(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
         return
     # Halve the batch until each piece is small enough: the rows may differ in size by any factor.
     half = batch.num_rows // 2
-    yield from _split(batch.slice(0, half))
-    yield from _split(batch.slice(half))
+    yield from _split_batch(batch.slice(0, half))
+    yield from _split_batch(batch.slice(half))
 
 
 def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
-    """Return a batch whose columns have their values themselves: a dictionary would be sent with every few rows."""
+    """Return a batch with plain columns. A dictionary-encoded column would be sent with its dictionary for every few rows."""
     columns = []
     for column in batch.columns:
         is_dictionary = pyarrow.types.is_dictionary(column.type)
@@ -182,30 +185,30 @@ def _without_dictionaries(batch: RecordBatch) -> RecordBatch:
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _size(array: Array) -> int:
-    """Return about how many bytes the values of an array have in Python, where values that share memory are apart."""
+def _estimate_size(array: Array) -> int:
+    """Return about how many bytes the values of an array take as Python objects. Values of Arrow may share memory."""
     types = pyarrow.types
     kind = array.type
     if isinstance(array, pyarrow.ExtensionArray):
-        return _size(array.storage)
+        return _estimate_size(array.storage)
     # Every value becomes a Python object, in addition to the bytes of its content.
-    objects_size = _OBJECT * len(array)
+    objects_size = _OBJECT_SIZE * len(array)
     if types.is_dictionary(kind):
-        # Do not decode the array: many rows that share a long text may be too large for the memory.
+        # Do not decode the array. If many rows share a long text, the result may be too large for the memory.
         values = array.dictionary
         if types.is_primitive(values.type):
             return objects_size
         lengths = pyarrow.compute.binary_length(values).take(array.indices)
         return objects_size + (pyarrow.compute.sum(lengths).as_py() or 0)
     if types.is_struct(kind):
-        return objects_size + sum(map(_size, array.flatten()))
-    # Only lists can be flattened.
+        return objects_size + sum(map(_estimate_size, array.flatten()))
+    # Maps cannot be flattened, so convert them to lists.
     if types.is_map(kind):
         array = array.cast(pyarrow.list_(pyarrow.struct([kind.key_field, kind.item_field])))
     if types.is_nested(kind):  # lists and maps
-        return objects_size + _size(array.flatten())
+        return objects_size + _estimate_size(array.flatten())
     if types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind):
         return objects_size
-    # There is no function for the lengths of views of texts. For other types, the cast copies no text.
+    # binary_length does not support string views, so cast them. For other types, the cast copies no text.
     lengths = pyarrow.compute.binary_length(array.cast(pyarrow.large_binary()))
     return objects_size + (pyarrow.compute.sum(lengths).as_py() or 0)

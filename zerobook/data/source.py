@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Item = tuple[str, Any, int]
-"""(the location, for messages; the sample, a JSON line's bytes, or `Malformed`; its share of `Source.total`)."""
+"""(location, row, cost). The location is for messages. The row is a mapping, the bytes of a JSON line, or `Malformed`. The cost
+is the amount that reading the row adds to the progress, in the unit of `Source.total`."""
 
 
 @dataclass(frozen=True)
@@ -19,26 +20,25 @@ class Malformed:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split of one dataset. ``read`` starts at the beginning in each call; ``digest`` changes with the content.
+    """One split of one dataset.
 
-    The digest of several files has a line for each.
-
-    ``sketch`` is a digest that does not need the whole content. ``cut`` returns parts of the source, where reading can
-    start elsewhere than at the beginning.
+    ``read`` yields the samples, from the beginning in each call. ``digest`` returns a digest of the content; that of several
+    files has a line for each. ``sketch`` returns a digest for which only a part of the content is read. ``cut`` returns parts
+    of the source; it is None if the source can only be read from its beginning.
     """
 
     name: str
     read: Callable[[], Iterator[Item]]
     digest: Callable[[], str]
-    total: int
-    unit: str  # "B" or " samples"
+    total: int  # size, in ``unit``; 0 if it is not known
+    unit: str  # "B" for bytes, or " samples"
     lone_text: bool = False  # one running text, of which the end is held out
     sketch: Callable[[], str] | None = None
     cut: Callable[[], list[Source]] | None = None
     is_held_out: bool = False  # no sample of it is trained on
 
     def shards(self) -> list[Source]:
-        """Return the parts that a stream reads one after another; the whole source where it cannot be cut."""
+        """Return the parts that a stream reads one after another; the source itself if it cannot be cut."""
         return self.cut() if self.cut else [self]
 
 

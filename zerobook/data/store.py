@@ -103,7 +103,7 @@ class TokenWriter:
         for name, lengths in self._lengths.items():
             offsets[name] = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]))
 
-        # Files are left out where readers can use another one in their place.
+        # Leave out a file if readers can use another one instead.
         if self._labels_equal_ids:
             (self.folder / "labels.bin").unlink()
         has_own_offsets = not np.array_equal(offsets["input_ids"], offsets["labels"])
@@ -113,7 +113,7 @@ class TokenWriter:
         weights = np.concatenate([np.zeros(0, np.int32), *self._weights])
         np.save(self.folder / "supervised.npy", weights)
         begins = np.concatenate([np.zeros(0, bool), *self._begins])
-        # Most data has one document for each sample, and needs no file for this.
+        # Most data has one document for each sample, and needs no file for this. The numbers of the samples begin at 0.
         if not begins[1:].all():
             np.save(self.folder / "samples.npy", np.cumsum(begins) - begins[0])
 
@@ -198,7 +198,7 @@ class TokenStore:
 
     @cached_property
     def loss_weights(self) -> np.ndarray:
-        """int32 [documents], the weight of each in the divisor of the loss: labels that the loss counts"""
+        """int32 [documents], the weight of each in the divisor of the loss"""
         return np.load(self.folder / "supervised.npy", mmap_mode="r")
 
     @cached_property
@@ -207,7 +207,7 @@ class TokenStore:
         file = self.folder / "samples.npy"
         return np.load(file, mmap_mode="r") if file.exists() else np.arange(len(self))
 
+    # Map a file of int32 into memory. An empty file cannot be mapped.
     def _map(self, name: str) -> np.ndarray:
-        # An empty file cannot be mapped.
         file = self.folder / f"{name}.bin"
         return np.memmap(file, np.int32, "r") if file.stat().st_size else np.empty(0, np.int32)

@@ -45,7 +45,7 @@ def find_damage(folder: Path, *, silent: bool = False) -> str | None:
         return damage
     names = sorted(meta["bytes"])
     try:
-        # Take these before the files are read: the stamp must not cover a change that is made meanwhile.
+        # Take the stats before the files are read: the stamp must not cover a change that is made while they are read.
         stats = _stats(folder, names)
         if _is_stamped(folder, stats):
             return None
@@ -71,10 +71,10 @@ def stamp(folder: Path) -> None:
 
 
 def _read_checked(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """Return (content of meta.json, None), or (an empty dict, why the folder is incomplete).
+    """Return (content of meta.json, None), or (an empty dict, why the folder is damaged).
 
-    The sizes of the files are compared, and their content is not read. A truncated file (loss of power, full disk) would give
-    shorter or empty rows without an error.
+    Only the sizes of the other files are checked. A file that was truncated by a loss of power or a full disk would otherwise
+    give shorter or empty rows without an error.
     """
     file = folder / META
     try:
@@ -83,9 +83,10 @@ def _read_checked(folder: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{getattr(error, 'filename', None) or file}: it cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
+# Compare meta.json with its own digest, and the sizes of the files with meta.json. Return as `_read_checked` does.
 def _compare_with_meta(folder: Path, meta: Any) -> tuple[dict[str, Any], str | None]:
     file = folder / META
-    # The digest of meta.json is in the file itself, and is taken out before the rest is compared.
+    # The file holds the digest of the rest of its content.
     if not isinstance(meta, dict) or meta.pop(_META_DIGEST, None) != _digest_of_json(meta):
         return {}, f"{file}: its content is damaged: it has no digest, or another than it names"
     for name, size in meta["bytes"].items():
@@ -111,27 +112,28 @@ def _stats(folder: Path, names: list[str]) -> dict[str, list[int]]:
     return stats
 
 
-def _stamp_of(folder: Path) -> Path:
+def _stamp_path(folder: Path) -> Path:
     return folder / f"verified-{socket.gethostname()}.json"
 
 
 def _is_stamped(folder: Path, stats: dict[str, list[int]]) -> bool:
     """Return whether this host has verified files with these ``stats`` within a day."""
     try:
-        content = read_json(_stamp_of(folder))
+        content = read_json(_stamp_path(folder))
         age = time.time() - content["time"]
-        # A negative age comes from a clock that was set back, and says nothing.
+        # The age is negative if the clock was set back. Then it is not known how old the stamp is.
         return 0 <= age < _VALID_S and content["files"] == stats
-    # A stamp that cannot be read costs one more reading of the files, and nothing else.
+    # If a stamp cannot be read, the files are only read once more.
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
+# Note that this host has verified files with these ``stats`` now.
 def _write_stamp(folder: Path, stats: dict[str, list[int]]) -> None:
-    file = _stamp_of(folder)
-    # Write under another name first, so that a process that reads the stamp meanwhile gets a complete one.
+    file = _stamp_path(folder)
+    # Write to another name and rename, so that no process reads an incomplete stamp.
     staging = file.with_name(f".{file.name}.{os.getpid()}")
-    # A folder that can only be read has no stamps.
+    # A folder without permission to write gets no stamp.
     with suppress(OSError):
         staging.write_text(json.dumps({"time": time.time(), "files": stats}))
         staging.replace(file)
