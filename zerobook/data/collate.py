@@ -33,7 +33,7 @@ def pad_sequences(sequences: Sequence[Sequence[int]], fill: int, *, multiple: in
 
 
 def attention_mask(sequences: Sequence[Sequence[int]], length: int) -> torch.Tensor:
-    """Return 1 on ids and 0 on padding, int64 [rows, length]. Positions decide: a real token may have the pad token's id."""
+    """Return 1 on ids and 0 on padding, int64 [rows, length], by the lengths: a real token may have the pad token's id."""
     sizes = torch.tensor(list(map(len, sequences)))
     return (torch.arange(length) < sizes[:, None]).long()
 
@@ -63,7 +63,7 @@ class NoCache:
 class SampleMask:
     """A block-diagonal causal mask that ``to`` builds on the device.
 
-    One int32 a token is copied to the device; the mask has one number for each pair of tokens.
+    Only one int32 per token is copied to the device. The mask itself has one number for each pair of tokens.
 
     Args:
         samples: int32 [rows, length], the number of each token's sample in its row.
@@ -80,10 +80,11 @@ class SampleMask:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> torch.Tensor:
         """Return the mask, ``dtype`` [rows, 1, length, length], on ``device``."""
         samples = self.samples.to(device, non_blocking=non_blocking)
-        # A token attends to the tokens of its own sample, and of these not to later ones.
+        # A token attends to itself and to the earlier tokens of its sample.
         attends = (samples[:, None, :, None] == samples[:, None, None, :]).tril_()
         if self.dtype is torch.bool:
             return attends
+        # A mask of numbers is added to the attention scores.
         mask = torch.zeros(attends.shape, dtype=self.dtype, device=attends.device)
         return mask.masked_fill_(attends.logical_not_(), torch.finfo(self.dtype).min)
 
@@ -116,7 +117,7 @@ def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
     >>> sequence_lengths(torch.tensor([[0, 1, 2, 0, 1]]))["cu_seq_lens_q"].tolist()
     [0, 3, 5]
     """
-    # A sample begins where the positions do not go on.
+    # A sample begins where a position is not the previous one plus 1.
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff(dim=-1) != 1
     ends = torch.tensor([position_ids.numel()])
@@ -128,7 +129,7 @@ def sequence_lengths(position_ids: torch.Tensor) -> dict[str, Any]:
 def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
     """Return the positions of the flattened rows that predict a supervised token, int64 [supervised].
 
-    On the host they are known without waiting for a device.
+    Call it on the host, before the labels are copied: on a device, the host would have to wait for the number of positions.
 
     Args:
         labels: int64 [rows, length]; IGNORE where nothing is supervised.
@@ -141,7 +142,7 @@ def supervised_positions(labels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Collator:
-    """Options of batches of padded and of packed rows, and the arguments that they add."""
+    """Options that the collators of padded and of packed rows have in common, and what these options add to a batch."""
 
     pad_token_id: int
     pad_to_multiple_of: int = 1
@@ -232,7 +233,7 @@ class PackedCollator(_Collator):
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         padding_values = {"input_ids": self.pad_token_id, "labels": IGNORE, "position_ids": 0}
-        # A row of running text has no positions: it is one sample.
+        # A row without positions, such as one of running text, is one sample.
         rows = [{"position_ids": np.arange(len(row["input_ids"]))} | row for row in rows]
         if self.flatten:
             joined = {}
@@ -245,11 +246,11 @@ class PackedCollator(_Collator):
         for key, padding_value in padding_values.items():
             arrays = [row[key] for row in rows]
             batch[key] = pad_sequences(arrays, padding_value, multiple=self.pad_to_multiple_of, min_length=self.min_length)
-        # Padding is a sample of its own, whose positions begin at 0.
+        # Padding is a sample of its own, so its positions begin at 0.
         for row, positions in zip(rows, batch["position_ids"], strict=True):
             positions[len(row["input_ids"]) :] = torch.arange(len(positions) - len(row["input_ids"]))
-        # Positions start at 0 in every sample, so the count of zeros up to a token is the number of its sample.
         if self.mask is not None:
+            # Positions start at 0 in every sample, so the number of zeros up to a token is the number of its sample.
             samples = (batch["position_ids"] == 0).cumsum(-1, dtype=torch.int32)
             batch["attention_mask"] = SampleMask(samples, self.mask)
         return self.with_extras(batch, batch["position_ids"])
@@ -280,13 +281,13 @@ def causal_collator(
     if not packed:
         return CausalCollator(tokenizer.pad_token_id, multiple)
     attention = str(cast("PreTrainedModel", model).config._attn_implementation)
-    # Flex attention is compiled anew for each length, so all batches get one length.
+    # Flex attention is compiled again for each new length, so all batches get the same length.
     min_length = length if attention == "flex_attention" else 0
     return PackedCollator(tokenizer.pad_token_id, multiple, flatten="flash" in attention, min_length=min_length)
 
 
 class DecoderInput:
-    """Decoder input of a seq2seq model that is to predict ``labels``, by the model's own rule but without its weights.
+    """Computes the decoder input for labels, by the rule of a seq2seq model but without its weights.
 
     The rule is a method that reads only the config, so it runs on an empty instance of the model's class. This instance
     has a few kilobytes to send to a DataLoader worker, and does not change when the model is sharded.
@@ -299,23 +300,22 @@ class DecoderInput:
 
     def __init__(self, model: nn.Module):
         # Do not call the model's __init__, which would allocate the weights.
-        self.shell = cast("PreTrainedModel", type(model).__new__(type(model)))
-        nn.Module.__init__(self.shell)
-        self.shell.config = cast("PreTrainedModel", model).config
+        self.empty_model = cast("PreTrainedModel", type(model).__new__(type(model)))
+        nn.Module.__init__(self.empty_model)
+        self.empty_model.config = cast("PreTrainedModel", model).config
 
     def __call__(self, labels: torch.Tensor) -> torch.Tensor:
-        config = self.shell.config
-        # mBART, PLBart and FSMT make the decoder's input by moving the last token of the labels to the front, and fail for a
-        # row without tokens, such as the rows that fill up the last batch. So each of these gets a token, which has no effect,
-        # since nothing is supervised.
-        empty = ((labels == IGNORE) | (labels == config.pad_token_id)).all(dim=1)
+        config = self.empty_model.config
+        # mBART, PLBart and FSMT move the last token of the labels to the front, and fail for a row without tokens, such as the
+        # rows that fill up the last batch. So give these rows a token. It has no effect, since nothing in them is supervised.
+        is_empty = ((labels == IGNORE) | (labels == config.pad_token_id)).all(dim=1)
         labels = labels.clone()
-        labels[empty, 0] = 0 if config.pad_token_id != 0 else 1
-        prepare_decoder_ids = getattr(self.shell, "prepare_decoder_input_ids_from_labels", None)
+        labels[is_empty, 0] = 0 if config.pad_token_id != 0 else 1
+        prepare_decoder_ids = getattr(self.empty_model, "prepare_decoder_input_ids_from_labels", None)
         if prepare_decoder_ids is not None:
             return prepare_decoder_ids(labels)
         # BlenderBot has no such method; its forward calls this function of its module.
-        shift = sys.modules[type(self.shell).__module__].shift_tokens_right
+        shift = sys.modules[type(self.empty_model).__module__].shift_tokens_right
         return shift(labels, config.pad_token_id, config.decoder_start_token_id)
 
 

@@ -36,6 +36,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return readers[name]()
 
 
+# Return the folder of a package, without importing it. ``install``: its name for pip.
 def _package(module: str, install: str) -> Path:
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
@@ -43,13 +44,14 @@ def _package(module: str, install: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+# Return the dialogues of the chatterbot-corpus package.
 def _chatterbot() -> list[dict[str, Any]]:
     folder = _package("chatterbot_corpus", "chatterbot-corpus") / "data" / "english"
     samples = []
     for file in sorted(folder.glob("*.yml")):
         for dialogue in load_bounded(read_text(file))["conversations"]:
             turns = [str(turn).strip() for turn in dialogue]
-            # A question without an answer teaches nothing.
+            # Drop a last question without an answer, from which nothing can be learnt.
             turns = turns[: len(turns) // 2 * 2]
             if not turns or not all(turns):
                 continue
@@ -59,11 +61,12 @@ def _chatterbot() -> list[dict[str, Any]]:
     return samples
 
 
+# Return the source files of the standard library.
 def _stdlib() -> list[dict[str, Any]]:
     folder = Path(sysconfig.get_path("stdlib"))
     # Tests are unlike other code, and site-packages differ between machines.
-    skip = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
-    files = [file for file in sorted(folder.rglob("*.py")) if not skip & set(file.relative_to(folder).parts)]
+    ignored_folders = {"test", "tests", "idle_test", "site-packages", "lib2to3", "__pycache__"}
+    files = [file for file in sorted(folder.rglob("*.py")) if not ignored_folders & set(file.relative_to(folder).parts)]
     return [{"text": read_text(file, errors="replace")} for file in files]
 
 
@@ -86,7 +89,7 @@ def located(name: str) -> str:
 
 
 def converted(name: str) -> Path | None:
-    """Return the folder of an embedded model; None if it was not converted yet, and for other names."""
+    """Return the folder of an embedded model that is converted already; None for one that is not, and for other names."""
     folder = cache_dir() / _SMOLLM2
     if name != f"{PREFIX}smollm2" or not (folder / "config.json").exists():
         return None
@@ -112,7 +115,7 @@ def smollm2() -> Path:
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     config = loaded.config
-    # The weights were converted to fp32 as they were loaded, so the copy is not quantized.
+    # transformers converts the weights to fp32 as it loads them, so the copy is not quantized.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     # transformers does not save a model that was loaded from a GGUF file.
@@ -128,7 +131,8 @@ def smollm2() -> Path:
     modes_by_umask(staging)
     try:
         staging.rename(target)
-    except OSError:  # another process was faster
+    except OSError:
+        # Another process has converted the model meanwhile.
         shutil.rmtree(staging)
     say(f"converted into {target} in {time.monotonic() - start:.0f} s")
     return target

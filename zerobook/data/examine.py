@@ -1,4 +1,4 @@
-"""Examination of a data file before any run: formats, lengths before cutting, samples that are cut or lost, duplicates."""
+"""Examination of data before any run: format, lengths before cutting, samples that are cut or dropped, duplicates."""
 
 import copy
 from collections.abc import Iterator
@@ -76,11 +76,11 @@ class Examined:
     first: list[tuple[str, Encoded]] = field(default_factory=list)
     """the first rows, with their locations"""
     is_kept: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    """bool [samples], which of them a run keeps"""
+    """bool [samples], whether a run keeps the sample"""
     has_chats: bool = False
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON-ready facts. ``needed_length`` is the maximum length that keeps every sample whole."""
+        """Return JSON-ready facts. ``needed_length`` is the smallest maximum length that cuts no sample."""
         lengths = {}
         if len(self.lengths):
             percentiles = np.percentile(self.lengths, [0, 50, 90, 99, 100]).astype(int).tolist()
@@ -110,11 +110,12 @@ def examine(
     columns: dict[str, str | None] | None = None,
     rows: int = 0,
 ) -> Examined:
-    """Read a source to its end. This takes about 200 bytes of memory per sample, however long the samples are.
+    """Read a source to its end, and return what it contains. This takes about 200 bytes of memory per sample of any length.
 
     Args:
         encoder: without a maximum length.
         length: maximum length of a run, in tokens. Running text is cut into blocks and loses nothing.
+        format: name of the format; None: that of the first samples.
         columns: the columns of a pair that the user named.
         rows: number of first rows to return.
 
@@ -149,7 +150,7 @@ class _Examiner:
         self.reading = reading
         self.length = length
         self.rows = rows
-        # A second encoder has the maximum length of the run. The first has none, and gives the lengths before cutting.
+        # The encoder of ``reading`` has no maximum length, and gives the lengths before cutting. This one has that of the run.
         self.cutting_encoder = copy.copy(encoder)
         self.cutting_encoder.length = length
         self.lengths: list[int] = []
@@ -164,13 +165,15 @@ class _Examiner:
             else:
                 self._add_sample(location, sample, encoded)
 
+    # Count a good sample: its tokens, whether it is a duplicate, and whether a run cuts or drops it.
     def _add_sample(self, location: str, sample: formats.Sample, encoded: Encoded) -> None:
         examined = self.examined
         examined.has_chats |= isinstance(sample, formats.Chat)
         if len(examined.first) < self.rows:
             examined.first.append((location, encoded))
 
-        # Samples are compared by digests, so memory does not grow with their length. Lone surrogates cannot be encoded.
+        # Samples are compared by digests, so that memory does not grow with their length. Unpaired surrogates, which cannot be
+        # encoded, are replaced.
         digest = xxhash.xxh3_64_intdigest(repr(sample).encode(errors="replace"))
         self.digests.append(digest)
         if digest in self.locations:
@@ -187,7 +190,7 @@ class _Examiner:
         if examined.format == "text":
             self.is_kept.append(True)
             return
-        # Cutting may remove all supervised tokens of a sample, so the cut sample decides whether it is kept.
+        # A run drops a sample if cutting leaves it no supervised token. So weigh the sample as the run cuts it.
         result = encoded
         if longest > self.length:
             result = cast("Encoded", self.cutting_encoder.encode([sample])[0])
@@ -204,7 +207,7 @@ class _Examiner:
 
 
 def _encode_samples(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (location, sample, its row or the `BadSample`) of each sample that is not empty."""
+    """Yield (location, sample, its `Encoded` row or its `BadSample`) of each sample that is not empty."""
     locations: list[str] = []
     samples: list[Any] = []
     for location, raw in chunk:
@@ -236,7 +239,7 @@ def held_out_twice(examined: Examined, share: float, seed: int) -> tuple[int, Lo
         share: the share of the samples that is held out: ``--validation_split_percentage`` divided by 100.
     """
     digests = examined.digests[examined.is_kept]
-    # The same split as in a run, which numbers only the samples that it keeps.
+    # The split of a run is over the samples that the run keeps.
     mask = held_out_mask(len(digests), share, seed)
     locations = Locations()
     for number in np.flatnonzero(mask & np.isin(digests, digests[~mask])):
