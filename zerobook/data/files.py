@@ -475,6 +475,7 @@ def _text_blocks(content: BinaryIO, position: int, stop: int | None) -> Iterator
     """
     lines: list[bytes] = []
     size = 0
+    # A line that is longer than a block is read to its end, also behind ``stop``.
     is_inside_line = False
     while is_inside_line or stop is None or position < stop:
         line = content.readline(TEXT_BLOCK)

@@ -55,7 +55,7 @@ def find_splits(folder: Path, config_name: str | None) -> FolderSplits:
             f"{folder}: it is a cache of the hub, which may hold several commits. Name one of them: {folder}/snapshots/COMMIT"
         )
     config = _choose_config(folder, config_name)
-    # The config may restrict its files to a folder.
+    # A config may have its files in a folder of its own.
     base = PurePosixPath(str(config.get("data_dir") or "."))
     names = [name for name in _list_data_files(folder) if name.is_relative_to(base)]
     # The README defines the splits. Without it, the names of folders do for texts, and those of files and folders for the rest.

@@ -248,7 +248,7 @@ def _resolve_format(
         raise DataError(f"--format {name}: no such format. There are: {', '.join([*encoder_formats, *FORMATS])}.")
     if name != "pairs" or (text_column is None and summary_column is None):
         return FORMATS[name]
-    # One column of a pair says nothing about the other.
+    # If the user named only one column of a pair, the other cannot be known.
     if text_column is None or summary_column is None:
         raise DataError(f"--text_column is {text_column} and --summary_column is {summary_column}. Give both, or neither.")
     return FORMATS[name]._replace(columns=((text_column, summary_column),))
@@ -274,16 +274,18 @@ def read_preference(row: Mapping[str, Any], columns: tuple[str, ...]) -> list[Pa
     # A prompt that is a text becomes the user's turn before answers that are turns.
     if prompt and isinstance(prompt, str) and isinstance(shared, list):
         prompt = [{"role": "user", "content": prompt}]
+    # If there is no prompt, or both answers repeat it, the prompt is what they have in common.
     if is_empty(prompt) or (isinstance(prompt, list) and prompt == shared[: len(prompt)]):
         prompt = shared
         answers = [answer[len(shared) :] for answer in answers]
     return [
-        _prompt_completion({**row, "prompt": prompt, column: answer}, ("prompt", column))
+        _read_prompt_completion({**row, "prompt": prompt, column: answer}, ("prompt", column))
         for column, answer in zip(columns, answers, strict=True)
     ]
 
 
-def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
+# Read the formats messages and sharegpt.
+def _read_chat_row(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     messages, unsupervised = read_turns(row[columns[0]], columns[0])
     if not is_empty(row.get("system")):
         if messages and messages[0]["role"] == "system":
@@ -294,7 +296,8 @@ def _turns(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     return checked_chat(messages, unsupervised, read_tools(row.get("tools")))
 
 
-def _prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair | Chat:
+# Read a prompt and a completion: two texts as a pair, two lists of turns as a chat.
+def _read_prompt_completion(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair | Chat:
     prompt_column, completion_column = columns
     prompt = row[prompt_column]
     completion = row[completion_column]
@@ -325,7 +328,8 @@ def _shared_beginning(chosen: Any, rejected: Any) -> Any:
     return chosen[:length]
 
 
-def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
+# Read an instruction and its output as a chat.
+def _read_instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
     # The dataset Dolly has the input in a column context.
     question_columns = [column for column in (instruction, "input", "context") if not is_empty(row.get(column))]
@@ -333,13 +337,13 @@ def _instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     question_columns = question_columns or [instruction]
     question = "\n\n".join(read_text(row[column], column) for column in question_columns)
     answer = read_text(row[output], output)
-    turns = [*_history(row.get("history")), ("user", question), ("assistant", answer)]
+    turns = [*_read_history(row.get("history")), ("user", question), ("assistant", answer)]
     if not is_empty(row.get("system")):
         turns.insert(0, ("system", read_text(row["system"], "system")))
     return checked_chat([{"role": role, "content": content} for role, content in turns])
 
 
-def _history(pairs: object) -> list[tuple[str, str]]:
+def _read_history(pairs: object) -> list[tuple[str, str]]:
     """Return the turns of a column ``history``: pairs of a question and an answer, before the instruction."""
     if pairs in (None, [], ""):
         return []
@@ -352,12 +356,13 @@ def _history(pairs: object) -> list[tuple[str, str]]:
     return turns
 
 
-def _pairs(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
+def _read_pair(row: Mapping[str, Any], columns: tuple[str, ...]) -> Pair:
     source, target = columns
     return Pair(read_text(row[source], source), read_text(row[target], target))
 
 
-def _text(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
+# Read a document, or a part of a long one.
+def _read_document(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     text = row[columns[0]]
     # A row that is not a `Segment` is a complete text.
     begins = getattr(row, "begins", True)
@@ -390,14 +395,14 @@ PAIR_COLUMNS = (
 
 FORMATS = {
     "tokenized": Format((("input_ids",),), read_tokens, TOKEN_COLUMNS),
-    "messages": Format((("messages",),), _turns, ("system", "tools"), has_turns=True),
-    "sharegpt": Format((("conversations",),), _turns, ("system", "tools"), has_turns=True),
-    "prompt_completion": Format((("prompt", "completion"),), _prompt_completion, ("tools",), has_turns=True),
+    "messages": Format((("messages",),), _read_chat_row, ("system", "tools"), has_turns=True),
+    "sharegpt": Format((("conversations",),), _read_chat_row, ("system", "tools"), has_turns=True),
+    "prompt_completion": Format((("prompt", "completion"),), _read_prompt_completion, ("tools",), has_turns=True),
     "instruction": Format(
-        (("instruction", "output"), ("instruction", "response")), _instruction, ("input", "context", "system", "history")
+        (("instruction", "output"), ("instruction", "response")), _read_instruction, ("input", "context", "system", "history")
     ),
-    "pairs": Format(PAIR_COLUMNS, _pairs),
-    "text": Format((("text",), ("content",)), _text),
+    "pairs": Format(PAIR_COLUMNS, _read_pair),
+    "text": Format((("text",), ("content",)), _read_document),
 }
 
 

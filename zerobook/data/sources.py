@@ -153,6 +153,7 @@ def _refuse_split(path: str, split: str | None) -> None:
 
 # Return rows in memory as a source, which can be cut into ranges of rows.
 def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str], sketch: Callable[[], str] | None = None) -> Source:
+    # Return the rows ``start`` to ``stop`` as a source.
     def make_source(start: int, stop: int, digest: Callable[[], str]) -> Source:
         def read() -> Iterator[Item]:
             for index in range(start, stop):
@@ -175,13 +176,13 @@ def _from_rows(name: str, rows: Sequence[object], digest: Callable[[], str], ske
 def _hub(name: str, config_name: str | None, revision: str | None, split: str | None, *, streaming: bool) -> Splits:
     import datasets
 
-    make_source: Callable[[str, Any], Source] = _of_cached
+    make_source: Callable[[str, Any], Source] = _make_cached_source
     try:
         builder = datasets.load_dataset_builder(name, config_name, revision=revision)
         if streaming:
             loaded = builder.as_streaming_dataset()
             # A stream has no fingerprint of its content, so its version is the builder's config and hash.
-            make_source = partial(_of_iterable, version=f"{builder.config_id} {builder.hash}")
+            make_source = partial(_make_streamed_source, version=f"{builder.config_id} {builder.hash}")
         else:
             builder.download_and_prepare()
             loaded = builder.as_dataset()
@@ -207,10 +208,10 @@ def _hub(name: str, config_name: str | None, revision: str | None, split: str | 
             f"{name}: the hub does not give commit {revision}, and the cache of datasets on this machine has {builder.hash}. "
             "Start again when the hub answers, or copy that commit into the cache."
         )
-    return _of_dataset(name, loaded, split, make_source)
+    return _make_splits(name, loaded, split, make_source)
 
 
-def _of_dataset(name: str, loaded: Mapping[str, Any], split: str | None, make_source: Callable[[str, Any], Source]) -> Splits:
+def _make_splits(name: str, loaded: Mapping[str, Any], split: str | None, make_source: Callable[[str, Any], Source]) -> Splits:
     """Return the splits of a loaded dataset. ``make_source`` takes a name for messages and a split."""
     train, held_out = _choose_splits(name, list(loaded), split)
     unused = [f"split {split_name}" for split_name in loaded if split_name not in (train, held_out)]
@@ -239,7 +240,7 @@ def _choose_splits(name: str, available: Sequence[str], request: str | None) -> 
             if split in available:
                 return split, None
         raise DataError(f"{name}: there is no split {request!r}, only {', '.join(available)}. Name one with split.")
-    # Datasets for several methods of training have splits such as train_sft.
+    # Datasets for several methods of training have training splits such as train_sft.
     training = [split for split in available if _TRAINING.match(split)]
     if "train" in available:
         training = ["train"]
@@ -249,7 +250,7 @@ def _choose_splits(name: str, available: Sequence[str], request: str | None) -> 
             f"{name}: it has {reason}; its splits are {', '.join(available)}. Name the one to train on with split, in an entry "
             "under datasets in the YAML."
         )
-    # The held-out split of the same method comes first: test_sft beside train_sft.
+    # Prefer a held-out split of the same method, such as test_sft for train_sft.
     suffix = training[0].removeprefix("training").removeprefix("train")
     candidates = [split + suffix for split in _HELD_OUT_SPLITS]
     candidates += _HELD_OUT_SPLITS
@@ -257,12 +258,12 @@ def _choose_splits(name: str, available: Sequence[str], request: str | None) -> 
     return training[0], held_out
 
 
-def _of_cached(name: str, dataset: Dataset) -> Source:
+def _make_cached_source(name: str, dataset: Dataset) -> Source:
     """Return a downloaded split as a source. Its fingerprint changes with the dataset's commit."""
     return _from_rows(name, dataset, lambda: str(dataset._fingerprint))
 
 
-def _of_saved(name: str, dataset: Dataset) -> Source:
+def _make_saved_source(name: str, dataset: Dataset) -> Source:
     """Return a split that ``save_to_disk`` wrote as a source. Its digest is of its files.
 
     The fingerprint of `datasets` is of the functions that made the split, and stays the same if code that they call changes.
@@ -277,9 +278,10 @@ def _of_saved(name: str, dataset: Dataset) -> Source:
     return _from_rows(name, rows, partial(digest, read_digest), partial(digest, read_sketch))
 
 
-def _of_iterable(name: str, dataset: IterableDataset, version: str) -> Source:
+def _make_streamed_source(name: str, dataset: IterableDataset, version: str) -> Source:
     """Return a source whose rows are read from the hub when they are needed. Its shards are the dataset's files there."""
 
+    # Return the whole dataset or one shard as a source. ``prefix`` names the shard in messages, and is in its digest.
     def make_source(rows: IterableDataset, prefix: str) -> Source:
         def read() -> Iterator[Item]:
             for index, row in enumerate(rows):
@@ -304,9 +306,9 @@ def _open_folder(path: Path, config_name: str | None, split: str | None) -> Spli
         with read_errors_named(path):
             saved = datasets.load_from_disk(str(path), keep_in_memory=False)
         if isinstance(saved, datasets.DatasetDict):
-            return _of_dataset(str(path), saved, split, _of_saved)
+            return _make_splits(str(path), saved, split, _make_saved_source)
         _refuse_split(str(path), split)
-        return Splits(train=_of_saved(str(path), saved))
+        return Splits(train=_make_saved_source(str(path), saved))
     layout = find_splits(path, config_name)
     files = layout.splits
     if not files:
@@ -315,19 +317,19 @@ def _open_folder(path: Path, config_name: str | None, split: str | None) -> Spli
         split = None
     # If the splits come from the names of files, and none is a training split, train on the files that have no split.
     if not layout.declared and split is None and not any(map(_TRAINING.match, files)):
-        return _without_train(path, files, layout.rest)
+        return _make_splits_without_train(path, files, layout.rest)
     train, held_out = _choose_splits(str(path), list(files), split)
     unused = [_describe_split(name, members) for name, members in files.items() if name not in (train, held_out)]
     unused += _describe_rest(layout.rest)
     return Splits(
         train=_join_split(path, train, files[train]),
         train_name=_describe_split(train, files[train]),
-        **_held_out(path, files, held_out),
+        **_describe_held_out(path, files, held_out),
         unused=tuple(unused),
     )
 
 
-def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[Path]) -> Splits:
+def _make_splits_without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[Path]) -> Splits:
     """Return the splits of a folder in which no file is named after a training split. Files without a split are trained on.
 
     Only files of one kind are: JSON lines, else Parquet, else the kind with the most files.
@@ -336,10 +338,11 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
         splits: the files of each split.
         rest: the files without a split.
     """
-    by_kind: list[list[Path]] = []
+    files_by_kind: list[list[Path]] = []
     for suffixes in _KINDS:
-        by_kind.append([file for file in rest if suffix_of(file) in suffixes])
-    chosen = by_kind[0] or by_kind[1] or max(by_kind[2:], key=len)
+        files_by_kind.append([file for file in rest if suffix_of(file) in suffixes])
+    # The first two kinds are JSON lines and Parquet.
+    chosen = files_by_kind[0] or files_by_kind[1] or max(files_by_kind[2:], key=len)
     if not chosen:
         raise _nothing_to_train_on(path, splits)
     held_out = next((name for name in _HELD_OUT_SPLITS if name in splits), None)
@@ -348,10 +351,10 @@ def _without_train(path: Path, splits: Mapping[str, list[Path]], rest: Sequence[
     # If all files of the folder are trained on, there is no choice to describe.
     train_name = _count_files(len(chosen)) if splits or unused else ""
     train = _join_files(path, chosen)
-    return Splits(train=train, train_name=train_name, **_held_out(path, splits, held_out), unused=tuple(unused))
+    return Splits(train=train, train_name=train_name, **_describe_held_out(path, splits, held_out), unused=tuple(unused))
 
 
-def _held_out(path: Path, splits: Mapping[str, list[Path]], split: str | None) -> dict[str, Any]:
+def _describe_held_out(path: Path, splits: Mapping[str, list[Path]], split: str | None) -> dict[str, Any]:
     """Return the fields of `Splits` for the split that is held out."""
     if split is None:
         return {}
@@ -414,8 +417,7 @@ def _join_files(folder: Path, files: list[Path]) -> Source:
         """Return a digest of the files' names and sketches. Unlike `digest`, it does not read large files as a whole."""
         sketches = []
         for source in sources:
-            # Only small files have no sketch.
-            make_sketch = source.digest if source.sketch is None else source.sketch
+            make_sketch = source.sketch or source.digest
             sketches.append(f"{Path(source.name).name}:{make_sketch()}".encode())
         return digest_of(*sketches)
 

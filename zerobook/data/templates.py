@@ -150,6 +150,7 @@ class CausalEncoder:
             samples, {Text: self._encode_texts, Chat: self._encode_chats, Pair: pairs, Tokens: self._encode_tokens}
         )
 
+    # Encode documents, or parts of them, completely.
     def _encode_texts(self, samples: list[Text]) -> list[Encoded | BadSample]:
         texts = [self._control.bare(sample.text, begins=sample.begins, ends=sample.ends) for sample in samples]
         results: list[Encoded | BadSample] = []
@@ -166,6 +167,7 @@ class CausalEncoder:
         targets = continuation_ids(self.tokenizer, [pair.target for pair in pairs])
         return list(map(self._encode_pair, sources, targets))
 
+    # Join the ids of a source and a target to a row of at most ``length`` tokens, with labels on the target.
     def _encode_pair(self, source: np.ndarray, target: np.ndarray) -> Encoded:
         target = np.array([*target, *self._eos], np.int32)
         cut = False
@@ -179,6 +181,7 @@ class CausalEncoder:
         labels[: len(ids) - len(target)] = IGNORE
         return self._cut(ids, labels, cut=cut)
 
+    # Make rows of token ids, which need no tokenizer.
     def _encode_tokens(self, samples: list[Tokens]) -> list[Encoded | BadSample]:
         vocabulary = len(self.tokenizer)
         results: list[Encoded | BadSample] = []
@@ -191,6 +194,7 @@ class CausalEncoder:
                 results.append(self._cut(np.array(sample.input_ids, np.int32), np.array(sample.labels, np.int32)))
         return results
 
+    # Render all chats, tokenize their rows in one call, and label the supervised turns.
     def _encode_chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         if self.template is None or self.tool_template is None:
             raise ConfigError(
@@ -298,6 +302,7 @@ class Seq2SeqEncoder:
             },
         )
 
+    # Encode the last supervised turn of each chat as a target. A `_Dialogue` is cut at the left, other pairs at the right.
     def _encode_chats(self, samples: list[Chat]) -> list[Encoded | BadSample]:
         encode_dialogues = partial(self._pairs, cut_at="left")
         return _encode_by_class(

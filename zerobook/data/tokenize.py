@@ -175,11 +175,12 @@ _READING: list[Reading] = []
 """In a worker process, the reading for all of its chunks. It is sent once, at the start, and not with each chunk."""
 
 
+# Set up a worker process before its first chunk.
 def _start_worker(reading: Reading) -> None:
     # One thread per worker, since the workers share the cores. The tokenizers library reads this at its first use.
     os.environ.update({"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
     _READING[:] = [reading]
-    # A worker whose parent was killed would wait for chunks for ever.
+    # Without this thread, a worker would wait for chunks for ever if its parent is killed.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -209,7 +210,7 @@ def parse_row(row: object) -> object:
         return Malformed(f"{json_problem(error)} (column {error.colno})")
 
 
-# Return why a row is no object.
+# Return the reason that a row cannot be read, with advice on the form of JSON files.
 def _unreadable_reason(raw: object) -> str:
     row = parse_row(raw)
     reason = row.reason if isinstance(row, Malformed) else f"a {type(row).__name__}, not an object"
@@ -351,7 +352,7 @@ def _split_text(sample: formats.Sample) -> list[formats.Sample]:
 
 
 def _join_pieces(pieces: list[Encoded | formats.BadSample]) -> Encoded | formats.BadSample:
-    """Return a sample as one document; the first bad piece if there is one."""
+    """Return the encoded pieces of a sample as one document; if a piece is bad, return the first bad one."""
     for piece in pieces:
         if isinstance(piece, formats.BadSample):
             return piece
