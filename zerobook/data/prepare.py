@@ -264,8 +264,8 @@ class Library:
             all_folders.append((None, held_out))
         return all_folders
 
+    # Open a dataset, once: for a dataset on the hub, this takes several requests.
     def _open_splits(self, spec: DatasetSpec) -> Splits:
-        # Opening a dataset on the hub takes several requests.
         if spec.name not in self._opened:
             self._opened[spec.name] = open_source(
                 spec.path,
@@ -285,7 +285,7 @@ class Library:
         train_share = 1.0
         if not (splits.held_out or config.validation_file):
             train_share = 1 - config.validation_split_percentage / 100
-        # Prepare some more, since documents do not split evenly.
+        # Prepare some more, since the documents of a sample stay together, so the share is not exact.
         return math.ceil(1.1 * config.max_train_samples / train_share) + 8
 
     def open(self, all_folders: list[Folders]) -> PreparedData:
@@ -360,9 +360,10 @@ class Library:
             ahead=ahead,
         )
 
+    # Return the settings that decide the content of all shards of a dataset.
     def _stream_settings(self, spec: DatasetSpec) -> dict[str, Any]:
         source = self._open_splits(spec).train
-        # A stream may be too large for a digest of its content. Only small sources have no sketch.
+        # A stream may be too large for a digest of its content, so take its sketch if it has one.
         make_digest = source.sketch or source.digest
         return self._settings(spec, make_digest(), None)
 
@@ -402,6 +403,7 @@ class Library:
             self._cut_sources[dataset] = self._open_splits(self.config.dataset_specs()[dataset]).train.shards()
         return self._cut_sources[dataset]
 
+    # Return the folder of a shard, which may not exist. Its name depends on the settings and on how the source is cut.
     def _shard_folder(self, dataset: int, index: int) -> Path:
         if dataset not in self._stream_names:
             settings = self._stream_settings(self.config.dataset_specs()[dataset])
@@ -428,6 +430,7 @@ class Library:
         train, held_out_share = _split_held_out(store, self.config.validation_split_percentage / 100, self.config.seed)
         return self._make_view(store, train), self._make_view(store, held_out_share)
 
+    # Raise `DataError` for a dataset without a row to train on.
     def _refuse_empty(self, spec: DatasetSpec, view: View) -> None:
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
@@ -462,6 +465,7 @@ class Library:
             return self._blocks(store, store.offsets[chosen], store.offsets[chosen + 1])
         return Documents(store, chosen)
 
+    # Return ranges of tokens of running text, joined and cut into blocks.
     def _blocks(self, store: TokenStore, starts: np.ndarray, stops: np.ndarray) -> Blocks:
         # One weight for all blocks: they have the same length, and all of their tokens are supervised.
         weight = self.objective.weight(text_row(self.length))

@@ -144,7 +144,7 @@ class ChatTemplate:
         row holds the chat up to that turn, as it is rendered when the model generates the turn.
 
         Args:
-            is_supervised_whole: return one row, the whole chat, all of which is supervised.
+            is_supervised_whole: return one row, the whole chat with an end of each turn, and supervise all of it.
 
         Raises:
             BadSample: the template refuses the chat or does not read a part of it, its turns cannot be separated, or a turn
@@ -285,6 +285,7 @@ class ChatTemplate:
         have them as well.
         """
 
+        # Return which of the tokens are in the text of a placeholder chat. Its contents have none.
         def tokens_around(*roles: str) -> set[str]:
             messages, _ = _stand_ins(roles)
             try:
@@ -356,12 +357,13 @@ class ChatTemplate:
                 is_marked = text[start:stop].endswith(closing[:marked_length])
                 if is_marked and text.startswith(closing[: end.end()], content_stop):
                     return TurnSpan(start, content_stop + end.end(), True)
-            # Turns before the last one may end with another token. It is the last one inside of the marks, if that is a control
-            # token, since no content has one; or it is the token behind the marks.
+            # Turns before the last one may end with another token. A control token at the end of the marked text is this token,
+            # since no content has one.
             marked = text[start:stop].rstrip()
             tokens = list(self._end_pattern.finditer(marked))
             if tokens and tokens[-1].end() == len(marked) and self._control.named(tokens[-1][0]):
                 return TurnSpan(start, start + len(marked), True)
+            # Otherwise the token may be directly behind the marks.
             next_token = self._end_pattern.match(text, stop)
             if next_token:
                 return TurnSpan(start, next_token.end(), True)
@@ -374,6 +376,7 @@ class ChatTemplate:
     ) -> GeneratedTurn:
         """Return a turn as the model would generate it, also if the template rewrites it later. ``text``: the whole chat."""
         content = (messages[index]["content"] or "").strip()
+        # Turns that follow may change this one, so render the chat up to it.
         if index + 1 < len(messages):
             text = self._render_text(messages[: index + 1], tools=tools)
         prompt = self._render_prompt(messages, index, tools)
@@ -461,6 +464,7 @@ class ChatTemplate:
 
         The end is the first added token after the content, or the content's last character if there is no such token.
         """
+        # If the text after the content is known, the content ends before it. Otherwise search the turn for the content.
         if closing is not None and turn.endswith(closing):
             content_end = len(turn) - len(closing)
             end = self._end_pattern.search(turn, content_end)
@@ -580,6 +584,7 @@ def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return templates if isinstance(templates, dict) else {}
 
 
+# Return the indices of the assistant's turns.
 def find_assistant_turns(messages: list[dict[str, str]]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 

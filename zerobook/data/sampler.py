@@ -42,7 +42,8 @@ class Permutation:
 
     def __init__(self, size: int, *, seed: int, epoch: int, owner: int | None = None):
         self.size = size
-        # Two halves of equal width: the range is at most four times the size, so few values fall outside.
+        # Bits in each half of a value. The network permutes at most four times as many values as ``size``, so few of its
+        # results are out of range.
         self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
         entropy = [seed, epoch]
@@ -242,6 +243,7 @@ class SampleOrder:
         while missing and cursor < end:
             stop = min(cursor + missing, end)
             ids = self._buffered(cursor, stop)
+            # Later rows replace the dropped ones in the next iteration.
             if self.dropped is not None:
                 ids = ids[~self.dropped[ids]]
             batches.append(ids)
@@ -286,16 +288,17 @@ class SampleOrder:
                 total += epochs * per_epoch
                 cursor += epochs * self.size
                 continue
+            # Count the rows up to the end of this epoch.
             stop = min(end, cursor - offset + self.size)
             total += int((~self.dropped[self.ids(cursor, stop)]).sum())
             cursor = stop
         return total
 
-    # Return a permutation, which is made once.
+    # Return the permutation of a pass over ``size`` rows. Each one is made only once.
     def _permutation(self, size: int, epoch: int, owner: int | None = None) -> Permutation:
         key = (size, epoch, owner)
         if key not in self._permutations:
-            # A run needs those of the current pass over each dataset, and of the next one.
+            # A run needs the permutations of the current and the next pass over each dataset.
             if len(self._permutations) > 2 * len(self.sizes):
                 self._permutations.clear()
             self._permutations[key] = Permutation(size, seed=self.seed, epoch=epoch, owner=owner)
@@ -307,6 +310,6 @@ def held_out_mask(samples: int, share: float, seed: int) -> np.ndarray:
     mask = np.zeros(samples, bool)
     if share:
         count = min(max(1, round(samples * share)), samples - 1)
-        # Without samples, the count is -1.
+        # If there are no samples, the count is -1.
         mask[np.random.default_rng(seed).permutation(samples)[: max(0, count)]] = True
     return mask

@@ -242,7 +242,7 @@ class StreamOrder:
         datasets, dataset_positions = self.mixture.locate(np.arange(start, end))
         ids = np.empty(end - start, np.int64)
         for dataset in np.unique(datasets):
-            # The positions in a dataset are consecutive.
+            # These positions among the dataset's rows are consecutive, so the first and the last one are enough.
             consecutive = dataset_positions[datasets == dataset]
             ids[datasets == dataset] = self._dataset_ids(int(dataset), int(consecutive[0]), int(consecutive[-1]) + 1)
         return ids
@@ -275,7 +275,7 @@ class StreamOrder:
         return self.ids(cursor, min(cursor + rows, limit))
 
     def epoch(self, cursor: int) -> float:
-        """Return the number of passes completed at ``cursor``, in whole shards, of the dataset that has the fewest."""
+        """Return how many passes are completed at ``cursor``, counted in complete shards. The slowest dataset decides."""
         passes = []
         for dataset, count in enumerate(self.stream.counts):
             row_count = cursor if self.mixture is None else self.mixture.count_before(dataset, cursor)
@@ -294,7 +294,7 @@ class StreamOrder:
         pieces = [np.empty(0, np.int64)]
         while start < end:
             # Take the rows of one shard after another.
-            nth = self._reach(dataset, start)
+            nth = self._find_shard(dataset, start)
             first = self._ends[dataset][nth - 1] if nth else 0
             stop = min(end, self._ends[dataset][nth])
             shard = self._shard(dataset, nth)
@@ -303,7 +303,7 @@ class StreamOrder:
             start = stop
         return np.concatenate(pieces)
 
-    def _reach(self, dataset: int, position: int) -> int:
+    def _find_shard(self, dataset: int, position: int) -> int:
         """Return the number along the run of the shard with the dataset's row at ``position``. Open new shards as needed."""
         ends = self._ends[dataset]
         passed = self.passed[dataset]

@@ -105,8 +105,8 @@ class Blocks:
     def __getitem__(self, row: int) -> Row:
         if not 0 <= row < len(self):
             raise IndexError(row)
-        # Find the range of tokens in which the block begins. The block begins as far before the end of this range among the
-        # store's tokens as among the joined tokens.
+        # Find the range of tokens in which the block begins. The distance from there to the end of the range is the same among
+        # the joined tokens and among the store's tokens.
         first = row * self.length
         index = int(np.searchsorted(self._ends, first, side="right"))
         position = int(self.stops[index] - (self._ends[index] - first))
