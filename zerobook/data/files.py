@@ -285,7 +285,7 @@ def _seek_line(content: BinaryIO, start: int) -> int:
     """Move to the first line that begins at byte ``start`` or after it. Return its position."""
     if not start:
         return 0
-    # A line that begins exactly at ``start`` follows a line end one byte before.
+    # Search for a line end from one byte before: if it is there, a line begins exactly at ``start``.
     content.seek(start - 1)
     while True:
         piece = content.readline(_EDGE)

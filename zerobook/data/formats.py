@@ -344,7 +344,7 @@ def _read_instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
 
 
 def _read_history(pairs: object) -> list[tuple[str, str]]:
-    """Return the turns of a column ``history``: pairs of a question and an answer, before the instruction."""
+    """Return the turns of a column ``history``, (role, text) each. It has pairs of a question and an answer."""
     if pairs in (None, [], ""):
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):

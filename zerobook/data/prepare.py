@@ -229,13 +229,14 @@ class Library:
             )
         self.config = config
         self.encoder = encoder
-        # A second model, which the objective may get later, cannot be sent to the processes that prepare a stream.
+        # Copy the objective now. It may later get a second model, which the processes that prepare a stream cannot be sent.
         self.objective = copy(objective)
         self.tokenizer_digest = digest_of_tokenizer(tokenizer)
         self.vocabulary = len(tokenizer)
         if not encoder.length:
             raise ConfigError(f"{type(encoder).__name__}.length is {encoder.length!r}; rows need a length of at least 1.")
         self.length: int = encoder.length
+        # What was opened or computed before: splits by name of the dataset, shards and folder names by its number.
         self._opened: dict[str, Splits] = {}
         self._cut_sources: dict[int, list[Source]] = {}
         self._stream_names: dict[int, str] = {}

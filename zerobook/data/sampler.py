@@ -188,7 +188,7 @@ class SampleOrder:
         pieces = [np.empty(0, np.int64)]
         while start < end:
             epoch, offset = divmod(start, self.size)
-            # The next epoch has another permutation.
+            # Stop at the end of the epoch, since the next one has another permutation.
             count = min(end - start, self.size - offset)
             ids = np.arange(offset, offset + count)
             if self.shuffle:
@@ -255,7 +255,7 @@ class SampleOrder:
         """Return what `ids` returns. At least `AHEAD` positions are computed at once, and kept for the next calls."""
         first, ids = self._computed
         if not first <= start <= end <= first + len(ids):
-            # No further than the end of the epoch, since the next one has another permutation.
+            # Go no further than the end of the epoch, unless ``end`` is behind it: the next epoch has another permutation.
             epoch_end = (start // self.size + 1) * self.size
             first = start
             ids = self.ids(start, max(end, min(start + self.AHEAD, epoch_end)))

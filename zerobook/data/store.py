@@ -78,7 +78,7 @@ class TokenWriter:
         """
         if not len(weights):
             return
-        # The labels are always written: a later document may be the first whose labels differ from its ids.
+        # Write the labels also if they equal the ids: those of a later document may differ.
         arrays = {"input_ids": ids, "labels": labels or ids, **extra}
         if self._weights and set(arrays) != set(self._files):
             raise DataError(

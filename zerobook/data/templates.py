@@ -313,6 +313,7 @@ class Seq2SeqEncoder:
     def _pairs(self, samples: list[Pair], cut_at: str = "right") -> list[Encoded | BadSample]:
         return _encode_valid_pairs(samples, self._control, partial(self._encode_pairs, cut_at=cut_at))
 
+    # Encode pairs that have no special tokens. Sources are cut at the side ``cut_at``, and targets at their end.
     def _encode_pairs(self, samples: list[Pair], cut_at: str) -> list[Encoded]:
         self.tokenizer.truncation_side = cut_at
         sources = self._tokenize("text", [self.prefix + sample.source for sample in samples], self.length)

@@ -28,14 +28,14 @@ def write_meta(folder: Path, facts: dict[str, Any]) -> None:
     Args:
         facts: JSON; ``bytes`` and ``xxh3_128`` have the size and the digest of every other file.
     """
-    # JSON has fewer types than Python, and the digest is of what a reader gets.
+    # The digest is of what a reader gets. JSON has fewer types than Python, so convert the facts first.
     content = json.loads(json.dumps(facts))
     content[_META_DIGEST] = _digest_of_json(content)
     (folder / META).write_text(json.dumps(content, indent=1))
 
 
 def find_damage(folder: Path, *, silent: bool = False) -> str | None:
-    """Return which file of a prepared folder is damaged, and how; None for a whole folder.
+    """Return which file of a prepared folder is damaged, and how; None for a complete folder.
 
     Args:
         silent: show no bar while the files are read.
