@@ -48,7 +48,7 @@ def main() -> None:
     from zerobook.utils.versions import versions
 
     torch.set_num_threads(1)
-    base: Any = AutoModelForCausalLM.from_pretrained(embedded.located("embedded:smollm2"), dtype=torch.float32)
+    base: Any = AutoModelForCausalLM.from_pretrained(embedded.locate_model("embedded:smollm2"), dtype=torch.float32)
     base.config.use_cache = False
     model: Any = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules=TARGETS)).train()
     random = np.random.default_rng(0)

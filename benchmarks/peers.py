@@ -241,7 +241,7 @@ def prepare(folder: Path) -> None:
     from zerobook.data import embedded
 
     made = Materials(folder)
-    (folder / "smollm2").symlink_to(embedded.located("embedded:smollm2"))
+    (folder / "smollm2").symlink_to(embedded.locate_model("embedded:smollm2"))
     lines = [line for line in Path(made.text).read_text().splitlines() if line.strip()]
     tokenizer = AutoTokenizer.from_pretrained(folder / "smollm2")
     for job, facts in JOBS.items():  # as many samples as a run has rows, and none is cut: each is seen once, whole

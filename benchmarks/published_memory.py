@@ -173,7 +173,7 @@ class MemoryPlanner:
         # A program's own loss takes the logits of all tokens, in whatever way it computes with them.
         if "loss" in facts.get("memory", {}):
             job = replace(job, whole_logits=True)
-        accumulation = job.config.accumulation_on(plan.data_parallel_size)
+        accumulation = job.config.accumulation_steps_on(plan.data_parallel_size)
         memory = self._plan(run, job, sharding, model, accumulation)
         chunked = None
         if self._with_chunked_loss:

@@ -390,7 +390,7 @@ class Planner:
             UnplannedRunError: no recipe or strategy file does what it did.
         """
         job, plan, sharding, model = resolve_run(run, run.cluster())
-        accumulation = job.config.accumulation_on(plan.data_parallel_size)
+        accumulation = job.config.accumulation_steps_on(plan.data_parallel_size)
         work, visits = self._work(job, sharding)
         gathers = follow_gathers(model.weights, sharding, (), accumulation)
         return PlannedRun(

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset
 
-from zerobook.data.collate import DecoderInput, Seq2SeqCollator, length_multiple
+from zerobook.data.collate import DecoderInput, Seq2SeqCollator, get_length_multiple
 from zerobook.data.templates import Seq2SeqEncoder
 from zerobook.models.adapters import AdapterConfig
 from zerobook.strategy import Strategy
@@ -113,12 +113,12 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         )
 
     def model(self, tokenizer: PreTrainedTokenizerBase, strategy: Strategy) -> PreTrainedModel:
-        from zerobook.models.generation_config import RULES, answer_as_measured
+        from zerobook.models.generation_config import RULES, save_decoding_settings
 
         # The generation settings and the prefix are saved with the model, so that it later generates as in the evaluation.
         model = super().model(tokenizer, strategy)
         config = self.config
-        answer_as_measured(
+        save_decoding_settings(
             model,
             tokenizer,
             source_prefix=config.source_prefix,
@@ -134,7 +134,7 @@ class Seq2SeqChatbot(Recipe[Seq2SeqConfig]):
         return Seq2SeqCollator(
             tokenizer.pad_token_id,
             DecoderInput(model),
-            pad_to_multiple_of=length_multiple(model),
+            pad_to_multiple_of=get_length_multiple(model),
             source_length=config.max_source_length if config.pad_to_max_length else 0,
             target_length=config.max_target_length if config.pad_to_max_length else 0,
         )

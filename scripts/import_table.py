@@ -26,9 +26,9 @@ from zerobook.cli.import_config import launch_words, write_import
 from zerobook.errors import ConfigError
 from zerobook.interop.configs.account import HEADINGS
 from zerobook.interop.configs.command_lines import Command, find_program, read_command
-from zerobook.interop.configs.importer import Imported, Refused, import_config, recognise
+from zerobook.interop.configs.importer import Imported, Refused, import_config, recognise_trainer
 from zerobook.interop.configs.table import NOT_POSSIBLE, UNKNOWN
-from zerobook.launch.by_name import written_out
+from zerobook.launch.by_name import replace_names
 from zerobook.launch.resolve import Hardware
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
@@ -103,7 +103,7 @@ def config_of(file: Path) -> Command:
     if "distributed_type" in config:
         raise Refused(NOT_A_CONFIG, "")
     try:
-        trainer = recognise(config, str(file))
+        trainer = recognise_trainer(config, str(file))
     except ConfigError:
         raise Refused(NOT_A_CONFIG, "") from None
     return Command(config, file, trainer, "")
@@ -155,7 +155,7 @@ def doctor(imported: Imported, hardware: Hardware) -> list[str]:
         with redirect_stdout(StringIO()):
             write_import(imported, Path(folder))
         _, strategy, *words = launch_words(imported, Path(folder))
-        plan, problems, _, _ = inspect_launch(written_out(words, strategy), hardware)
+        plan, problems, _, _ = inspect_launch(replace_names(words, strategy), hardware)
     return problems + (plan.problems if plan else [])
 
 

@@ -112,7 +112,7 @@ def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Seq
             judgements.append(Judgement(number, finding, _REACTIONS.get(finding.kind) or _describe(action), action))
         saves = [step for step in saved_steps[len(saved) :] if step <= point.step]
         saved += saves
-        if monitor.detector.calm:
+        if monitor.detector.is_calm:
             is_treated = False
             candidates += saves
             newest_proven = points[max(0, number - monitor.settings.patience - LEAD)].step

@@ -47,20 +47,20 @@ def folder(tmp_path, monkeypatch):
 )
 def test_names_and_keys_of_the_yaml_become_paths_and_flags_which_typed_ones_override(folder, arguments, strategy, flags):
     place = arguments.index("lora_finetune")
-    assert by_name.written_out(arguments, strategy) == [*flags, LORA, *arguments[place + 1 :]]
+    assert by_name.replace_names(arguments, strategy) == [*flags, LORA, *arguments[place + 1 :]]
 
 
 @pytest.mark.parametrize(
     "arguments", [["--cpu", "x.py", "lora_finetune"], ["-m", "causal_lm", "--config", "my.yaml"], ["--cpu"]]
 )
 def test_other_launches_stay_as_they_are(folder, arguments):
-    assert by_name.written_out(arguments, None) == arguments
+    assert by_name.replace_names(arguments, None) == arguments
 
 
 def test_the_copies_that_init_has_made_go_before_the_shipped_files(folder):
     assert main(["init", "mine"]) == 0
     os.chdir("mine")
-    assert by_name.written_out(["causal_lm"], "zero2") == [
+    assert by_name.replace_names(["causal_lm"], "zero2") == [
         "--config_file",
         "accelerate_configs/zero2.yaml",
         "recipes/causal_lm.py",
@@ -69,7 +69,7 @@ def test_the_copies_that_init_has_made_go_before_the_shipped_files(folder):
 
 def test_empty_keys_of_the_yaml_count_as_not_given(folder):
     (folder / "my.yaml").write_text("strategy: null\nnum_processes:\n")
-    assert by_name.written_out(["causal_lm", "--config", "my.yaml"], None)[0].endswith("causal_lm.py")
+    assert by_name.replace_names(["causal_lm", "--config", "my.yaml"], None)[0].endswith("causal_lm.py")
     assert not read(CausalLMConfig, ["--config", "my.yaml"], data=False).launch_keys
 
 
@@ -78,7 +78,7 @@ def test_a_strategy_file_of_the_yaml_may_lie_beside_it(folder):
     other.mkdir()
     (other / "my.yaml").write_text("strategy: mine.yaml\n")
     (other / "mine.yaml").write_text("distributed_type: MULTI_GPU\n")
-    line = by_name.written_out(["causal_lm", "--config", "other/my.yaml"], None)
+    line = by_name.replace_names(["causal_lm", "--config", "other/my.yaml"], None)
     assert line[:2] == ["--config_file", "other/mine.yaml"]
 
 

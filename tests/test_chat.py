@@ -18,7 +18,7 @@ from zerobook.cli.main import main
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.models import result as load
-from zerobook.models.generation_config import stop_tokens
+from zerobook.models.generation_config import list_stop_tokens
 from zerobook.models.result import load_result
 from zerobook.utils.terminal import plain
 from zerobook.utils.units import size
@@ -134,7 +134,7 @@ def test_seq2seq(seq2seq):
     assert (loaded.kind, loaded.context) == ("seq2seq", 48)
     from transformers import T5Config
 
-    assert load.context_of(T5Config(n_positions=512)) is None
+    assert load.find_context_length(T5Config(n_positions=512)) is None
 
 
 def edit(folder: Path, **values: object) -> None:
@@ -269,10 +269,10 @@ def test_the_end_of_turn_stops_an_answer_where_pad_equals_it(tiny):
     talk = conversation(tiny / "llama", tokens=30)
     assert talk.tokenizer.pad_token_id == talk.tokenizer.eos_token_id == 2
     own = talk.model.generation_config
-    assert stop_tokens(own, talk.tokenizer, encoder_decoder=False) == [2]
+    assert list_stop_tokens(own, talk.tokenizer, encoder_decoder=False) == [2]
     own.eos_token_id = [0, 7]
     talk.tokenizer.eos_token = "<|im_start|>"
-    found = stop_tokens(own, talk.tokenizer, encoder_decoder=False)
+    found = list_stop_tokens(own, talk.tokenizer, encoder_decoder=False)
     assert found == [0, 1, 2, 7], "the config's, the tokenizer's and the template's own"
 
     # a model that would say its end of turn for ever says it once

@@ -352,7 +352,7 @@ def test_a_folder_that_takes_no_writes_at_any_place_is_refused(tmp_path, monkeyp
     alone = SimpleNamespace(is_main=True, from_main=lambda value: value)
 
     with pytest.raises(ConfigError, match=r"output_dir.*bucket"):
-        state.check_shared(alone, str(tmp_path))
+        state.require_shared_folder(alone, str(tmp_path))
     os.close(reader)
     assert not pipe.exists()
 
@@ -370,7 +370,7 @@ def _on_a_node(rank, folder, cwds, output_dir, queue):
     strategy.mesh = Mesh(SimpleNamespace(process_index=rank, num_processes=2, is_main_process=rank == 0))
     for attempt in (output_dir, str(folder / "shared")):
         try:
-            state.check_shared(strategy, attempt)
+            state.require_shared_folder(strategy, attempt)
             queue.put((rank, "fine"))
         except ConfigError as error:
             queue.put((rank, str(error)))
@@ -389,7 +389,7 @@ def test_a_folder_that_another_host_shows_late_is_shared(tmp_path):
     strategy = SimpleNamespace(is_main=False, world_size=2, from_main=lambda value: told, gather=lambda node: [None, node])
     timer = threading.Timer(0.5, show)
     timer.start()
-    state.check_shared(strategy, str(folder))
+    state.require_shared_folder(strategy, str(folder))
     timer.join()
 
 

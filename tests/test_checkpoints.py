@@ -212,7 +212,7 @@ def test_every_block_that_is_read_before_a_rollback_is_progress(tmp_path):
     strategy = SimpleNamespace(on_main=lambda work, takes_long: work())
     manager = SimpleNamespace(strategy=strategy, path_of=lambda step: saved.checkpoint, skipped={})
     before = position.here().since
-    assert CheckpointManager.is_whole(manager, 1)
+    assert CheckpointManager.is_undamaged(manager, 1)
     assert position.here().since > before
 
 

@@ -8,7 +8,7 @@ import yaml
 from scripts import coming_from
 from tests.test_readme import shown_files
 from zerobook.cli.main import main
-from zerobook.interop.configs.importer import recognise
+from zerobook.interop.configs.importer import recognise_trainer
 from zerobook.interop.configs.table import TRAINERS, UNKNOWN, load_table
 
 
@@ -40,7 +40,7 @@ def test_the_config_of_the_page_is_imported_without_a_key_left_out(trainer, tmp_
     # The trainer is recognised, and the exit code says that each key has a counterpart.
     assert main(["import", "config", name]) == 0
 
-    assert recognise(yaml.safe_load(files[name]), name) == trainer
+    assert recognise_trainer(yaml.safe_load(files[name]), name) == trainer
     values = yaml.safe_load((tmp_path / f"{name.removesuffix('.yaml')}_imported" / "recipe.yaml").read_text())
     assert values["adapter"] == "lora" and values["warmup_from_zero"]
     assert values["dataset_name"].startswith(str(tmp_path))

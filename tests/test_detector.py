@@ -181,7 +181,7 @@ def test_a_gradient_norm_arms_before_the_loss_moves():
     quiet = Detector()
     for p in points[:196] + [Point(step=i, loss=2.0, grad_norm=1.0) for i in range(196, 210)]:
         quiet.update(p)
-    assert quiet.calm, "armed for nothing, it calms down"
+    assert quiet.is_calm, "armed for nothing, it calms down"
 
 
 def test_three_spikes_are_a_pattern():
@@ -473,7 +473,7 @@ def test_a_huge_gradient_norm_with_nothing_behind_it_calms_down_and_does_not_bli
     calm_at = []
     for point in shocked(0):
         assert not [f for f in detector.update(point) if f.alarm]
-        calm_at += [point.step] if detector.calm else []
+        calm_at += [point.step] if detector.is_calm else []
     assert calm_at[-1] == 159 and not [step for step in calm_at if 40 <= step < 100], "watched for 64 points"
     jump = [replace(p, loss=p.loss * (1.3 if p.step >= 48 else 1)) for p in shocked(0)]
     assert [f.onset for f in replay(jump) if f.needs_action] == [48]

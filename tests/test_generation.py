@@ -38,7 +38,8 @@ PLAN = SimpleNamespace(precision="no", copies_at_load=lambda processes: 0)
 ALONE = SimpleNamespace(
     rank=0, world_size=1, is_main=True, device=torch.device("cpu"), generation_in_step=False, from_main=lambda value: value,
     barrier=lambda: None, gather=lambda value: [value], plan=PLAN,
-    inference=lambda: Strategy.inference(None), initialising_whole=lambda: Strategy.initialising_whole(None),
+    inference=lambda: Strategy.inference(None),
+    initialising_complete_weights=lambda: Strategy.initialising_complete_weights(None),
     once_per_node=lambda work: work(), on_main=lambda work: work(),
     load=lambda load, options: load(options), prepare_to_load=lambda new_model: None,
     mesh=SimpleNamespace(token_parallel_rank=0, token_parallel_size=1),

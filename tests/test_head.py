@@ -125,7 +125,7 @@ def test_products_of_a_gpu_have_the_gradients_of_all_logits(monkeypatch, half):
     expected = cross_entropy(linear(hidden, weight, bias), targets, ignore_index=IGNORE, reduction="sum")
     wanted = torch.autograd.grad(expected, (hidden, weight, bias))
     plain_mm = torch.mm
-    monkeypatch.setattr(head, "sums_in_fp32", lambda tensor: True)
+    monkeypatch.setattr(head, "has_fp32_products", lambda tensor: True)
     monkeypatch.setattr("torch.mm", lambda a, b, out_dtype: plain_mm(a.to(out_dtype), b.to(out_dtype)))
     monkeypatch.setattr("torch.addmm", multiply)
     monkeypatch.setitem(head.CHUNK, "cpu", 23 * 200)
@@ -138,10 +138,10 @@ def test_products_of_a_gpu_have_the_gradients_of_all_logits(monkeypatch, half):
 
 def test_products_are_summed_in_fp32_where_torch_can():
     with FakeTensorMode():
-        assert head.sums_in_fp32(torch.empty(1, device="cuda", dtype=torch.float16))
-        assert head.sums_in_fp32(torch.empty(1, device="cuda", dtype=torch.bfloat16))
-        assert not head.sums_in_fp32(torch.empty(1, device="cuda"))
-        assert not head.sums_in_fp32(torch.empty(1, dtype=torch.float16))
+        assert head.has_fp32_products(torch.empty(1, device="cuda", dtype=torch.float16))
+        assert head.has_fp32_products(torch.empty(1, device="cuda", dtype=torch.bfloat16))
+        assert not head.has_fp32_products(torch.empty(1, device="cuda"))
+        assert not head.has_fp32_products(torch.empty(1, dtype=torch.float16))
 
 
 def test_chunks_are_whole_tiles_where_one_fits(monkeypatch):

@@ -19,9 +19,9 @@ from zerobook.cli.main import main
 from zerobook.config_sources import read
 from zerobook.errors import ConfigError
 from zerobook.interop.configs import command_lines, data, importer, strategies, table, translations
-from zerobook.interop.configs.account import account_text
+from zerobook.interop.configs.account import format_account
 from zerobook.interop.configs.table import DEFAULT, NO_EFFECT, NOT_POSSIBLE, SAME, TRAINERS, TRANSLATED, UNKNOWN
-from zerobook.launch.by_name import written_out
+from zerobook.launch.by_name import replace_names
 from zerobook.launch.resolve import Hardware
 from zerobook.models.load import choose_attention
 from zerobook.training.recipe_file import recipe_class
@@ -299,7 +299,7 @@ AXOLOTL = {
 
 
 def test_an_axolotl_config_becomes_the_values_of_a_recipe():
-    result = imported(AXOLOTL, importer.recognise(AXOLOTL, "theirs.yaml"))
+    result = imported(AXOLOTL, importer.recognise_trainer(AXOLOTL, "theirs.yaml"))
     assert not result.changes_training
     expected = {
         "model_name_or_path": "org/model",
@@ -419,7 +419,7 @@ def write_info(folder, **columns):
 
 def test_a_llamafactory_config_becomes_the_values_of_a_recipe(tmp_path):
     write_info(tmp_path, prompt="instruction")
-    result = imported(LLAMAFACTORY, importer.recognise(LLAMAFACTORY, "theirs.yaml"), folder=tmp_path / "examples")
+    result = imported(LLAMAFACTORY, importer.recognise_trainer(LLAMAFACTORY, "theirs.yaml"), folder=tmp_path / "examples")
     assert not result.changes_training
     expected = {
         "adapter": "lora",
@@ -520,7 +520,7 @@ def test_a_config_of_an_encoder_decoder_becomes_that_recipe():
 
 def test_the_account_has_no_tokens_of_accounts():
     result = imported(HANDBOOK | {"hub_token": "hf_abcdef", "eos_token": "<|end|>"})
-    text = account_text(result)
+    text = format_account(result)
     assert "hf_abcdef" not in text and "<|end|>" in text
 
 
@@ -669,7 +669,7 @@ def test_a_torchtune_config_becomes_the_values_of_a_recipe():
         "clip_grad_norm": None,
         "dtype": "bf16",
     }
-    result = imported(config, importer.recognise(config, "theirs.yaml"))
+    result = imported(config, importer.recognise_trainer(config, "theirs.yaml"))
     assert not result.changes_training
     expected = {
         "model_name_or_path": "org/model",
@@ -841,7 +841,7 @@ def test_the_printed_launch_names_what_is_shipped_and_starts_as_it_is_typed(tmp_
     (line,) = re.findall(r"zerobook launch (.*)", capsys.readouterr().out)
     assert line == "--strategy zero3 --num_processes 1 lora_finetune --config ours/recipe.yaml"
     _, strategy, *words = line.split()
-    launched = written_out(words, strategy)
+    launched = replace_names(words, strategy)
     assert launched[:2] == ["--config_file", str(shipped("accelerate_configs/zero3.yaml"))]
     assert str(shipped("recipes/lora_finetune.py")) in launched
 

@@ -339,7 +339,7 @@ def test_a_mask_is_built_where_the_model_is(dtype, workers):
 
 def test_flex_attention_sees_one_shape(tiny):
     """It is compiled anew for every length."""
-    from zerobook.data.collate import causal_collator
+    from zerobook.data.collate import choose_causal_collator
     from zerobook.data.pack import best_fit_decreasing
 
     capacity, rng = 48, np.random.default_rng(0)
@@ -350,7 +350,7 @@ def test_flex_attention_sees_one_shape(tiny):
     short = [row for row in rows if len(row["input_ids"]) < capacity]
     assert short, "some rows are not full"
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flex_attention"))
-    collate = causal_collator(SimpleNamespace(pad_token_id=0), model, packed=True, length=capacity)
+    collate = choose_causal_collator(SimpleNamespace(pad_token_id=0), model, packed=True, length=capacity)
     batches = [collate([row]) for row in rows]
     assert {tuple(batch[key].shape) for batch in batches for key in batch} == {(1, capacity)}
     for row, batch in zip(rows, batches, strict=True):

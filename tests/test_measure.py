@@ -18,7 +18,7 @@ from tests.alone import train
 from tests.harness import ROOT
 from zerobook.cli.main import main
 from zerobook.errors import ConfigError
-from zerobook.training.measure import evaluate_on
+from zerobook.training.measure import evaluate_on_file
 from zerobook.training.recipe_file import recipe_class
 
 CASES = {
@@ -74,7 +74,7 @@ def test_the_loss_on_a_file_is_that_of_the_runs_own_evaluation(tiny, tmp_path, c
 
 def test_a_run_of_an_earlier_version_needs_no_record_of_its_code(tiny):
     with pytest.raises(ConfigError, match="its recipe is recipe"):
-        evaluate_on(str(ROOT / "tests/fixtures/before/run"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+        evaluate_on_file(str(ROOT / "tests/fixtures/before/run"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
 
 
 def test_rows_longer_than_the_models_positions_are_refused(tiny, tmp_path):
@@ -91,12 +91,12 @@ def test_rows_longer_than_the_models_positions_are_refused(tiny, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
 
     with pytest.raises(ConfigError, match="128 positions"):
-        evaluate_on(str(tmp_path / "run"), str(long), rows=None, trust_remote_code=False)
+        evaluate_on_file(str(tmp_path / "run"), str(long), rows=None, trust_remote_code=False)
 
 
 def test_a_folder_without_a_run_and_a_missing_file_are_refused(tiny, tmp_path):
     with pytest.raises(ConfigError, match="there is no run"):
-        evaluate_on(str(tiny / "llama"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+        evaluate_on_file(str(tiny / "llama"), str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
     with pytest.raises(SystemExit):
         main(["eval", str(ROOT)])
 
@@ -166,11 +166,11 @@ def test_a_recipe_of_ones_own_is_loaded_from_where_the_run_was_started(tiny, tmp
     # A runlog from elsewhere may name any file: nothing of it runs without the user's word.
     (tmp_path / "recipe.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ConfigError, match="--trust_remote_code"):
-        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+        evaluate_on_file("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
 
     (tmp_path / "recipe.py").unlink()
     with pytest.raises(ConfigError, match=r"recipe"):
-        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=True)
+        evaluate_on_file("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=True)
 
 
 def test_a_recipe_in_the_working_folder_with_a_shipped_ones_name_is_not_run(tiny, tmp_path, monkeypatch):
@@ -183,7 +183,7 @@ def test_a_recipe_in_the_working_folder_with_a_shipped_ones_name_is_not_run(tiny
     (tmp_path / "recipes" / "causal_lm.py").write_text("raise SystemExit('it ran')")
 
     with pytest.raises(ConfigError, match="--trust_remote_code"):
-        evaluate_on("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
+        evaluate_on_file("run", str(tiny / "few.jsonl"), rows=None, trust_remote_code=False)
 
 
 def test_the_optimizer_of_the_run_is_not_loaded(tiny, tmp_path, capsys):

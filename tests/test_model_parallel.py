@@ -16,7 +16,7 @@ from tests.planning import MODELS, rows_of
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
 from tests.versions import NEEDS_MODEL_PARALLELISM
 from zerobook.launch.accelerate_cli import read_hidden_settings
-from zerobook.launch.groups import unfit_config
+from zerobook.launch.groups import find_config_problems
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.plan.hardware import cluster
 from zerobook.strategy.model_parallel import ModelParallelStrategy
@@ -127,9 +127,9 @@ def test_models_that_cannot_be_divided_are_problems_before_a_launch(tmp_path, fa
 def test_models_that_transformers_does_not_divide_are_refused(model, tensor, experts):
     config = AutoConfig.from_pretrained(MODELS / f"{model}.json")
     one = plan_for(WORKER)[0]
-    assert unfit_config(one, config) == []
+    assert find_config_problems(one, config) == []
     for environ, said in ((TENSOR, tensor), (EXPERTS, experts)):
-        problems = unfit_config(plan_for(environ)[0], config)
+        problems = find_config_problems(plan_for(environ)[0], config)
         assert len(problems) == (said is not None) and (said is None or said in problems[0])
 
 

@@ -44,7 +44,7 @@ PLAN = SimpleNamespace(precision="no", copies_at_load=lambda processes: 0)
 def alone(**more):
     return SimpleNamespace(
         rank=0, world_size=1, is_main=True, device=torch.device("cpu"), from_main=lambda value: value, barrier=lambda: None,
-        plan=PLAN, initialising_whole=lambda: Strategy.initialising_whole(None),
+        plan=PLAN, initialising_complete_weights=lambda: Strategy.initialising_complete_weights(None),
         once_per_node=lambda work: work(), on_main=lambda work, takes_long=False: work(),
         load=lambda load, options: load(options), prepare_to_load=lambda new_model: None, **more,
     )  # fmt: skip
@@ -165,11 +165,11 @@ def test_flex_attention_may_be_compiled_for_many_shapes(tiny):
 
 @pytest.mark.parametrize("gpu, positions, multiple", [(True, 1024, 8), (True, 100, 1), (False, 1024, 1)])
 def test_rows_are_not_padded_beyond_a_models_positions(monkeypatch, gpu, positions, multiple):
-    from zerobook.data.collate import causal_collator
+    from zerobook.data.collate import choose_causal_collator
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     model = SimpleNamespace(config=AutoConfig.for_model("gpt2", n_positions=positions))
-    collate = causal_collator(SimpleNamespace(pad_token_id=0), model, packed=False, length=positions)
+    collate = choose_causal_collator(SimpleNamespace(pad_token_id=0), model, packed=False, length=positions)
     batch = collate([{"input_ids": [5] * 99, "labels": [5] * 99}])
     assert batch["input_ids"].shape[1] == -(-99 // multiple) * multiple
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerobook.monitor.finding import Finding
-from zerobook.monitor.policy import LEAD, RecoveryPolicy, rate_share
+from zerobook.monitor.policy import LEAD, RecoveryPolicy, compute_rate_share
 from zerobook.utils.ranges import joined, ranges
 
 
@@ -184,5 +184,5 @@ def test_ranges_hold_what_they_were_made_of(first, second):
 
 def test_the_rate_comes_back_slowly():
     cuts = [[100, 0.5, 200]]
-    assert [rate_share(cuts, step) for step in (99, 100, 200, 300, 400)] == [1, 0.5, 0.75, 1, 1]
-    assert rate_share([*cuts, [100, 0.5, 200]], 100) == 0.25
+    assert [compute_rate_share(cuts, step) for step in (99, 100, 200, 300, 400)] == [1, 0.5, 0.75, 1, 1]
+    assert compute_rate_share([*cuts, [100, 0.5, 200]], 100) == 0.25

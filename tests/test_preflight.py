@@ -193,5 +193,5 @@ def test_a_host_name_on_loopback_is_told_where_gloo_is_used(monkeypatch, device,
     monkeypatch.setattr(accelerate_cli.socket, "getaddrinfo", lambda *_: [(None, None, None, None, ("127.0.1.1", 0))])
     plan = SimpleNamespace(device=device, kind=kind, backend="nccl", world_size=16)
     environ = {"LOCAL_WORLD_SIZE": "8", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": restarts}
-    note = accelerate_cli.loopback_note(plan, environ)
+    note = accelerate_cli.describe_unreachable_host(plan, environ)
     assert (note is not None and "127.0.1.1" in note) == is_told

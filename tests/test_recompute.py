@@ -64,7 +64,7 @@ def test_gradients_are_those_without_checkpointing_and_fewer_bytes_are_kept(tiny
         assert again == loss and found.keys() == gradients.keys()
         for weight, gradient in gradients.items():
             torch.testing.assert_close(found[weight], gradient, rtol=1e-6, atol=1e-9)
-        assert not list(recompute.saved_tensors()), "what was kept has been used, or freed"
+        assert not list(recompute.iterate_saved_tensors()), "what was kept has been used, or freed"
     assert kept["offload"] < kept["full"] < kept["every:2"] < whole and kept["full"] < kept["selective"] < whole
 
 
@@ -124,10 +124,10 @@ def test_the_second_product_of_an_adapter_is_computed_again():
     kept = recompute._SavedResults(frozenset(["aten::mm"]))
     with recompute._SaveResults(kept):
         _ = (x @ a) @ b
-    assert [tuple(t.shape) for t in recompute.saved_tensors()] == [(64, 4)]
+    assert [tuple(t.shape) for t in recompute.iterate_saved_tensors()] == [(64, 4)]
     with recompute._ReuseResults(kept):
         _ = (x @ a) @ b
-    assert not list(recompute.saved_tensors()), "each result is handed out once, and then freed"
+    assert not list(recompute.iterate_saved_tensors()), "each result is handed out once, and then freed"
 
 
 def test_offload_moves_the_layers_inputs(tiny, tmp_path, monkeypatch):

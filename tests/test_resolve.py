@@ -669,7 +669,7 @@ def test_the_accumulation_follows_from_the_global_batch(world, micro, accumulati
     environ = {"LOCAL_RANK": "0", "WORLD_SIZE": str(world)} if world > 1 else {}
     plan, config = plan_for(environ, global_batch_size=64, per_device_train_batch_size=micro)
     assert config.gradient_accumulation_steps == accumulation and not plan.problems
-    assert config.accumulation_on(world) == accumulation, "what the planner takes"
+    assert config.accumulation_steps_on(world) == accumulation, "what the planner takes"
 
 
 @pytest.mark.parametrize("given, said", [

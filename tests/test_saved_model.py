@@ -31,9 +31,9 @@ from zerobook.cli.doctor import doctor
 from zerobook.cli.export import export
 from zerobook.errors import CheckpointError, ConfigError, LockedError
 from zerobook.models.adapters import add_adapter, save_adapter
-from zerobook.models.generation_config import RULES, answer_as_measured
+from zerobook.models.generation_config import RULES, save_decoding_settings
 from zerobook.models.load import load_model, load_tokenizer
-from zerobook.models.result import exported_checkpoint, load_result
+from zerobook.models.result import export_if_checkpoint, load_result
 from zerobook.models.save import save_model
 from zerobook.runlog.history import History
 from zerobook.runlog.report import write as write_report
@@ -75,7 +75,7 @@ def trained(tmp_path):
         tokenizer = load_tokenizer(config, strategy)
         if isinstance(config, Seq2SeqConfig):
             model = load_model(config, strategy, encoder_decoder=True)
-            answer_as_measured(
+            save_decoding_settings(
                 model, tokenizer, source_prefix=config.source_prefix, num_beams=config.num_beams,
                 max_tokens=config.max_generated, min_tokens=config.val_min_target_length,
                 **{name: getattr(config, name) for name in RULES},
@@ -711,7 +711,7 @@ def test_a_checkpoint_is_a_model_on_a_disk_without_locks(base, trained, tmp_path
     (checkpoint,) = store.list_complete(store.folder_of(trained(config)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert (Path(exported_checkpoint(str(checkpoint))) / "config.json").exists()
+    assert (Path(export_if_checkpoint(str(checkpoint))) / "config.json").exists()
 
 
 def test_of_the_models_that_were_made_of_checkpoints_those_in_use_are_kept(base, trained, tmp_path, monkeypatch):
@@ -721,7 +721,7 @@ def test_of_the_models_that_were_made_of_checkpoints_those_in_use_are_kept(base,
     settings = {"model_name_or_path": str(base), "dataset_name": "embedded:chatterbot"}
     runs = [trained(CausalLMConfig(output_dir=str(tmp_path / name), **settings)) for name in ("first", "second", "third")]
     first, second, third = (store.list_complete(store.folder_of(run))[0] for run in runs)
-    exported_checkpoint(str(first))
+    export_if_checkpoint(str(first))
     for checkpoint in (first, second):
         load_result(checkpoint)
     for folder in exports.iterdir():

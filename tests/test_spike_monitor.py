@@ -30,7 +30,7 @@ class FakeKeeper:
 
     def report(self, log): ...
 
-    def is_whole(self, step):
+    def is_undamaged(self, step):
         return True
 
     def steps(self):
@@ -42,7 +42,7 @@ class FakeKeeper:
     def protect(self, *steps):
         self.protected = steps
 
-    def reads_before(self, step):
+    def make_weight_reader(self, step):
         return None
 
     def remember(self, **values):
@@ -59,7 +59,7 @@ class Run:
         strategy = SimpleNamespace(
             is_main=True,
             plan=SimpleNamespace(precision=config.pop("precision", "no")), on_main=lambda work: work(),
-            differing_replicas=lambda: self.replicas,
+            find_differing_replicas=lambda: self.replicas,
         )  # fmt: skip
         config = SimpleNamespace(
             **{

@@ -144,7 +144,7 @@ class Store(RuleBasedStateMachine):
                     step = json.loads((one / store.MANIFEST).read_text())["step"]
                     store.set_aside(self.folder, step, resolution.skipped)
                     if store.step_of(one) < 0:
-                        store.take_back(one, step)
+                        store.restore_name(one, step)
                     found.append(step)
 
         try:

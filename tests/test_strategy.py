@@ -24,7 +24,7 @@ from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
 from zerobook.strategy.norm import total_norm
-from zerobook.strategy.replicas import Replicas, compare_replicas
+from zerobook.strategy.replicas import ReplicaDifference, compare_replicas
 from zerobook.strategy.zero import ZeroStrategy
 
 
@@ -319,15 +319,15 @@ def test_an_emulated_bf16_is_not_called_supported(monkeypatch):
 
 
 def test_the_odd_copy_is_named_by_the_majority_and_by_the_checkpoint_where_there_is_none():
-    three = Replicas("w", 1, [0, 1, 2], [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
+    three = ReplicaDifference("w", 1, [0, 1, 2], [7, 9, 7], [5], [[0.5], [2e30], [0.5]])
     assert three.describe(None).startswith(
         "rank 1's copy of w differs from those of the other ranks (element 5: 0.5 on rank 0, 2e+30 on rank 1"
     )
-    two = Replicas("w", 3, [0, 1], [7, 9], [5], [[math.nan], [0.5]])
+    two = ReplicaDifference("w", 3, [0, 1], [7, 9], [5], [[math.nan], [0.5]])
     assert two.describe(lambda name, place: 0.49).startswith("rank 0's copy of w") and "2 more tensors differ" in two.describe(
         None
     )
-    near = Replicas("w", 1, [0, 1], [7, 9], [5], [[0.5], [0.7]])
+    near = ReplicaDifference("w", 1, [0, 1], [7, 9], [5], [[0.5], [0.7]])
     assert near.describe(lambda name, place: 0.51).startswith("rank 1's copy")
     assert near.describe(lambda name, place: 0.6).startswith("the copies of w on ranks [0, 1] differ"), "that is not clear"
     assert "the copies of w on ranks [0, 1] differ" in near.describe(None)

@@ -134,7 +134,7 @@ def test_brackets_are_shown_wherever_a_table_or_a_line_takes_a_persons_words(tmp
     assert BRACKETS in capsys.readouterr().out
     shape = SimpleNamespace(source=1, target=0, rows=1)
     config = SimpleNamespace(
-        accumulation_on=lambda ranks: 1,
+        accumulation_steps_on=lambda ranks: 1,
         gradient_accumulation_steps=1,
         mixed_precision=None,
         activation_checkpointing="none",

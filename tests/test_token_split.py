@@ -13,7 +13,7 @@ from tests.planning import rows_of, shortened
 from tests.test_resolve import A100, WORKER, deepspeed, plan_for
 from zerobook.constants import IGNORE
 from zerobook.errors import ConfigError
-from zerobook.launch.groups import unfit_config
+from zerobook.launch.groups import find_config_problems
 from zerobook.models.whole_rows import check_split
 from zerobook.objective import TARGETS, NextToken, TargetTokens, causal_lm_loss
 from zerobook.plan.hardware import cluster
@@ -205,7 +205,7 @@ def test_models_that_can_be_split_are_none(tmp_path):
 def test_models_whose_layers_need_whole_rows_are_refused(tmp_path, model_type, kind):
     config = CONFIG_MAPPING[model_type]()
     for environ in (sequence(tmp_path), CONTEXT):
-        problems = unfit_config(plan_for(environ)[0], config)
+        problems = find_config_problems(plan_for(environ)[0], config)
         assert any(kind in problem for problem in problems)
         assert not any("fsdp_context" in problem for problem in problems), "the advice would be refused too"
 

@@ -368,7 +368,7 @@ class RecipeConfig(_Keys):
         return "padding_free" if self.padding_free else None
 
     @property
-    def eval_rows(self) -> int:
+    def eval_batch_size(self) -> int:
         """Held-out samples per batch and process.
 
         With ``padding_free``, at most those of a training micro-batch: the memory of attention can grow with the square of the
@@ -508,7 +508,7 @@ class RecipeConfig(_Keys):
         halves: dict[str, Dtype] = {"bf16": "bfloat16", "fp16": "float16"}
         return halves.get(precision, self.dtype)
 
-    def accumulation_on(self, readers: int) -> int:
+    def accumulation_steps_on(self, readers: int) -> int:
         """Return the micro-batches of a step on each process, if ``readers`` processes read different samples."""
         if self.global_batch_size is None:
             return self.gradient_accumulation_steps

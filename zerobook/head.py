@@ -286,7 +286,7 @@ class _Gradients:
         """
         is_fp16 = weight.dtype == torch.float16
         scale = HALF_SCALE if is_fp16 else 1.0
-        can_return_fp32 = sums_in_fp32(weight)
+        can_return_fp32 = has_fp32_products(weight)
         if self.hidden is not None:
             # A sum of scaled gradients could exceed the range of fp16, so it is made in fp32.
             if is_fp16 and can_return_fp32:
@@ -318,7 +318,7 @@ class _Gradients:
                 gradient.mul_(factor)
 
 
-def sums_in_fp32(tensor: torch.Tensor) -> bool:
+def has_fp32_products(tensor: torch.Tensor) -> bool:
     """Return whether torch can return a product of half-precision matrices in fp32, as it can on CUDA from 2.8 on.
 
     Args:

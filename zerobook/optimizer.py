@@ -409,7 +409,7 @@ def state_numbers(spec: OptimizerSpec, shapes: Iterable[tuple[int, ...]]) -> int
     return numbers
 
 
-def refused_by(strategy: str, kind: str, offload: str, optimizer: str) -> str | None:
+def explain_refusal(strategy: str, kind: str, offload: str, optimizer: str) -> str | None:
     """Return why a strategy cannot use an optimizer, and the way out; None if it can.
 
     Args:

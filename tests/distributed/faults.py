@@ -32,7 +32,7 @@ import numpy as np
 import psutil
 import torch
 
-from zerobook.monitor.policy import RecoveryAction, rate_share
+from zerobook.monitor.policy import RecoveryAction, compute_rate_share
 from zerobook.training.hooks import Hook
 
 AT = int(os.environ.get("ZEROBOOK_FAULT_AT", 0))
@@ -135,7 +135,7 @@ class Sharp(HighRate):
     """Imitates a loss so sharp that the scheduled rate diverges and a lower one does not."""
 
     def factor(self, trainer):
-        return 100 if during(trainer) and rate_share(trainer.progress.rate_cuts, trainer.progress.step) > 0.95 else 1
+        return 100 if during(trainer) and compute_rate_share(trainer.progress.rate_cuts, trainer.progress.step) > 0.95 else 1
 
 
 class NotANumber(Hook):

@@ -148,7 +148,7 @@ def test_half_precision_keeps_fp32_masters_and_saves_the_loaded_dtype(tiny, tmp_
 @pytest.mark.launch
 @full
 def test_zero3_still_fails_with_noise_of_a_router(tiny, tmp_path):
-    """If this fails, `zerobook.launch.model_facts.unfit_for_zero3` can go."""
+    """If this fails, `zerobook.launch.model_facts.find_zero3_problems` can go."""
     folder = tmp_path / "model"
     shutil.copytree(tiny / "mixtral", folder)
     facts = json.loads((folder / "config.json").read_text())

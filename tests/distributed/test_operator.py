@@ -11,7 +11,7 @@ import pytest
 from tests.harness import LIMIT_S, ROOT, SETTINGS, Run, command, start
 from zerobook.checkpoint import store
 from zerobook.cli.main import main
-from zerobook.monitor.policy import rate_share
+from zerobook.monitor.policy import compute_rate_share
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 from zerobook.runlog.summary import summary
@@ -84,7 +84,9 @@ def test_every_command_is_taken_by_all_ranks_of_a_live_run(tiny, tmp_path, capsy
     # The rate was lowered at a step that came again after the rollback.
     cut = run.event("lr_change")["cut"]
     assert cut[1:] == [0.5, 1000]
-    assert living[-1]["step"] < cut[0] or living[-1]["learning_rate"] < 1.01 * rate_share([cut], living[-1]["step"]) * 5e-5
+    assert (
+        living[-1]["step"] < cut[0] or living[-1]["learning_rate"] < 1.01 * compute_rate_share([cut], living[-1]["step"]) * 5e-5
+    )
     stop = run.event("stop")
     assert stop["why"] == "lunch" and "asked for it" in stop["rule"] and stop["exit_code"] == 76
     assert stop["go_on_from"].endswith(store.name_of(living[-1]["step"])), "the last step is saved"

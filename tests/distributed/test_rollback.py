@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.harness import ROOT, launch, sampled
-from zerobook.monitor.policy import rate_share
+from zerobook.monitor.policy import compute_rate_share
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History
 from zerobook.runlog.summary import summary
@@ -160,7 +160,7 @@ def test_a_lower_rate_survives_what_skipping_does_not_cure(trained, strategy, on
     back = outcome["step"]  # the last checkpoint that was proven good before the rate was too high
     assert cut == [back, 0.75, 40] and 60 <= back < BEGINS["sharp"] and back % 5 == 0
     living = list(History.read(run.output).steps(current=True))
-    lowered = [s["learning_rate"] * rate_share([cut], s["step"] - 1) for s in clean.steps]
+    lowered = [s["learning_rate"] * compute_rate_share([cut], s["step"] - 1) for s in clean.steps]
     assert [s["learning_rate"] for s in living] == pytest.approx(lowered, rel=1e-9)
     assert outcome["differing"].keys() == {"learning rate"} and outcome["verified"] == ["random numbers", "samples"]
     # only the first loss is independent of the rate

@@ -13,9 +13,9 @@ import zerobook.models.quantise
 
 def main():
     for module in (zerobook.launch.resolve, zerobook.models.quantise):
-        module.refused_base = lambda *arguments: None
+        module.explain_refused_base = lambda *arguments: None
     for module in (zerobook.launch.resolve, zerobook.models.load):
-        module.unfit_for_zero3 = lambda *arguments: []
+        module.find_zero3_problems = lambda *arguments: []
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -31,8 +31,8 @@ number (torch 2.13, distributed/launcher/api.py)."""
 class CheckpointManager:
     """Manages the checkpoints in ``config.output_dir``.
 
-    `__init__`, `check_space`, `load`, `load_hook_states`, `is_whole`, `save` and `finish` are collective. The other methods are
-    for rank 0, except `remember` and `path_of`, which any rank may call.
+    `__init__`, `check_space`, `load`, `load_hook_states`, `is_undamaged`, `save` and `finish` are collective. The other methods
+    are for rank 0, except `remember` and `path_of`, which any rank may call.
 
     Attributes:
         checkpoint: the checkpoint that the run resumes from, or None.
@@ -59,7 +59,7 @@ class CheckpointManager:
         self._keeps_proven = True
         self._has_warned_of_slow_save = False
         # The order matters: all ranks must see the folder, and rank 0 must lock it, before it is changed or read.
-        state.check_shared(strategy, config.output_dir)
+        state.require_shared_folder(strategy, config.output_dir)
         strategy.on_main(lambda: resume.lock_run_folder(config))
         # Rank 0 sends its decisions as a dict: messages between ranks hold plain values, and no objects of our classes.
         decisions = strategy.on_main(lambda: asdict(RecoveryState.read(config.output_dir)))
@@ -122,7 +122,7 @@ class CheckpointManager:
     def resumes_in_place(self) -> bool:
         """True if the run resumes from a checkpoint in its own folder, so that the step of the start is saved already.
 
-        A checkpoint that was set aside counts too, since `take_back` restores its name.
+        A checkpoint that was set aside counts too, since `restore_name` restores its name.
         """
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == self.folder.resolve()
 
@@ -238,16 +238,16 @@ class CheckpointManager:
         assert checkpoint is not None
         return state.read_hook_states(checkpoint, self.strategy)
 
-    def take_back(self) -> None:
+    def restore_name(self) -> None:
         """Restore the name of the checkpoint that the run resumes from, if it was set aside in the run's folder. Rank 0."""
         checkpoint = self.checkpoint
         assert checkpoint is not None
         # The step in its name is then followed by a suffix, and is not read as a step.
         was_set_aside = store.step_of(checkpoint) < 0
         if was_set_aside and self.resumes_in_place:
-            store.take_back(checkpoint, store.read_json(checkpoint / store.MANIFEST)["step"])
+            store.restore_name(checkpoint, store.read_json(checkpoint / store.MANIFEST)["step"])
 
-    # --- checkpoints for rollbacks; on rank 0, except `is_whole`
+    # --- checkpoints for rollbacks; on rank 0, except `is_undamaged`
     def steps(self) -> tuple[list[int], list[int]]:
         """Return (steps of the checkpoints proven good, steps of the other complete checkpoints), each in order."""
         proven: list[int] = []
@@ -269,7 +269,7 @@ class CheckpointManager:
         self.remember(proven=self.steps()[0])
         self.protect()
 
-    def is_whole(self, step: int) -> bool:
+    def is_undamaged(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` is undamaged, after reading every byte. Damage is printed. Collective."""
 
         def check() -> bool:
@@ -295,7 +295,7 @@ class CheckpointManager:
         earlier = [checkpoint for checkpoint in store.list_complete(self.folder) if store.step_of(checkpoint) < step]
         return earlier[-1] if earlier else None
 
-    def reads_before(self, step: int) -> Callable[[str, int], float] | None:
+    def make_weight_reader(self, step: int) -> Callable[[str, int], float] | None:
         """Return a function that reads a single number of a weight from the newest checkpoint before ``step``.
 
         Returns:

@@ -69,7 +69,7 @@ def lock_run_folder(config: RecipeConfig) -> None:
         raise ConfigError(earlier)
 
 
-def other_optimizer(config: RecipeConfig) -> str | None:
+def find_optimizer_mismatch(config: RecipeConfig) -> str | None:
     """Return the error message if the run's optimizer cannot use the state in the checkpoint to resume from; else None.
 
     Raises:

@@ -29,7 +29,7 @@ from zerobook.strategy.weights import persistent_buffers
 from zerobook.utils import files
 
 
-def check_shared(strategy: Strategy, output_dir: str) -> None:
+def require_shared_folder(strategy: Strategy, output_dir: str) -> None:
     """Check that ``output_dir`` is on a filesystem that all nodes share and that can hold checkpoints and runlogs. Collective.
 
     Rank 0 writes a file there, and all ranks look for it.

@@ -461,7 +461,7 @@ def set_aside(checkpoints: Path, step: int, unreadable: Collection[Path] = ()) -
     return new_paths[::-1]
 
 
-def take_back(checkpoint: Path, step: int) -> None:
+def restore_name(checkpoint: Path, step: int) -> None:
     """Restore the name and the pin of a checkpoint that was set aside, for a run that resumes from it.
 
     If another checkpoint has that name, it is set aside: it belongs to another branch, from which the next ``auto`` must not

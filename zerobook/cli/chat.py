@@ -16,7 +16,7 @@ from zerobook.cli.export import add_checkpoint_flag, find_checkpoint
 from zerobook.data.templates import render_prompt
 from zerobook.data.turns import ControlTokens
 from zerobook.errors import ConfigError, DataError
-from zerobook.models.generation_config import stop_tokens
+from zerobook.models.generation_config import list_stop_tokens
 from zerobook.models.result import Loaded, load_result
 from zerobook.utils.terminal import plain, say
 
@@ -251,7 +251,7 @@ class Conversation:
         options: dict[str, Any] = {
             "num_beams": beams,
             "pad_token_id": self.tokenizer.pad_token_id,
-            "eos_token_id": stop_tokens(saved, self.tokenizer, encoder_decoder=self.is_seq2seq) or None,
+            "eos_token_id": list_stop_tokens(saved, self.tokenizer, encoder_decoder=self.is_seq2seq) or None,
         }
         if temperature > 0:
             return options | {"do_sample": True, "temperature": temperature}

@@ -19,10 +19,10 @@ from zerobook.config_sources import ConfigSources, read
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.launch import account, host_check, ops, preflight
-from zerobook.launch.accelerate_cli import loopback_note, split_at_recipe
-from zerobook.launch.by_name import written_out
+from zerobook.launch.accelerate_cli import describe_unreachable_host, split_at_recipe
+from zerobook.launch.by_name import replace_names
 from zerobook.launch.host_check import PATIENCE_S
-from zerobook.launch.resolve import Hardware, resolve, together
+from zerobook.launch.resolve import Hardware, merge_problems, resolve
 from zerobook.launch.worker_environment import inspect
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.training.recipe_file import recipe_class
@@ -63,7 +63,7 @@ def doctor(argv: list[str]) -> int:
     flags, argv = parser.parse_known_args(argv)
     # The remaining arguments are those of the launch. Replace names of strategy files and recipes in them by paths, as
     # `zerobook launch` does.
-    argv = written_out(argv, flags.strategy)
+    argv = replace_names(argv, flags.strategy)
     out = console()
     # With --json, only the object is printed to stdout.
     out.quiet = flags.json
@@ -151,13 +151,13 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     # Accelerate's own code turns the flags and the strategy file into the environment of the workers.
     workers = inspect(launch_flags)
     plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
-    problems = together(config_problems, workers.problems)
+    problems = merge_problems(config_problems, workers.problems)
     # `together` puts the earlier problems first, and drops a problem of the plan about a key that has one already. What follows
     # the earlier ones stays in the plan.
-    plan.problems = together(problems, plan.problems)[len(problems) :]
+    plan.problems = merge_problems(problems, plan.problems)[len(problems) :]
     if not workers.has_strategy:
         return None, problems + plan.problems, config, sources
-    loopback = loopback_note(plan, workers.environ)
+    loopback = describe_unreachable_host(plan, workers.environ)
     if loopback:
         plan.notes.append(loopback)
     if config.base_format is None and not problems:

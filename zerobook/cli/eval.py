@@ -66,11 +66,11 @@ def evaluate(argv: list[str]) -> int:
 
 def _measure_file(flags: argparse.Namespace) -> dict[str, Any]:
     """Measure the held-out loss, and return the results. Without --json, also print them, with the answers."""
-    from zerobook.training.measure import evaluate_on
+    from zerobook.training.measure import evaluate_on_file
 
     # stdout is for the results, so what libraries print goes to stderr.
     with redirect_stdout(sys.stderr):
-        record = evaluate_on(flags.path, flags.file, rows=flags.limit, trust_remote_code=flags.trust_remote_code)
+        record = evaluate_on_file(flags.path, flags.file, rows=flags.limit, trust_remote_code=flags.trust_remote_code)
     if not flags.json:
         say(f"{flags.path} on {flags.file}: {describe(record.result)}, {record.result['tokens']:,} tokens")
         for sample in record.samples:

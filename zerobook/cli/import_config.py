@@ -37,7 +37,7 @@ examples:
 def import_foreign(argv: list[str]) -> int:
     """Run the command. Return 0, or 1 if a key that may change the training has no counterpart, or no data is named."""
     from zerobook.interop.configs.command_lines import Command, read_command
-    from zerobook.interop.configs.importer import import_config, recognise
+    from zerobook.interop.configs.importer import import_config, recognise_trainer
     from zerobook.interop.configs.table import TRAINERS
 
     parser = Parser("zerobook import", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -54,7 +54,7 @@ def import_foreign(argv: list[str]) -> int:
         raise ConfigError("config: name a FILE.")
     else:
         config = read_mapping(flags.file, "config", load_bounded)
-        trainer = flags.trainer or recognise(config, flags.file)
+        trainer = flags.trainer or recognise_trainer(config, flags.file)
         command = Command(config=config, file=Path(flags.file).expanduser(), trainer=trainer, recipe="")
     folder = Path(flags.output or f"{command.file.stem}_imported").expanduser()
     require_new(folder, "--output")
@@ -72,7 +72,7 @@ def import_foreign(argv: list[str]) -> int:
 
 def write_import(imported: Imported, folder: Path) -> None:
     """Write the recipe's YAML, the strategy file, and account.txt, a report on what became of each key. Print the report."""
-    from zerobook.interop.configs.account import account_text
+    from zerobook.interop.configs.account import format_account
 
     strategy = imported.strategy
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def write_import(imported: Imported, folder: Path) -> None:
     # Translations may add files, such as a chat template.
     files = dict(imported.foreign.files)
     files["recipe.yaml"] = header + yaml.safe_dump(imported.values, sort_keys=False, allow_unicode=True)
-    files["account.txt"] = account_text(imported)
+    files["account.txt"] = format_account(imported)
     # A shipped strategy file is used by its name, and has no content here.
     if strategy.content is not None:
         files[f"{strategy.name}.yaml"] = yaml.safe_dump(strategy.content, sort_keys=False)

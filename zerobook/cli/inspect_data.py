@@ -17,8 +17,8 @@ from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.show_rows import print_histogram, show_rows
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
-from zerobook.data.examine import BadSamples, Examined, Locations, examine, held_out_twice, in_both
-from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
+from zerobook.data.examine import BadSamples, Examined, Locations, examine, find_repeated_held_out, find_shared_samples
+from zerobook.data.held_out import describe_empty_share, describe_short_text, describe_unsupervised
 from zerobook.data.source import Splits
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.templates import CausalEncoder, describe_default_template
@@ -89,11 +89,11 @@ def _held_out_samples(
 ) -> tuple[int, Locations]:
     """Return the number of samples that a run would hold out, and the locations of those that it would also train on."""
     if held_out is not None:
-        return int(held_out.is_kept.sum()), in_both(train, held_out)
+        return int(held_out.is_kept.sum()), find_shared_samples(train, held_out)
     # Of running text, a run holds out the end, which does not consist of samples.
     if splits.train.lone_text:
         return 0, Locations()
-    return held_out_twice(train, flags.validation_split_percentage / 100, flags.seed)
+    return find_repeated_held_out(train, flags.validation_split_percentage / 100, flags.seed)
 
 
 def _print_text(
@@ -152,11 +152,11 @@ def _held_out_problem(held_out: Examined | None, length: int) -> str | None:
         return None
     tokens = int(held_out.lengths.sum())
     if held_out.format == "text" and tokens < length:
-        return short_text_problem(held_out.name, tokens, length, "max_seq_length")
+        return describe_short_text(held_out.name, tokens, length, "max_seq_length")
     # Every sample of running text is kept.
     if held_out.is_kept.any():
         return None
-    return unsupervised_problem(held_out.name, f"{len(held_out.lengths)} samples", length, "max_seq_length")
+    return describe_unsupervised(held_out.name, f"{len(held_out.lengths)} samples", length, "max_seq_length")
 
 
 def _make_encoder(model: str, template_name: str | None) -> CausalEncoder:
@@ -170,7 +170,7 @@ def _make_encoder(model: str, template_name: str | None) -> CausalEncoder:
             template = read_text(template_file(template_name))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat_template {template_name}: it cannot be read: {error}.") from None
-    tokenizer_path = embedded.located(find_result(model).model)
+    tokenizer_path = embedded.locate_model(find_result(model).model)
     tokenizer, _ = open_tokenizer(tokenizer_path, template=template, revision="main", trust_remote_code=False)
     encoder = CausalEncoder(tokenizer, length=None)
     # A run does this too, if the tokenizer has no chat template.

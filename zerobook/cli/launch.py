@@ -12,8 +12,8 @@ from zerobook.cli.arguments import Parser, positive
 from zerobook.errors import ConfigError
 from zerobook.launch import elastic, flag_checks
 from zerobook.launch.accelerate_cli import parse_flags, read_flags, split_at_recipe
-from zerobook.launch.by_name import OTHER_PROGRAMS, written_out
-from zerobook.launch.process import pass_signals_on, quietly
+from zerobook.launch.by_name import OTHER_PROGRAMS, replace_names
+from zerobook.launch.process import pass_signals_on, run_launcher
 from zerobook.utils.shipped import names
 from zerobook.utils.terminal import say
 
@@ -60,14 +60,14 @@ def launch(argv: list[str]) -> int:
     if recipe is None and OTHER_PROGRAMS.isdisjoint(argv):
         _check_program(accelerate_flags)
     # If the strategy or the recipe is a name, start again with their paths.
-    resolved_arguments = written_out(arguments, flags.strategy)
+    resolved_arguments = replace_names(arguments, flags.strategy)
     if resolved_arguments != arguments:
         if flags.min_machines:
             resolved_arguments = ["--min_machines", str(flags.min_machines), *resolved_arguments]
         _restart_with(resolved_arguments, argv)
     if flags.min_machines:
-        return quietly(lambda: elastic.launch(flags.min_machines, arguments))
-    return quietly(lambda: _launch(arguments))
+        return run_launcher(lambda: elastic.launch(flags.min_machines, arguments))
+    return run_launcher(lambda: _launch(arguments))
 
 
 def _check_program(flags: list[str]) -> None:
@@ -116,7 +116,7 @@ def _launch(arguments: list[str]) -> None:
 
     args = parse_flags(arguments)
     # torchrun passes SIGTERM and Ctrl-C on to its processes. accelerate's launcher of a single process does not.
-    if flag_checks.strategy_of(flag_checks.validated(args)) == "single":
+    if flag_checks.find_strategy(flag_checks.merge_flags_and_file(args)) == "single":
         pass_signals_on()
     launch_command(args)
 

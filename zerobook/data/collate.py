@@ -256,7 +256,7 @@ class PackedCollator(_Collator):
         return self.with_extras(batch, batch["position_ids"])
 
 
-def length_multiple(model: nn.Module) -> int:
+def get_length_multiple(model: nn.Module) -> int:
     """Return the multiple to which lengths of batches are rounded up: 8 on a GPU, which suits tensor cores, and 1 elsewhere.
 
     It is also 1 if the model's number of positions is not a multiple of 8: the longest rows would be padded beyond them.
@@ -265,7 +265,7 @@ def length_multiple(model: nn.Module) -> int:
     return 8 if torch.cuda.is_available() and positions % 8 == 0 else 1
 
 
-def causal_collator(
+def choose_causal_collator(
     tokenizer: PreTrainedTokenizerBase, model: nn.Module, *, packed: bool, padding_free: bool = False, length: int
 ) -> CausalCollator | PackedCollator:
     """Return the collator for ``model``, by its device and its attention implementation.
@@ -275,7 +275,7 @@ def causal_collator(
         padding_free: rows hold one sample each, and the rows of a micro-batch are joined.
         length: maximum number of tokens in a row.
     """
-    multiple = length_multiple(model)
+    multiple = get_length_multiple(model)
     if padding_free:
         return PackedCollator(tokenizer.pad_token_id, multiple, flatten=True)
     if not packed:

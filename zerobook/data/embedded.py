@@ -75,7 +75,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobook"
 
 
-def located(name: str) -> str:
+def locate_model(name: str) -> str:
     """Return a name that ``from_pretrained`` takes: an embedded model's folder, made at the first call, or ``name`` itself.
 
     Raises:

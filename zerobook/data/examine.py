@@ -224,7 +224,7 @@ def _encode_samples(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, 
     yield from zip(locations, samples, reading.encoder.encode(samples), strict=True)
 
 
-def in_both(train: Examined, held_out: Examined) -> Locations:
+def find_shared_samples(train: Examined, held_out: Examined) -> Locations:
     """Return the held-out samples that are also training samples. Their locations are numbers in the held-out data."""
     locations = Locations()
     for number in np.flatnonzero(np.isin(held_out.digests, train.digests)):
@@ -232,7 +232,7 @@ def in_both(train: Examined, held_out: Examined) -> Locations:
     return locations
 
 
-def held_out_twice(examined: Examined, share: float, seed: int) -> tuple[int, Locations]:
+def find_repeated_held_out(examined: Examined, share: float, seed: int) -> tuple[int, Locations]:
     """Return the number of samples that a run holds out at random, and those among them that are equal to training samples.
 
     Args:

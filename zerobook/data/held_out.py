@@ -3,7 +3,7 @@
 _OTHER_DATA = "or name other data with --validation_file."
 
 
-def unsupervised_problem(name: str, counts: str, length: int, length_key: str) -> str:
+def describe_unsupervised(name: str, counts: str, length: int, length_key: str) -> str:
     """Return the error message for held-out samples without a supervised token.
 
     Args:
@@ -18,7 +18,7 @@ def unsupervised_problem(name: str, counts: str, length: int, length_key: str) -
     )
 
 
-def short_text_problem(name: str, tokens: int, length: int, length_key: str) -> str:
+def describe_short_text(name: str, tokens: int, length: int, length_key: str) -> str:
     """Return the error message for held-out running text of fewer ``tokens`` than one block of ``length``."""
     return (
         f"{name}: it is held-out data of {tokens} tokens, fewer than one block of {length}, so no loss can be measured on it. "

@@ -30,7 +30,7 @@ import xxhash
 from zerobook.config import DatasetSpec, RecipeConfig
 from zerobook.data import embedded, files, sources
 from zerobook.data.formats import formats_of
-from zerobook.data.held_out import describe_empty_share, short_text_problem, unsupervised_problem
+from zerobook.data.held_out import describe_empty_share, describe_short_text, describe_unsupervised
 from zerobook.data.pack import Packing
 from zerobook.data.sampler import Permutation, held_out_mask
 from zerobook.data.source import Item, Source, Splits
@@ -450,9 +450,9 @@ class Library:
             return
         meta = view.store.meta
         if meta["format"] == "text" and meta["tokens"]:
-            raise DataError(short_text_problem(meta["source_name"], meta["tokens"], self.length, self.config.length_key))
+            raise DataError(describe_short_text(meta["source_name"], meta["tokens"], self.length, self.config.length_key))
         raise DataError(
-            unsupervised_problem(meta["source_name"], _describe_counts(meta["report"]), self.length, self.config.length_key)
+            describe_unsupervised(meta["source_name"], _describe_counts(meta["report"]), self.length, self.config.length_key)
         )
 
     # --- views

@@ -37,12 +37,12 @@ def fetch_tasks(tasks: list[str], *, encoder_decoder: bool) -> None:
 
 def task_scorers(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, model: nn.Module, kind: Kind) -> list[Any]:
     """Return the scorers of ``config.eval_tasks`` for a training loop; an empty list if no task is named."""
-    from zerobook.models.result import context_of
+    from zerobook.models.result import find_context_length
 
     # Check the model before any file is read: the refusal is not about the tasks.
     check_causal(config.eval_tasks, kind)
     task_files, harness_tasks = split_tasks(config.eval_tasks)
-    max_length = context_of(cast("PreTrainedModel", model).config)
+    max_length = find_context_length(cast("PreTrainedModel", model).config)
     batch_size = config.per_device_eval_batch_size
     scorers: list[Any] = []
     if task_files:

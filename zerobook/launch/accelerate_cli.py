@@ -129,7 +129,7 @@ def has_automatic_threads() -> bool:
     return parse_flags(flags).num_cpu_threads_per_process is None
 
 
-def loopback_note(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
+def describe_unreachable_host(plan: LaunchPlan, environ: Mapping[str, str]) -> str | None:
     """Return `describe_loopback` for a launch over several machines that uses gloo; else None.
 
     NCCL chooses a network interface by itself.

@@ -20,10 +20,16 @@ from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigSources, ConfigT
 from zerobook.errors import ConfigError
 from zerobook.launch import flag_checks, meet, ops
-from zerobook.launch.accelerate_cli import has_automatic_threads, loopback_note, parent_flags, parse_flags, read_hidden_settings
+from zerobook.launch.accelerate_cli import (
+    describe_unreachable_host,
+    has_automatic_threads,
+    parent_flags,
+    parse_flags,
+    read_hidden_settings,
+)
 from zerobook.launch.accelerate_file import FileCheck
 from zerobook.launch.process import launched
-from zerobook.launch.resolve import Hardware, resolve, together
+from zerobook.launch.resolve import Hardware, merge_problems, resolve
 from zerobook.launch.worker_environment import plain_environment
 from zerobook.strategy import ReplicatedStrategy, Strategy
 from zerobook.strategy.launch_plan import LaunchPlan
@@ -71,7 +77,7 @@ def resolve_this_process(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan, config, sources = resolve(environ, Hardware.detect(), config, sources, precision, starts=starts)
     _choose_host_threads(plan)
-    note = loopback_note(plan, environ)
+    note = describe_unreachable_host(plan, environ)
     if note:
         plan.notes.append(note)
     if trains:
@@ -79,7 +85,7 @@ def resolve_this_process(
         if problem:
             plan.problems.append(problem)
     # The problems of the config come first, since they may cause later ones.
-    plan.problems = together(config_problems, file_check.problems, plan.problems)
+    plan.problems = merge_problems(config_problems, file_check.problems, plan.problems)
     if plan.problems:
         raise ConfigError(plan.problems)
     return plan, config, sources
@@ -223,7 +229,7 @@ def _build_fully_sharded(plan: LaunchPlan, options: dict[str, Any]) -> Strategy:
 
         # accelerate's plugin always asks for pinned memory, which needs a GPU driver.
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
-    strategy_class = ModelParallelStrategy if plan.loaded_in_parts else FullyShardedStrategy
+    strategy_class = ModelParallelStrategy if plan.is_loaded_in_parts else FullyShardedStrategy
     return strategy_class(accelerator, plan)
 
 
@@ -255,7 +261,7 @@ def set_environment(plan: LaunchPlan) -> None:
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # If this variable is set, accelerate uses neither DeepSpeed nor FSDP, without a message.
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    if plan.loaded_in_parts:
+    if plan.is_loaded_in_parts:
         # transformers makes the process groups instead of accelerate, and each process reads its weights from the files.
         os.environ.pop("ACCELERATE_USE_PARALLELISM_CONFIG", None)
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

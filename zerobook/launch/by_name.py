@@ -20,7 +20,7 @@ OTHER_PROGRAMS = {"-m", "--module", "--no_python", "--no-python"}
 _STRATEGY_FLAGS = {"config_file", "use_deepspeed", "use_fsdp", "multi_gpu", "cpu"}
 
 
-def written_out(arguments: list[str], strategy: str | None) -> list[str]:
+def replace_names(arguments: list[str], strategy: str | None) -> list[str]:
     """Return the arguments of ``accelerate launch`` for those of ``zerobook launch``.
 
     Names of recipes and strategies become paths, and the launch keys of the recipe's YAML become flags.

@@ -57,7 +57,7 @@ def find_compile_obstacle(plan: LaunchPlan, config: RecipeConfig) -> str | None:
     """Return the part of the launch with which the layers cannot be compiled; None if they can be compiled."""
     if plan.zero_stage == 3:
         return "ZeRO-3, whose hooks gather the weights of each part of a layer, which ends compiled code there"
-    if plan.sequence > 1 or plan.context > 1 or plan.loaded_in_parts:
+    if plan.sequence > 1 or plan.context > 1 or plan.is_loaded_in_parts:
         return f"{plan.name}, which replaces parts of the layers"
     if config.base_format is not None:
         return f"a base in {config.base_format}"

@@ -34,7 +34,7 @@ def check(typed: argparse.Namespace, *, before_start: bool, looks_up_address: bo
     if not file_check.is_resolvable:
         return file_check
     try:
-        args = validated(typed)
+        args = merge_flags_and_file(typed)
     except Exception as error:
         # If the file has a problem, accelerate's error may only repeat it.
         refusals = [describe_refusal(error)] if before_start and not file_check.problems else []
@@ -55,7 +55,7 @@ def describe_refusal(error: Exception) -> str:
     return f"accelerate refuses this launch: {reason}."
 
 
-def validated(args: argparse.Namespace) -> argparse.Namespace:
+def merge_flags_and_file(args: argparse.Namespace) -> argparse.Namespace:
     """Return the launcher's parsed flags with the values of the Accelerate config, merged by accelerate's own code.
 
     Raises:
@@ -68,7 +68,7 @@ def validated(args: argparse.Namespace) -> argparse.Namespace:
     return accelerate_launch._validate_launch_command(copy.deepcopy(args))[0]
 
 
-def strategy_of(args: argparse.Namespace) -> str:
+def find_strategy(args: argparse.Namespace) -> str:
     """Return which of accelerate's launchers starts the processes: ``deepspeed``, ``fsdp``, ``ddp`` or ``single``.
 
     Args:
@@ -91,7 +91,7 @@ def find_flag_problems(typed: argparse.Namespace, args: argparse.Namespace, dist
         args: from `validated`.
         distributed_type: the value in the Accelerate config; None without a config.
     """
-    strategy = strategy_of(args)
+    strategy = find_strategy(args)
     yield from _find_unused_flags(typed, strategy)
     if str(args.mixed_precision).lower() == "fp8":
         yield "mixed_precision: fp8 is not supported. Use no, bf16 or fp16."
@@ -144,7 +144,7 @@ def find_machine_problems(args: argparse.Namespace, *, looks_up_address: bool) -
             get its address after the launch has begun.
     """
     machines = int(args.num_machines or 1)
-    if machines < 2 or strategy_of(args) == "single":
+    if machines < 2 or find_strategy(args) == "single":
         return
     address = str(args.main_process_ip or "").strip()
     # With an unspecified address such as 0.0.0.0, every machine would connect to itself.
@@ -168,7 +168,7 @@ def find_machine_problems(args: argparse.Namespace, *, looks_up_address: bool) -
         yield f"--machine_rank: {args.machine_rank}, but {machines} machines have ranks 0 to {machines - 1}."
     # By default, accelerate starts the processes of all machines from the first machine, by pdsh over SSH.
     launcher = args.deepspeed_multinode_launcher or "pdsh"
-    if strategy_of(args) == "deepspeed" and launcher != "standard" and not args.deepspeed_hostfile:
+    if find_strategy(args) == "deepspeed" and launcher != "standard" and not args.deepspeed_hostfile:
         yield (
             f"deepspeed_multinode_launcher is {launcher}, which reads the machines from deepspeed_hostfile, and that is not "
             "given. Write deepspeed_multinode_launcher: standard, and start the command on each machine."

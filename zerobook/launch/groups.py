@@ -62,7 +62,7 @@ def read(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     if plan.deepspeed_config is not None and plan.sequence > 1:
         # ZeRO-3 reads the size while the model is loaded, before the groups are made.
         plan.deepspeed_config[_SEQUENCE_KEY_OF_JSON] = plan.sequence
-    if plan.loaded_in_parts:
+    if plan.is_loaded_in_parts:
         plan.shard = plan.world_size // plan.tensor
     _check_combination(plan)
 
@@ -103,13 +103,13 @@ def _check_combination(plan: LaunchPlan) -> None:
     is_combined_with = {
         "ZeRO++ (zero_hpz_partition_size, zero_quantized_gradients)": plan.sequence > 1 and uses_zero_plus_plus,
         f"expert parallelism ({plan.experts})": plan.experts > 1 and plan.tensor > 1,
-        f"context parallelism ({plan.context})": plan.context > 1 and plan.loaded_in_parts,
-        f"{plan.replicate} replicas": plan.replicate > 1 and (plan.loaded_in_parts or plan.context > 1),
-        "fsdp_offload_params": plan.offload_param != "none" and plan.loaded_in_parts,
+        f"context parallelism ({plan.context})": plan.context > 1 and plan.is_loaded_in_parts,
+        f"{plan.replicate} replicas": plan.replicate > 1 and (plan.is_loaded_in_parts or plan.context > 1),
+        "fsdp_offload_params": plan.offload_param != "none" and plan.is_loaded_in_parts,
         # transformers frees the gathered weights after each layer, whatever the file says.
-        "fsdp_reshard_after_forward false": not plan.reshards and plan.loaded_in_parts,
+        "fsdp_reshard_after_forward false": not plan.reshards and plan.is_loaded_in_parts,
     }
-    if plan.loaded_in_parts:
+    if plan.is_loaded_in_parts:
         from transformers.distributed import DistributedConfig
 
         # Versions without this field load a model in parts in another way than `ModelParallelStrategy` expects.
@@ -134,12 +134,12 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
     config = draft.config
     if plan.sequence > 1 or plan.context > 1:
         _check_split_rows(plan, draft)
-    if plan.loaded_in_parts and config.trains_adapters:
+    if plan.is_loaded_in_parts and config.trains_adapters:
         plan.problems.append(
             f"{plan.name}: adapters are not supported: peft 0.21.2 adds whole matrices to layers that hold a part. Launch with "
             "accelerate_configs/fsdp.yaml or zero3.yaml, or train all weights with recipes/causal_lm.py."
         )
-    if plan.loaded_in_parts and plan.precision == "fp16":
+    if plan.is_loaded_in_parts and plan.precision == "fp16":
         plan.problems.append(
             f"mixed_precision: fp16 (from {plan.precision_source}) is not supported under {plan.name}: torch unscales "
             "gradients of one kind of sharding only. Use bf16 or no."
@@ -182,7 +182,7 @@ def find_group_problems(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]
         facts: the model's config.json, or all values of transformers' config, which fills in what a config.json lacks.
     """
     splits_rows = plan.sequence * plan.context > 1
-    if not splits_rows and not plan.loaded_in_parts:
+    if not splits_rows and not plan.is_loaded_in_parts:
         return []
     # Of a composite model, only the text model is trained.
     facts = {**facts, **(facts.get("text_config") or {})}
@@ -218,7 +218,7 @@ def find_group_problems(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]
     return problems
 
 
-def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
+def find_config_problems(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
     """Return the reasons why a model cannot be trained in the groups of ``plan``.
 
     Args:
@@ -242,7 +242,7 @@ def unfit_config(plan: LaunchPlan, config: PreTrainedConfig) -> list[str]:
             "model does not have. Use accelerate_configs/fsdp_context.yaml, which does not split heads."
         )
     # transformers divides the weights under tensor and expert parallelism only.
-    if plan.loaded_in_parts and not problems:
+    if plan.is_loaded_in_parts and not problems:
         problems += _find_division_problems(plan, config.model_type, text_config)
     return problems
 

@@ -70,7 +70,7 @@ def place(launch_flags: list[str]) -> Position:
     Raises:
         ConfigError: they describe a launch on one host, or have no address.
     """
-    args = flag_checks.validated(parse_flags([*launch_flags, SCRIPT]))
+    args = flag_checks.merge_flags_and_file(parse_flags([*launch_flags, SCRIPT]))
     hosts = int(args.num_machines or 1)
     if hosts < 2 or not args.main_process_ip:
         raise ConfigError(

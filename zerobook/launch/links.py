@@ -1,7 +1,5 @@
 """Rates of the links between the processes of a run, measured before the training."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

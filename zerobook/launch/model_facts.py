@@ -1,7 +1,5 @@
 """The config.json of a run's model, if it is on this machine, and the reasons in it why the model cannot be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -34,7 +32,7 @@ def model_facts(config: RecipeConfig) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) else None
 
 
-def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
+def find_text_problems(facts: Mapping[str, Any]) -> list[str]:
     """Return a problem if the recipes cannot train such a model, since it does not read a text and continue it.
 
     Args:
@@ -70,7 +68,7 @@ def unfit_for_text(facts: Mapping[str, Any]) -> list[str]:
     return [f"model: transformers has no class of {model_type} that writes text. Take a decoder, or an encoder-decoder."]
 
 
-def unfit_for_zero3(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
+def find_zero3_problems(plan: LaunchPlan, facts: Mapping[str, Any]) -> list[str]:
     """Return the reasons in a model's config why the model cannot be trained under ZeRO-3.
 
     Args:

@@ -1,7 +1,5 @@
 """The end of a process: errors of users are printed without tracebacks, and launchers get the right exit code."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging
@@ -128,7 +126,7 @@ def _write_error_file(text: str) -> None:
             Path(file).write_text(json.dumps({"message": {"message": plain(text), "extraInfo": extra}}))
 
 
-def quietly(launcher: Callable[[], None]) -> int:
+def run_launcher(launcher: Callable[[], None]) -> int:
     """Run a launcher of processes without its tracebacks and logs, since the processes have printed their errors.
 
     Returns:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from zerobook.strategy.launch_plan import LaunchPlan
 
 
-def refused_base(plan: LaunchPlan, setting: str, base: str, storage: str = "float") -> str | None:
+def explain_refused_base(plan: LaunchPlan, setting: str, base: str, storage: str = "float") -> str | None:
     """Return why a strategy cannot train adapters on a quantised base, with advice; None if it can.
 
     Args:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from zerobook.checkpoint.result import find_result
-from zerobook.checkpoint.resume import keep_global_batch, other_optimizer
+from zerobook.checkpoint.resume import find_optimizer_mismatch, keep_global_batch
 from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigDraft, ConfigSources, ConfigT
 from zerobook.errors import CheckpointError, ConfigError
 from zerobook.launch import deepspeed_json, deepspeed_keys, fast, fsdp_settings, groups, ops
-from zerobook.launch.model_facts import find_missing_layers, model_facts, unfit_for_text, unfit_for_zero3
-from zerobook.launch.quantised import refused_base
-from zerobook.optimizer import names_code_in_yaml, refused_by, unused_settings
+from zerobook.launch.model_facts import find_missing_layers, find_text_problems, find_zero3_problems, model_facts
+from zerobook.launch.quantised import explain_refused_base
+from zerobook.optimizer import explain_refusal, names_code_in_yaml, unused_settings
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.utils import gpus
 from zerobook.utils.compilers import missing_compiler
@@ -227,7 +227,7 @@ def resolve(
     return plan, draft.config, draft.sources
 
 
-def together(*stages: Sequence[str]) -> list[str]:
+def merge_problems(*stages: Sequence[str]) -> list[str]:
     """Return the problems of all stages of a launch, in their order.
 
     If an earlier stage has a problem with the same key, a problem of a later stage is left out, since it may be a consequence.
@@ -436,7 +436,7 @@ def _set_global_batch(launch: LaunchDraft) -> None:
             f"processes = {micro_batch}. Give {multiples}, or another --per_device_train_batch_size."
         )
     else:
-        draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_on(readers))
+        draft.set(f"global_batch_size={global_batch}", gradient_accumulation_steps=config.accumulation_steps_on(readers))
 
 
 def _check_optimizer(launch: LaunchDraft) -> None:
@@ -447,7 +447,7 @@ def _check_optimizer(launch: LaunchDraft) -> None:
     # The optimizer may be code that only a YAML names. A check without a run must not run such code.
     try:
         if launch.starts or not names_code_in_yaml(config, sources):
-            refusal = refused_by(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
+            refusal = explain_refusal(plan.name, plan.kind, plan.offload_optimizer, config.optimizer)
             if refusal:
                 plan.problems.append(refusal)
         else:
@@ -455,7 +455,7 @@ def _check_optimizer(launch: LaunchDraft) -> None:
                 f"optimizer: {sources['optimizer']} names {config.optimizer}, which is not run here. A launch runs it. With "
                 f"--optimizer {shlex.quote(config.optimizer)} it is run, and checked, here too"
             )
-        difference = other_optimizer(config)
+        difference = find_optimizer_mismatch(config)
         if difference:
             plan.problems.append(f"resume_from_checkpoint: {difference}")
     except ConfigError as error:
@@ -569,8 +569,8 @@ def _check_model(launch: LaunchDraft) -> None:
     facts = model_facts(launch.draft.config)
     groups.check(plan, launch.draft, facts)
     if facts is not None:
-        plan.problems += unfit_for_text(facts)
-        plan.problems += unfit_for_zero3(plan, facts)
+        plan.problems += find_text_problems(facts)
+        plan.problems += find_zero3_problems(plan, facts)
         if plan.kind in ("fsdp", "deepspeed"):
             plan.problems += find_missing_layers(launch.environ, facts)
 
@@ -607,7 +607,7 @@ def _check_model_settings(launch: LaunchDraft) -> None:
             plan.problems.append(f"{key}: it is compiled, and this machine lacks {hardware.missing_compiler}. Or drop {key}.")
     if config.base_format is not None:
         flag = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}[config.base_format]
-        refusal = refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)
+        refusal = explain_refused_base(plan, f"{flag}: the base is quantised to {config.base_format}", config.base_format)
         if refusal:
             plan.problems.append(refusal)
     if plan.precision == "bf16" and not launch.on_cpu and not hardware.bf16:
@@ -626,11 +626,11 @@ def _check_flash_attention(launch: LaunchDraft) -> None:
         )
     # With dtype auto, the dtype of a frozen base is not known before the model is loaded.
     has_unknown_dtype = config.trains_adapters and config.dtype == "auto"
-    if not has_unknown_dtype and not computes_in_half(config, plan.precision, config.dtype):
-        plan.problems.append(fp32_flash_attention(plan.precision, config.dtype))
+    if not has_unknown_dtype and not is_attention_in_half(config, plan.precision, config.dtype):
+        plan.problems.append(explain_no_fp32_flash_attention(plan.precision, config.dtype))
 
 
-def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
+def is_attention_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
     """Return whether the model's attention computes in fp16 or bf16.
 
     Without mixed precision, it computes in the dtype of the weights. Trained weights are always converted to fp32, so only
@@ -643,7 +643,7 @@ def computes_in_half(config: RecipeConfig, precision: str, dtype: str) -> bool:
     return precision != "no" or (config.trains_adapters and dtype in ("bfloat16", "float16"))
 
 
-def fp32_flash_attention(precision: str, dtype: str) -> str:
+def explain_no_fp32_flash_attention(precision: str, dtype: str) -> str:
     """Return the error message for flash attention 2 in a run that computes in fp32."""
     return (
         "attn_implementation: flash_attention_2 was asked for; it takes fp16 and bf16 only, and this run computes in fp32 "

@@ -1,7 +1,5 @@
 """The environment that ``accelerate launch`` would give to its workers, computed by accelerate's own code."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Mapping
@@ -93,7 +91,7 @@ def _prepare_environment(typed: argparse.Namespace) -> dict[str, str]:
         args, defaults, from_file = accelerate_launch._validate_launch_command(typed)
         # Nothing is started here. With 0, accelerate takes a free port, and does not complain of a port that is in use.
         args.main_process_port = 0
-        strategy = flag_checks.strategy_of(args)
+        strategy = flag_checks.find_strategy(args)
         if strategy == "single":
             _, environ = prepare.prepare_simple_launcher_cmd_env(args)
         else:

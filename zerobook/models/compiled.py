@@ -3,8 +3,6 @@
 To compile a complete model takes as many times longer as it has layers, and the results are the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

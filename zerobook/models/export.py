@@ -16,7 +16,7 @@ from zerobook.errors import CheckpointError
 from zerobook.models.adapters import adapt_model, grow_for_adapter, merge_adapter, save_adapter
 from zerobook.models.card import Training, format_card
 from zerobook.models.load import drop_foreign_attention, open_tokenizer, use_cache
-from zerobook.models.quantise import base_of
+from zerobook.models.quantise import find_base_format
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.runlog.facts import trains_adapters
@@ -73,7 +73,7 @@ def export_checkpoint(
     base_model, base = _load_base(recorded, checkpoint, revision, trust_remote_code)
     tokenizer = _load_tokenizer(config, recorded.get("chat_template"), base, revision, trust_remote_code)
     base_class = type(base_model)
-    if merge and base_of(base_model.config) is not None:
+    if merge and find_base_format(base_model.config) is not None:
         raise CheckpointError(
             f"{checkpoint}: its base, {base}, is quantised, and adapters cannot be merged into quantised weights. Export the "
             "adapter alone with --keep_adapter."
@@ -184,7 +184,7 @@ def _load_base(
     # A run from scratch has no name of a model. It saves the weights that it begins with.
     source = str(checkpoint.parents[1] / "initial_model")
     if name is not None:
-        source = embedded.located(name)
+        source = embedded.locate_model(name)
     options = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         model_config = transformers.AutoConfig.from_pretrained(source, **options)
@@ -214,7 +214,7 @@ def _load_tokenizer(
     """Return the run's tokenizer, with the chat template ``template``. ``base`` and ``revision`` locate the base model."""
     name = base
     if config["tokenizer_name"]:
-        name = embedded.located(config["tokenizer_name"])
+        name = embedded.locate_model(config["tokenizer_name"])
         revision = config["model_revision"]
     tokenizer, _ = open_tokenizer(
         name,
@@ -268,7 +268,7 @@ def _restore_weights(model: nn.Module, checkpoint: Path, adapts: bool) -> None:
 
 def _write_model(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], folder: Path) -> None:
     """Write weights, configs and tokenizer, as a run saves them when it ends."""
-    from zerobook.models.generation_config import RULES, answer_as_measured, save_generation_config, save_weights
+    from zerobook.models.generation_config import RULES, save_decoding_settings, save_generation_config, save_weights
 
     # Training turns the cache off, and generation needs it.
     use_cache(model, True)
@@ -276,7 +276,7 @@ def _write_model(model: Model, tokenizer: PreTrainedTokenizerBase, config: dict[
     if "num_beams" in config:
         # A checkpoint of an earlier version may lack some of the rules.
         rules = {name: config.get(name) for name in RULES}
-        answer_as_measured(
+        save_decoding_settings(
             model,
             tokenizer,
             source_prefix=config["source_prefix"],

@@ -53,7 +53,9 @@ def decoding(
     return config
 
 
-def stop_tokens(model_settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool) -> list[int]:
+def list_stop_tokens(
+    model_settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase, *, encoder_decoder: bool
+) -> list[int]:
     """Return the ids of all tokens that end an answer: those of the model's own config, and those that end texts in training.
 
     A base model's config often names the end of a document only, while its chat template ends turns with another token.
@@ -85,7 +87,7 @@ def save_weights(model: PreTrainedModel, folder: Path, **options: Any) -> None:
 def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write ``generation_config.json`` into ``folder``, with every token at which the model stops. See `save_weights`."""
     config = copy.deepcopy(model.generation_config)
-    config.eos_token_id = _as_config_value(stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
+    config.eos_token_id = _as_config_value(list_stop_tokens(config, tokenizer, encoder_decoder=model.config.is_encoder_decoder))
     # Otherwise the file would say that it was derived from config.json, which names fewer stop tokens.
     config._from_model_config = False
     # An adapter has no config.json that could hold the prefix.
@@ -95,12 +97,12 @@ def save_generation_config(model: PreTrainedModel | PeftModel, tokenizer: PreTra
 
 
 def read_source_prefix(model: PreTrainedModel | PeftModel) -> str:
-    """Return the text that precedes every source, as `answer_as_measured` wrote it to the config; else an empty text."""
+    """Return the text that precedes every source, as `save_decoding_settings` wrote it to the config; else an empty text."""
     tasks = getattr(model.config, "task_specific_params", None) or {}
     return str(tasks.get("chatbot", {}).get("prefix", ""))
 
 
-def answer_as_measured(
+def save_decoding_settings(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -116,6 +118,6 @@ def answer_as_measured(
     """
     settings = model.generation_config
     model.generation_config = decoding(settings, num_beams=num_beams, max_tokens=max_tokens, min_tokens=min_tokens, **rules)
-    model.generation_config.eos_token_id = _as_config_value(stop_tokens(settings, tokenizer, encoder_decoder=True))
+    model.generation_config.eos_token_id = _as_config_value(list_stop_tokens(settings, tokenizer, encoder_decoder=True))
     tasks = getattr(model.config, "task_specific_params", None) or {}
     model.config.task_specific_params = tasks | {"chatbot": {"prefix": source_prefix}}

@@ -20,9 +20,9 @@ from zerobook.checkpoint import origin, resume, state, store
 from zerobook.config import RecipeConfig
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
-from zerobook.launch.groups import unfit_config
-from zerobook.launch.model_facts import unfit_for_text, unfit_for_zero3
-from zerobook.launch.resolve import Hardware, computes_in_half, fp32_flash_attention
+from zerobook.launch.groups import find_config_problems
+from zerobook.launch.model_facts import find_text_problems, find_zero3_problems
+from zerobook.launch.resolve import Hardware, explain_no_fp32_flash_attention, is_attention_in_half
 from zerobook.models import recompute
 from zerobook.models.quantise import check_base, check_layers, keep_4bit_layout, quantisable_layers
 from zerobook.models.unused_modules import freeze_unused
@@ -77,7 +77,7 @@ def fetch_to_node(name: str, strategy: Strategy, revision: str, *, weights: bool
         weights: also download the weights, not only the config or the tokenizer.
     """
     if name.startswith(embedded.PREFIX):
-        return strategy.once_per_node(lambda: embedded.located(name))
+        return strategy.once_per_node(lambda: embedded.locate_model(name))
     # Each node has its own cache.
     strategy.once_per_node(lambda: hub.fetch(name, revision, weights=weights))
     return name
@@ -160,9 +160,9 @@ def choose_attention(
     dtype: str = config.dtype
     if dtype == "auto":
         dtype = str(model_config.dtype or torch.float32).removeprefix("torch.")
-    is_half = computes_in_half(config, precision, dtype)
+    is_half = is_attention_in_half(config, precision, dtype)
     if request == "flash_attention_2" and not is_half:
-        raise ConfigError(fp32_flash_attention(precision, dtype))
+        raise ConfigError(explain_no_fp32_flash_attention(precision, dtype))
     if request == "flash_attention_2" and unfit:
         raise ConfigError(f"attn_implementation: flash_attention_2 was asked for, but {unfit}. Use auto, sdpa or eager.")
     if request == "flex_attention" and dropout:
@@ -264,7 +264,11 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
             "experts to balance, or no such loss, in transformers or here. Leave the flag out."
         )
     facts = model_config.to_dict()
-    problems = unfit_for_text(facts) + unfit_config(strategy.plan, model_config) + unfit_for_zero3(strategy.plan, facts)
+    problems = (
+        find_text_problems(facts)
+        + find_config_problems(strategy.plan, model_config)
+        + find_zero3_problems(strategy.plan, facts)
+    )
     if problems:
         raise ConfigError(problems)
     return model_config
@@ -355,7 +359,7 @@ def _prepare_for_training(model: Any, config: RecipeConfig, strategy: Strategy) 
         say(f"attention: {model.config._attn_implementation}")
     recompute.enable(model, config.activation_checkpointing, attention_dropout=attention_dropout(model.config.to_dict()))
     # `freeze_unused` builds a second model without weights, which ZeRO-3 would try to shard.
-    with strategy.initialising_whole():
+    with strategy.initialising_complete_weights():
         note = freeze_unused(model)
     if strategy.is_main and note:
         say(f"  note: {note}")
@@ -527,7 +531,7 @@ def _make_initial_model(config: RecipeConfig, config_name: str, strategy: Strate
     from transformers import AutoConfig
 
     folder = Path(config.output_dir) / "initial_model"
-    state.check_shared(strategy, config.output_dir)
+    state.require_shared_folder(strategy, config.output_dir)
     source = fetch_to_node(config_name, strategy, config.model_revision)
     record = {"config_name": config_name, "model_revision": config.model_revision, "seed": config.seed}
 
@@ -540,7 +544,7 @@ def _make_initial_model(config: RecipeConfig, config_name: str, strategy: Strate
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
         drop_foreign_attention(model_config)
         set_seed(config.seed)
-        with strategy.initialising_whole():
+        with strategy.initialising_complete_weights():
             kind = auto_class(type(model_config), encoder_decoder=encoder_decoder)
             model = kind.from_config(model_config, dtype=torch.float32)
         # The folder is renamed when it is complete, so that a killed run leaves no incomplete model.

@@ -1,7 +1,5 @@
 """Upload of an exported folder to the Hugging Face hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from zerobook.errors import ConfigError

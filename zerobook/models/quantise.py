@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zerobook.errors import ConfigError
-from zerobook.launch.quantised import refused_base
+from zerobook.launch.quantised import explain_refused_base
 from zerobook.utils.dtypes import compute_dtype
 from zerobook.utils.replaced import replaced
 
@@ -45,7 +45,7 @@ def int8() -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_8bit=True)
 
 
-def base_of(model_config: PreTrainedConfig) -> str | None:
+def find_base_format(model_config: PreTrainedConfig) -> str | None:
     """Return the format in which bitsandbytes has quantised a saved model: ``nf4`` (or FP4, of the same size) or ``int8``.
 
     Returns:
@@ -74,7 +74,7 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
     facts = _quantisation_facts(model_config)
     if facts is None:
         return
-    base = base_of(model_config)
+    base = find_base_format(model_config)
     name = f"model_name_or_path: {config.model_name_or_path}"
     # Another library has quantised the model, such as GPTQ.
     if base is None:
@@ -97,7 +97,7 @@ def check_base(model_config: PreTrainedConfig, config: RecipeConfig, plan: Launc
         )
     # bitsandbytes packs 4-bit weights in uint8 unless the config names a dtype.
     storage = str(facts.get("bnb_4bit_quant_storage", "uint8")).removeprefix("torch.")
-    problem = refused_base(plan, f"{name} is quantised to {bits} bits", base, storage)
+    problem = explain_refused_base(plan, f"{name} is quantised to {bits} bits", base, storage)
     if problem is not None:
         raise ConfigError(problem)
 

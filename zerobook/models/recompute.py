@@ -98,7 +98,7 @@ def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:
 class _SavedResults:
     """Results of one forward pass of a layer, by operation and in order. None stands for one that has to be computed again."""
 
-    # All objects that still exist, for `saved_tensors`.
+    # All objects that still exist, for `iterate_saved_tensors`.
     alive: WeakSet[_SavedResults] = WeakSet()
 
     def __init__(self, operations: frozenset[str]):
@@ -193,7 +193,7 @@ def _make_contexts(operations: frozenset[str]) -> tuple[_SaveResults, _ReuseResu
     return _SaveResults(saved), _ReuseResults(saved)
 
 
-def saved_tensors() -> Iterator[torch.Tensor]:
+def iterate_saved_tensors() -> Iterator[torch.Tensor]:
     """Yield the tensors that ``selective`` has saved for later backward passes. autograd does not list them."""
     for saved in list(_SavedResults.alive):
         yield from _iterate_tensors(dict(saved.results))

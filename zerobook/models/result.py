@@ -46,7 +46,7 @@ class Loaded:
     @property
     def context(self) -> int | None:
         """Maximum number of tokens that the model reads, on each side of a seq2seq model; None if there is no limit."""
-        return context_of(self.model.config)
+        return find_context_length(self.model.config)
 
     @property
     def source_prefix(self) -> str:
@@ -54,7 +54,7 @@ class Loaded:
         return read_source_prefix(self.model) or str(getattr(self.model.generation_config, "source_prefix", ""))
 
 
-def context_of(config: PreTrainedConfig) -> int | None:
+def find_context_length(config: PreTrainedConfig) -> int | None:
     """Return the maximum number of positions in a transformers config; None if the architecture sets no limit."""
     config = text_config(config)
     # T5 has relative positions, which work for any length. Its n_positions is the length that it was trained with.
@@ -153,7 +153,7 @@ def locate_result(name: str, *, trust_remote_code: bool = False) -> str:
     return str(result.adapter or result.model)
 
 
-def exported_checkpoint(name: str, *, trust_remote_code: bool = False) -> str:
+def export_if_checkpoint(name: str, *, trust_remote_code: bool = False) -> str:
     """Return a folder with the exported model if ``name`` is a checkpoint, so that a run can start from it; else ``name``."""
     folder = Path(name).expanduser()
     return str(_export_to_cache(folder, "", trust_remote_code)) if (folder / store.MANIFEST).exists() else name
@@ -200,7 +200,7 @@ def _lock_file(folder: Path) -> Path:
 def _locate_embedded(name: str) -> str:
     # The conversion prints messages, and stdout is for answers.
     with redirect_stdout(sys.stderr):
-        return embedded.located(name)
+        return embedded.locate_model(name)
 
 
 def _load_adapter(folder: str, options: dict[str, Any]) -> tuple[PeftModel, str, dict[str, Any]]:

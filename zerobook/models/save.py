@@ -73,7 +73,7 @@ def save_model(
     return folder
 
 
-def bytes_of_result(strategy: Strategy, config: RecipeConfig) -> int:
+def compute_result_bytes(strategy: Strategy, config: RecipeConfig) -> int:
     """Return the bytes of the tensors that `save_model` will write."""
     dtype = _saved_dtype(strategy.unwrapped, config)
     return sum(math.prod(strategy.shape(parameter)) * dtype.itemsize for _, parameter in strategy.saved())

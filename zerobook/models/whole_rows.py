@@ -1,7 +1,5 @@
 """Check, by a measurement on the model, that it computes the same logits for a row whose tokens are split among processes."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

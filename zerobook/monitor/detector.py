@@ -153,7 +153,7 @@ class Detector:
         }
 
     @property
-    def calm(self) -> bool:
+    def is_calm(self) -> bool:
         """True if the detector is neither armed nor in an excursion, and the last loss and gradient were finite and not 0."""
         is_sound = not self.not_finite and not self.zeros and not self.still
         return self.armed is None and self.excursion is None and is_sound

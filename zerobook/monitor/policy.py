@@ -300,7 +300,7 @@ class RecoveryPolicy:
         return tuple(action for action in order if action not in case.trouble.tried or action == "lower_rate")
 
 
-def rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
+def compute_rate_share(cuts: Sequence[Sequence[float]], step: int) -> float:
     """Return the factor on the scheduled learning rate at ``step``, the number of steps done.
 
     Args:

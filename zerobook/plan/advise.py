@@ -159,13 +159,13 @@ class Candidate:
     def samples(self) -> int:
         """Samples of a step."""
         readers = self.readers
-        return self.config.per_device_train_batch_size * self.config.accumulation_on(readers) * readers
+        return self.config.per_device_train_batch_size * self.config.accumulation_steps_on(readers) * readers
 
     def describe_batch(self) -> str:
         config = self.config
         shape = self.traced.job.shape
         readers = self.readers
-        accumulation = config.accumulation_on(readers)
+        accumulation = config.accumulation_steps_on(readers)
         batch = f"{config.per_device_train_batch_size} micro x {accumulation} accumulation x {readers} processes"
         lengths = f"{shape.source:,} tokens"
         if shape.target:

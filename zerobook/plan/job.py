@@ -17,7 +17,7 @@ from zerobook.checkpoint.result import find_result
 from zerobook.data import embedded
 from zerobook.errors import ConfigError
 from zerobook.evaluation.held_out import rows_at_once, vocabulary
-from zerobook.launch.model_facts import unfit_for_text
+from zerobook.launch.model_facts import find_text_problems
 from zerobook.launch.resolve import Hardware
 from zerobook.models import recompute
 from zerobook.models.load import (
@@ -30,7 +30,7 @@ from zerobook.models.load import (
     keep_all_layers,
     use_cache,
 )
-from zerobook.models.quantise import base_of, check_layers, quantisable_layers
+from zerobook.models.quantise import check_layers, find_base_format, quantisable_layers
 from zerobook.models.unused_modules import freeze_unused
 from zerobook.models.vocabulary import grow_embeddings
 from zerobook.objective import Objective
@@ -132,7 +132,7 @@ class Job:
         """
         if not (self.config.validation_file or self.config.validation_split_percentage):
             return None
-        rows = self.config.eval_rows
+        rows = self.config.eval_batch_size
         if keeps_logits:
             rows = rows_at_once(rows, self.shape.target or self.shape.source, vocabulary(self.model_config))
         return self.shape._replace(rows=rows)
@@ -182,7 +182,7 @@ class Job:
             options["attn_implementation"] = "eager"
         model_class = auto_class(type(self.model_config), encoder_decoder=self.recipe.encoder_decoder)
         # A checkpoint may be quantised already, without a flag.
-        base_format = self.config.base_format or base_of(self.model_config)
+        base_format = self.config.base_format or find_base_format(self.model_config)
         layers = quantisable_layers() if base_format is not None else nullcontext()
         try:
             with layers:
@@ -269,7 +269,7 @@ def make_job(recipe: Recipe[Any]) -> Job:
         raise ConfigError("model_name_or_path: no model is named. Give a hub name, a folder or a config.json.")
     name = find_result(name).model
     model_config = read_config(name, config.model_revision, trust=config.trust_remote_code)
-    unfit = unfit_for_text(model_config.to_dict())
+    unfit = find_text_problems(model_config.to_dict())
     if unfit:
         raise ConfigError(unfit)
     return Job(recipe, model_config, _display_name(name))
@@ -375,7 +375,7 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
+        (x,) = ctx.iterate_saved_tensors
         return grad @ grad.new_empty(ctx.out_features, x.shape[-1]), None
 
 

@@ -119,7 +119,7 @@ def _compare(job: Job, plan: LaunchPlan, probes: list[dict[str, Any]], cluster: 
     """
     model = job.weights()
     sharding = sharding_spec(plan, job.model_config, min(cluster.gpus, plan.world_size))
-    accumulation = job.config.accumulation_on(plan.data_parallel_size)
+    accumulation = job.config.accumulation_steps_on(plan.data_parallel_size)
     furthest: dict[str, Figure] = {}
     traces: dict[BatchShape, Trace] = {}
     for rank, probe in enumerate(probes):

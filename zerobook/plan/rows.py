@@ -11,7 +11,7 @@ import yaml
 from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
-from zerobook.launch.groups import unfit_config
+from zerobook.launch.groups import find_config_problems
 from zerobook.launch.resolve import Hardware, resolve
 from zerobook.launch.worker_environment import worker_environment
 from zerobook.models.quantise import check_base
@@ -152,10 +152,10 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
         row.problems = error.problems
         return row
     row.name = plan.name
-    row.problems = plan.problems or unfit_config(plan, job.model_config)
+    row.problems = plan.problems or find_config_problems(plan, job.model_config)
     if row.problems:
         return row
-    if plan.loaded_in_parts:
+    if plan.is_loaded_in_parts:
         row.untraced = True
         row.problems = ["the memory and the traffic of layers whose parts stay with their processes are not computed"]
         return row
@@ -176,7 +176,7 @@ def plan_row(file: Path, traced: TracedJob, cluster: Cluster, sources: ConfigSou
         return row
 
     row.sharding = sharding
-    _set_figures(row, traced, trace, sharding, cluster, job.config.accumulation_on(plan.data_parallel_size))
+    _set_figures(row, traced, trace, sharding, cluster, job.config.accumulation_steps_on(plan.data_parallel_size))
     check_limits(row, job.config, cluster)
     return row
 

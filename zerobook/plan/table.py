@@ -103,7 +103,7 @@ def _print_head(out: Console, traced: TracedJob, cluster: Cluster) -> None:
     out.print(
         f"[bold]{escape(traced.job.name)}[/]: {count(traced.model.parameters)} parameters, "
         f"{count(traced.model.trained_elements)} trained | micro-batch {shape.rows} x {lengths} tokens, "
-        f"accumulation {config.accumulation_on(cluster.ranks)} | {', '.join(settings)} | {hardware}"
+        f"accumulation {config.accumulation_steps_on(cluster.ranks)} | {', '.join(settings)} | {hardware}"
     )
 
 
@@ -257,7 +257,7 @@ def _footer(traced: TracedJob, rows: Sequence[Row], cluster: Cluster) -> list[st
         lines.append(">: the states alone exceed the GPU, so no activations were traced")
     if _has_rule(rows):
         lines.append("48 P/N bits: a rule of thumb for ZeRO-3 in 2-byte elements on N nodes")
-    if traced.job.config.accumulation_on(cluster.ranks) > 1:
+    if traced.job.config.accumulation_steps_on(cluster.ranks) > 1:
         lines.append("what the paper sends is one micro-batch's: it knows no accumulation")
     return lines
 

@@ -305,7 +305,7 @@ class SavedTensors:
 
     def __exit__(self, *exception: Any) -> None:
         self._hooks.__exit__(*exception)
-        for tensor in recompute.saved_tensors():
+        for tensor in recompute.iterate_saved_tensors():
             self._pack(tensor)
         self.storage_bytes = {key: storage.nbytes() for key, storage in self._storages.items()}
         # Autograd still refers to the hooks. Without references here, the backward pass frees storages one after the other.
@@ -619,7 +619,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, bias, *_ = ctx.saved_tensors
+        q, k, v, bias, *_ = ctx.iterate_saved_tensors
         # The scores are recomputed, and four products give the gradients: 5 products where the forward pass has 2.
         ctx.counter.work.attention[q.shape[-2], 2.5 * ctx.flops] += 1
         bias_grad = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
@@ -715,12 +715,12 @@ def _simulate_cuda(autocasts: bool, counter: StorageCounter) -> Iterator[None]:
     def save_on_cpu(pin_memory: bool) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(move_to_host, move_back)
 
-    def sums_in_fp32(tensor: torch.Tensor) -> bool:
+    def has_fp32_products(tensor: torch.Tensor) -> bool:
         return tensor.dtype in (torch.float16, torch.bfloat16)
 
     with ExitStack() as stack:
         stack.enter_context(replaced(F, "dropout", dropout))
-        stack.enter_context(replaced(head, "sums_in_fp32", sums_in_fp32))
+        stack.enter_context(replaced(head, "has_fp32_products", has_fp32_products))
         stack.enter_context(replaced(recompute, "save_on_cpu", save_on_cpu))
         if autocasts:
             for owner, names in _OPERATIONS_IN_FP32.items():

@@ -25,7 +25,7 @@ from zerobook.optimizer import optimizer_spec
 from zerobook.strategy.engine import Engine
 from zerobook.strategy.launch_plan import LaunchPlan
 from zerobook.strategy.mesh import Mesh
-from zerobook.strategy.replicas import Replicas, compare_replicas
+from zerobook.strategy.replicas import ReplicaDifference, compare_replicas
 from zerobook.strategy.swap import SwappedWeights
 from zerobook.strategy.weights import get_local_shard, unwrapped_name
 from zerobook.utils.units import counted
@@ -115,7 +115,7 @@ class Strategy(Engine):
         """
         return SwappedWeights(self, weights)
 
-    def differing_replicas(self) -> Replicas | None:
+    def find_differing_replicas(self) -> ReplicaDifference | None:
         """Return the difference between the ranks' copies of the weights. Collective.
 
         Returns:

@@ -94,12 +94,12 @@ class LaunchPlan:
     def copies_at_load(self, processes: int) -> int:
         """Return the number of complete copies of the weights that the ``processes`` of a host load."""
         # Under ZeRO-3, each weight is sharded as soon as it is loaded.
-        if self.zero_stage == 3 or self.loaded_in_parts:
+        if self.zero_stage == 3 or self.is_loaded_in_parts:
             return 0
         return 1 if self.rank_0_loads else processes
 
     @property
-    def loaded_in_parts(self) -> bool:
+    def is_loaded_in_parts(self) -> bool:
         """Whether each process reads only its part of the weights from the files: under tensor and expert parallelism."""
         return self.tensor > 1 or self.experts > 1
 

@@ -19,7 +19,7 @@ _MOST_POSITIONS = 16
 """Maximum number of differing positions that each rank reports."""
 
 
-class Replicas(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """A difference between the ranks' copies of the weights.
 
     Attributes:
@@ -89,7 +89,9 @@ class Replicas(NamedTuple):
         return [farthest] if distances[farthest] > 10 * distances[second_farthest] else []
 
 
-def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequence[tuple[str, torch.Tensor]]) -> Replicas | None:
+def compare_replicas(
+    mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequence[tuple[str, torch.Tensor]]
+) -> ReplicaDifference | None:
     """Return how the ranks' copies of the weights differ; None if they are equal. Collective over all ranks.
 
     The ranks first compare a checksum of each weight. Then they compare the elements of the first weight that differs.
@@ -121,10 +123,10 @@ def compare_replicas(mesh: Mesh, groups: Sequence[Sequence[int]], named: Sequenc
     ranks = next(list(group) for group in groups if ranks_that_differ[0] in group)
     positions, values = _compare_elements(mesh, ranks, parameter)
     checksums = all_checksums[ranks, first].tolist()
-    return Replicas(name, len(differing), ranks, checksums, positions, values, is_shard=len(groups) > 1)
+    return ReplicaDifference(name, len(differing), ranks, checksums, positions, values, is_shard=len(groups) > 1)
 
 
-# Return (positions, values) of `Replicas` for the copies of one weight on ``ranks``. Collective over all ranks.
+# Return (positions, values) of `ReplicaDifference` for the copies of one weight on ``ranks``. Collective over all ranks.
 def _compare_elements(mesh: Mesh, ranks: list[int], parameter: torch.Tensor) -> tuple[list[int], list[list[float]]]:
     bits = _view_as_integers(parameter).to(mesh.device)
     # The collectives below are over all ranks. A rank of another group takes part, and its own shard may have another size.

@@ -84,7 +84,7 @@ class TrainingState:
             inner = inner.optimizer
         return inner
 
-    def initialising_whole(self) -> AbstractContextManager[None]:
+    def initialising_complete_weights(self) -> AbstractContextManager[None]:
         """Return a context in which new models have complete weights on this process, under every strategy."""
         return nullcontext()
 

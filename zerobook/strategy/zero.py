@@ -110,7 +110,7 @@ class ZeroStrategy(ZeroState, Strategy):
         if self.plan.zero_stage != 3 or self.plan.offload_param != "nvme":
             return
         # While a model is loaded to NVMe, every shard passes through a buffer of DeepSpeed, which has to fit the largest shard.
-        with self.initialising_whole(), torch.device("meta"):
+        with self.initialising_complete_weights(), torch.device("meta"):
             largest_weight = max(parameter.numel() for parameter in new_model().parameters())
         plugin = self.accelerator.state.deepspeed_plugin
         # transformers reads the second of these configs while it loads a model.

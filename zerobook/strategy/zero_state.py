@@ -57,7 +57,7 @@ class ZeroState(TrainingState):
         return zero.single_partition_of_fp32_groups
 
     @contextmanager
-    def initialising_whole(self) -> Iterator[None]:
+    def initialising_complete_weights(self) -> Iterator[None]:
         from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
         # While transformers has this config, it shards new models.

@@ -171,7 +171,7 @@ class OperatorCommands:
         if to_step not in steps:
             listed = ", ".join(map(str, steps)) or "none"
             return f"there is no checkpoint of step {to_step}; complete checkpoints: {listed}"
-        if not self.manager.is_whole(to_step):
+        if not self.manager.is_undamaged(to_step):
             return f"the checkpoint of step {to_step} is damaged"
         return None
 

@@ -98,8 +98,8 @@ class Console(Hook):
         requested = config.per_device_eval_batch_size
         if rows >= requested:
             return
-        # Either `RecipeConfig.eval_rows` or the evaluator has lowered the number.
-        if rows == config.eval_rows:
+        # Either `RecipeConfig.eval_batch_size` or the evaluator has lowered the number.
+        if rows == config.eval_batch_size:
             why = "would make longer rows than training does (padding_free)"
         else:
             why = f"could have more than {held_out.LOGITS:,} logits"

@@ -57,10 +57,10 @@ class Evaluator:
             return 0
         # Logits limit the number of rows. There are none if the output layer computes the loss itself.
         if getattr(self.collate, "supervised", False):
-            return self.config.eval_rows
+            return self.config.eval_batch_size
         most_labels = max(rows.most_labels for rows in self.data.held_out.values())
         vocabulary = held_out.vocabulary(cast("PreTrainedModel", self.strategy.unwrapped).config)
-        return held_out.rows_at_once(self.config.eval_rows, most_labels, vocabulary)
+        return held_out.rows_at_once(self.config.eval_batch_size, most_labels, vocabulary)
 
     def evaluate(self, step: int) -> EvaluationRecord | None:
         """Evaluate the model and return the record; None without held-out data and scorers. Collective."""

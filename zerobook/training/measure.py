@@ -48,7 +48,7 @@ _UNUSED_KEYS = {
 Nothing is trained, and the run's folders may be those of another machine."""
 
 
-def evaluate_on(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:
+def evaluate_on_file(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:
     """Measure the loss of a run's model on a file, and generate answers.
 
     Args:

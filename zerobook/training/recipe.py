@@ -101,9 +101,9 @@ class Recipe(ABC, Generic[ConfigT]):
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Collator:
         """Return the collator, which makes a batch from rows."""
-        from zerobook.data.collate import causal_collator
+        from zerobook.data.collate import choose_causal_collator
 
-        return causal_collator(
+        return choose_causal_collator(
             tokenizer, model, packed=self.config.packing, padding_free=self.config.padding_free, length=self.config.row_length
         )
 

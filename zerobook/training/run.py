@@ -53,9 +53,9 @@ def run(recipe_class: type[Recipe[Any]]) -> None:
         config = parsed.config
         # The model to start from may be a checkpoint of a run, which is exported first.
         if config.model_name_or_path and not parsed.dry_run and not parsed.problems:
-            from zerobook.models.result import exported_checkpoint
+            from zerobook.models.result import export_if_checkpoint
 
-            name = exported_checkpoint(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
+            name = export_if_checkpoint(config.model_name_or_path, trust_remote_code=config.trust_remote_code)
             config = config.model_copy(update={"model_name_or_path": name})
         launch_problems, notes = by_name.compare_with_launch(parsed.launch_keys)
         problems = parsed.problems if parsed.dry_run else [*parsed.problems, *launch_problems]

@@ -21,7 +21,7 @@ from zerobook.launch.fast import FAST
 from zerobook.models.compiled import compile_layers
 from zerobook.models.isolation import choose_isolating_collator
 from zerobook.models.load import pin_rotary
-from zerobook.models.save import bytes_of_result
+from zerobook.models.save import compute_result_bytes
 from zerobook.models.whole_rows import check_split
 from zerobook.objective import Objective
 from zerobook.runlog.lifecycle import log_hang
@@ -145,7 +145,7 @@ def check_space(manager: CheckpointManager, strategy: Strategy, state: RunState)
     manager.check_space(
         steps_left,
         share_left=steps_left / state.end_step,
-        result_bytes=bytes_of_result(strategy, state.config),
+        result_bytes=compute_result_bytes(strategy, state.config),
         has_held_out=bool(state.data.held_out),
     )
 

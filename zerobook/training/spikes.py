@@ -14,7 +14,7 @@ from zerobook.monitor.spike_monitor import HISTORY_STEPS, ReplayOutcome, SpikeMo
 from zerobook.runlog.records import StepRecord
 from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
-from zerobook.strategy.replicas import Replicas
+from zerobook.strategy.replicas import ReplicaDifference
 
 MOST_OVERFLOWS = 40
 """Steps in a row without a finite gradient that are usual under fp16, while the loss scaler searches for its scale. It halves
@@ -125,7 +125,7 @@ class SpikeHandler:
         Call it before a save. A checkpoint takes a share from each rank, so it would mix the different weights. The loss may
         never show such a fault.
         """
-        differing = self.strategy.differing_replicas()
+        differing = self.strategy.find_differing_replicas()
         if differing is None:
             return None
         self._step = step
@@ -135,7 +135,7 @@ class SpikeHandler:
         self._log_finding(finding)
         return self.decide(finding, differing)
 
-    def decide(self, finding: Finding, differing: Replicas | None = None) -> RecoveryAction:
+    def decide(self, finding: Finding, differing: ReplicaDifference | None = None) -> RecoveryAction:
         """Decide on an action against ``finding``, and log it. Collective.
 
         Args:
@@ -143,15 +143,15 @@ class SpikeHandler:
         """
         manager = self.manager
         # If copies differ, a rank has computed wrongly: the hardware is at fault, and not the data or the learning rate.
-        replicas = differing or self.strategy.differing_replicas()
+        replicas = differing or self.strategy.find_differing_replicas()
         hardware = None
         if replicas is not None:
-            hardware = self.strategy.on_main(lambda: replicas.describe(manager.reads_before(finding.onset)))
+            hardware = self.strategy.on_main(lambda: replicas.describe(manager.make_weight_reader(finding.onset)))
         # A save in progress may prune the checkpoint to go back to.
         manager.finish(self.log)
         proven, unproven = self.strategy.on_main(manager.steps)
         action = self.monitor.decide(finding, proven, unproven, hardware, self._step)
-        while action.to_step is not None and not manager.is_whole(action.to_step):
+        while action.to_step is not None and not manager.is_undamaged(action.to_step):
             # The checkpoint is damaged, so the decision is made without it.
             proven = [step for step in proven if step != action.to_step]
             unproven = [step for step in unproven if step != action.to_step]
@@ -174,7 +174,7 @@ class SpikeHandler:
 
     def note_save(self, step: int) -> None:
         """Note that a save of ``step`` has begun. A checkpoint from a calm time may later be proven good."""
-        if self.monitor.detector.calm:
+        if self.monitor.detector.is_calm:
             self._unproven.append(step)
 
     def forget_abandoned(self, action: RecoveryAction, detector: dict[str, Any], cause: int | None) -> dict[int, float]:
@@ -316,7 +316,7 @@ class SpikeHandler:
     # --- checkpoints
     def _prove_checkpoints(self, step: int) -> None:
         """Mark checkpoints as proven good if enough steps have followed them without a finding. ``step``: the newest step."""
-        if not self.monitor.detector.calm:
+        if not self.monitor.detector.is_calm:
             return
         newest_proven = step - self.monitor.settings.patience - LEAD
         # A checkpoint that is still being written is proven at a later log point.

@@ -10,7 +10,7 @@ from zerobook.config import RecipeConfig
 from zerobook.data.batch_loader import BatchLayout, BatchLoader
 from zerobook.data.prepare import PreparedData
 from zerobook.data.sampler import rows_of
-from zerobook.monitor.policy import rate_share
+from zerobook.monitor.policy import compute_rate_share
 from zerobook.training.recipe import Collator
 
 # A position in the sample order that no run reaches.
@@ -82,7 +82,7 @@ class RunState:
     def rate(self) -> float:
         """Return the next step's learning rate: the scheduled rate, lowered by the cuts."""
         step = self.progress.step
-        return self.schedule(step) * rate_share(self.progress.rate_cuts, step)
+        return self.schedule(step) * compute_rate_share(self.progress.rate_cuts, step)
 
     def expected_next_step(self) -> dict[str, Any]:
         """Return the inputs of the next step by name. They are recorded in a checkpoint, and compared after it was loaded."""

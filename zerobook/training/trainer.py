@@ -240,7 +240,7 @@ class Trainer(TrainerView):
             self.hooks.load_state_dicts(self, self.manager.load_hook_states())
             # A checkpoint that was set aside gets its name back, after every rank has read it.
             self.strategy.barrier()
-            self.strategy.on_main(self.manager.take_back)
+            self.strategy.on_main(self.manager.restore_name)
             # The last attempt may have ended before it proved this checkpoint good.
             self.spikes.note_save(self.progress.step)
             self.evaluation = self.strategy.on_main(lambda: resume.find_evaluation(self.log, self.progress))
@@ -615,7 +615,7 @@ class Trainer(TrainerView):
         """
         self.manager.finish(self.log)
         self.recovery.protect_before(action)
-        if self._saved_step != self.progress.step and self.strategy.differing_replicas() is None:
+        if self._saved_step != self.progress.step and self.strategy.find_differing_replicas() is None:
             self.save()
             self.manager.finish(self.log)
 

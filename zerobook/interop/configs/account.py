@@ -21,7 +21,7 @@ _LONGEST = 60
 """Maximum number of characters of a value; a longer one is cut."""
 
 
-def account_text(imported: Imported) -> str:
+def format_account(imported: Imported) -> str:
     """Return the account: the keys of the config, grouped by what became of them, and notes on the trainer."""
     texts = []
     for kind, heading in HEADINGS.items():

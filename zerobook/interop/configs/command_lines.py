@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from zerobook.errors import ConfigError
-from zerobook.interop.configs.importer import Refused, recognise
+from zerobook.interop.configs.importer import Refused, recognise_trainer
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
 PROGRAMS = {
@@ -90,7 +90,7 @@ def read_command(words: list[str]) -> Command:
     launcher.pop("", None)
     if launcher:
         config["launcher"] = launcher
-    return Command(config, file, trainer or recognise(config, program), recipe)
+    return Command(config, file, trainer or recognise_trainer(config, program), recipe)
 
 
 # torchtune's command is `tune run LAUNCHER_FLAGS RECIPE FLAGS`.

@@ -90,7 +90,7 @@ class Imported:
         return not self.values.keys().isdisjoint(("dataset_name", "train_file", "datasets"))
 
 
-def recognise(config: dict[str, Any], name: str) -> str:
+def recognise_trainer(config: dict[str, Any], name: str) -> str:
     """Return the value of ``--from`` for a config: the trainer of which it has the most characteristic keys.
 
     Args:
