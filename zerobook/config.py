@@ -41,16 +41,17 @@ Precision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 CHECKPOINTING = ("none", "full", "every:N", "selective", "offload")
+# A number of steps, a share of the run's steps between 0 and 1, or ``epoch``.
 Interval = int | float | Literal["epoch"]
-"""A number of steps, a share of the run's steps between 0 and 1, or ``epoch``."""
+# Value of ``save_steps``: the run decides by the measured time, see `zerobook.training.intervals`.
 AUTOMATIC: Literal["auto"] = "auto"
-"""Value of ``save_steps``: the run decides by the measured time, see `zerobook.training.intervals`."""
+# Checkpoints that are kept if the run decides when to save, and no limit is set.
 KEPT_AUTOMATICALLY = 2
-"""Checkpoints that are kept if the run decides when to save, and no limit is set."""
 OnSpike = Literal["log", "skip", "rollback", "lower_rate", "stop"]
+# A recovery action of ``--on_spike rollback``, see `zerobook.monitor.policy`.
 PolicyAction = Literal["replay", "skip", "lower_rate", "further_back", "stop"]
-"""A recovery action of ``--on_spike rollback``, see `zerobook.monitor.policy`."""
 Format = Literal["text", "instruction", "sharegpt", "messages", "prompt_completion", "pairs", "tokenized"]
+# Keys that may name a file or a folder.
 PATHS = (
     "train_file",
     "validation_file",
@@ -63,12 +64,11 @@ PATHS = (
     "adapter_path",
     "dataset_name",
 )
-"""Keys that may name a file or a folder."""
 FILES = (*PATHS, "output_dir", "cache_dir", "resume_from_checkpoint")
+# Keys that name the training data.
 DATA = ("dataset_name", "train_file", "datasets")
-"""Keys that name the training data."""
+# Bytes that a name in a path may have, on all common file systems.
 LONGEST_NAME = 255
-"""Bytes that a name in a path may have, on all common file systems."""
 
 
 class _Keys(BaseModel):

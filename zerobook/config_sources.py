@@ -22,14 +22,14 @@ from zerobook.utils.written_values import as_list
 from zerobook.utils.yaml_text import load_yaml_as_text, read_mapping
 
 ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
+# Source of a value that was set in Python.
 PYTHON = "Python"
-"""Source of a value that was set in Python."""
 # Keys whose items may be paths, and which a YAML may write as one text with commas.
 LISTS_OF_PATHS = ("eval_tasks", "hooks")
+# Keys of a recipe's YAML that ``zerobook launch`` reads, before it starts the processes.
 LAUNCH_KEYS = ("strategy", "num_processes")
-"""Keys of a recipe's YAML that ``zerobook launch`` reads, before it starts the processes."""
+# Characters of a wrong value that a message repeats.
 LONGEST_SHOWN = 200
-"""Characters of a wrong value that a message repeats."""
 
 
 class ConfigSources(dict[str, str]):

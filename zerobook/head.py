@@ -21,16 +21,16 @@ from torch.nn.functional import linear, log_softmax
 from zerobook.constants import IGNORE
 from zerobook.utils.replaced import replaced
 
+# Device type -> logits that are computed at once. They need 8 to 12 bytes each: up to 100 MB on a CPU; on a GPU 800 MB, which
+# are 512 positions at a vocabulary of 128,000.
 CHUNK = {"cpu": 2**23, "cuda": 2**26}
-"""Device type -> logits that are computed at once. They need 8 to 12 bytes each: up to 100 MB on a CPU; on a GPU 800 MB, which
-are 512 positions at a vocabulary of 128,000."""
+# Positions of a chunk are a multiple of this number, if that many fit: the kernels of matrix products compute tiles.
 TILE = 128
-"""Positions of a chunk are a multiple of this number, if that many fit: the kernels of matrix products compute tiles."""
+# Factor of the gradients of logits in fp16. They are probabilities, and fp16 would round those under 6e-8 to 0. The factor is
+# a power of 2, so a product with it is exact.
 HALF_SCALE = 1024.0
-"""Factor of the gradients of logits in fp16. They are probabilities, and fp16 would round those under 6e-8 to 0. The factor is
-a power of 2, so a product with it is exact."""
+# Key in a batch of the positions that have a target: int64 [supervised], indices into the flattened rows.
 SUPERVISED = "supervised"
-"""Key in a batch of the positions that have a target: int64 [supervised], indices into the flattened rows."""
 
 
 def install(model: nn.Module) -> LossHead | None:

@@ -21,8 +21,8 @@ from zerobook.utils.model_config import text_config
 
 Metrics = Mapping[str, torch.Tensor]
 
+# Name of the `shifted` labels in a batch, if the strategy has split rows. It is transformers' and DeepSpeed's name.
 TARGETS = "shift_labels"
-"""Name of the `shifted` labels in a batch, if the strategy has split rows. It is transformers' and DeepSpeed's name."""
 
 # Number of logits that a loss without a gradient converts to fp32 at once: 32 MiB, and as much for their log-probabilities.
 FP32_LOGITS = 2**23

@@ -328,6 +328,7 @@ SMALLEST_8BIT = 4096
 # Key of a state tensor in checkpoints -> its key in bitsandbytes' optimizers.
 _BITSANDBYTES = {"exp_avg": "state1", "exp_avg_sq": "state2", "exp_avg_scale": "absmax1", "exp_avg_sq_scale": "absmax2"}
 
+# The optimizers that ``--optimizer`` knows by name.
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
     "adamw": AdamW,
     "sgd": SGD,
@@ -336,19 +337,18 @@ OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
     "paged_adamw": PagedAdamW,
     "paged_adamw_8bit": PagedAdamW8bit,
 }
-"""The optimizers that ``--optimizer`` knows by name."""
 
+# Optimizer -> other optimizers whose checkpoints it can resume from, since they hold all of its state.
 RESUMES = {
     "adamw": ("adamw_8bit", "paged_adamw", "paged_adamw_8bit"),
     "paged_adamw": ("adamw", "adamw_8bit", "paged_adamw_8bit"),
     "adamw_8bit": ("paged_adamw_8bit",),
     "paged_adamw_8bit": ("adamw_8bit",),
 }
-"""Optimizer -> other optimizers whose checkpoints it can resume from, since they hold all of its state."""
 
 _ADAMS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")
+# Config key -> the optimizers of `OPTIMIZERS` that read it. A class of the user may read any key.
 SETTINGS = {"adam_beta1": _ADAMS, "adam_beta2": _ADAMS, "adam_epsilon": _ADAMS, "momentum": ("sgd",)}
-"""Config key -> the optimizers of `OPTIMIZERS` that read it. A class of the user may read any key."""
 
 
 def optimizer_spec(optimizer: str) -> OptimizerSpec:

@@ -10,8 +10,8 @@ import torch
 from zerobook.strategy import Strategy
 from zerobook.strategy.swap import check_shards
 
+# File with the state of each hook by the hook's name: its ``values``, and the keys of its ``tensors``.
 HOOKS = "hooks.json"
-"""File with the state of each hook by the hook's name: its ``values``, and the keys of its ``tensors``."""
 
 
 @dataclass

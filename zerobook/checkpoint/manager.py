@@ -23,9 +23,9 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 from zerobook.utils.units import counted, size
 
+# Seconds after which torchrun kills processes that do not end at SIGTERM, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets another
+# number (torch 2.13, distributed/launcher/api.py).
 TORCHRUN_S = 30
-"""Seconds after which torchrun kills processes that do not end at SIGTERM, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT sets another
-number (torch 2.13, distributed/launcher/api.py)."""
 
 
 class CheckpointManager:

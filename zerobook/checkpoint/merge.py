@@ -6,10 +6,10 @@ from typing import Any
 
 from zerobook.errors import CheckpointError
 
+# [start, stop, file] of a segment of the flattened tensor, or [offset, shape, file] of a slice, with lists of numbers.
 Entry = list[Any]
-"""[start, stop, file] of a segment of the flattened tensor, or [offset, shape, file] of a slice, with lists of numbers."""
+# (offset, shape) of a slice.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offset, shape) of a slice."""
 
 
 def is_slice(entry: Entry) -> bool:

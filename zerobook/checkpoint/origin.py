@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _BLOCKS = 64
+# Number of blocks of a weights file in its digest, and bytes of each: 4 MiB together, which are read fast for any model.
 _BLOCK_BYTES = 1 << 16
-"""Number of blocks of a weights file in its digest, and bytes of each: 4 MiB together, which are read fast for any model."""
+# Keys of a model's config about its files and its loading, which do not change what the model computes.
 _IGNORED_KEYS = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")
-"""Keys of a model's config about its files and its loading, which do not change what the model computes."""
+# Generation settings that have another meaning in a model's config, or that training depends on.
 _COMPARED_GENERATION_KEYS = ("top_k", "pad_token_id", "decoder_start_token_id")
-"""Generation settings that have another meaning in a model's config, or that training depends on."""
 
 
 def facts(model_config: PreTrainedConfig, folder: Path | None) -> dict[str, Any]:

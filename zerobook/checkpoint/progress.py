@@ -8,8 +8,8 @@ from typing import Any
 
 from zerobook.errors import CheckpointError
 
+# Fields that checkpoints of earlier versions lack. They then have their defaults.
 _NEW_FIELDS = {"evaluations_without_progress", "held_out_fingerprint"}
-"""Fields that checkpoints of earlier versions lack. They then have their defaults."""
 
 
 @dataclass(kw_only=True)

@@ -14,8 +14,8 @@ from zerobook.errors import CheckpointError
 from zerobook.utils.reading import read_json
 from zerobook.utils.writing import write_whole
 
+# Name of the file in the runlog's folder.
 FILE = "recovery.json"
-"""Name of the file in the runlog's folder."""
 
 
 # Somebody may have changed the file, so unknown keys and values of other types are refused.

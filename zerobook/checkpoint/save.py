@@ -30,26 +30,26 @@ from zerobook.strategy import Piece, Strategy
 from zerobook.utils.reading import file_digest, read_json, read_text
 
 FILE_BYTES = 512 << 20
+# Bytes reserved for the header of a file. About 400 tensors fit into it; with more, another file begins.
 HEADER_BYTES = 1 << 16
-"""Bytes reserved for the header of a file. About 400 tensors fit into it; with more, another file begins."""
 INDEX = "tensors.json"
+# Persistent buffers by name, in their own dtypes; rank 0 writes them.
 BUFFERS = "buffers.safetensors"
-"""Persistent buffers by name, in their own dtypes; rank 0 writes them."""
+# Key of the index for the steps that AdamW has counted. It is a key of its own, since earlier versions read it.
 ADAM_STEPS = "adam_steps"
-"""Key of the index for the steps that AdamW has counted. It is a key of its own, since earlier versions read it."""
+# Key of the index for the steps that any other optimizer has counted.
 STEPS = "optimizer_steps"
-"""Key of the index for the steps that any other optimizer has counted."""
+# Key of the index for the shapes of optimizer state whose shape is not that of its weight.
 STATE_SHAPES = "state_shapes"
-"""Key of the index for the shapes of optimizer state whose shape is not that of its weight."""
 _FIRST_PAUSE_S = 0.02
+# Seconds between two looks into the folder: the first pause, which is doubled each time, and the longest one.
 _LONGEST_PAUSE_S = 0.5
-"""Seconds between two looks into the folder: the first pause, which is doubled each time, and the longest one."""
+# Seconds within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute.
 _BEGIN_S = 600
-"""Seconds within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute."""
 _FIRST_BLOCK = 1 << 22
+# Elements of the first block of host memory, and of the largest. They are powers of two, since torch rounds pinned memory up
+# to one.
 _LARGEST_BLOCK = 1 << 27
-"""Elements of the first block of host memory, and of the largest. They are powers of two, since torch rounds pinned memory up
-to one."""
 
 
 class Saved(NamedTuple):

@@ -31,24 +31,24 @@ from zerobook.utils.files import fsync
 from zerobook.utils.terminal import plain, say
 from zerobook.utils.writing import refuse_link, write_whole
 
+# Format of checkpoints with slices, or of another optimizer than AdamW. All others are written in format 4, which earlier
+# versions can read.
 FORMAT_VERSION = 5
-"""Format of checkpoints with slices, or of another optimizer than AdamW. All others are written in format 4, which earlier
-versions can read."""
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
 _READABLE_VERSIONS = (4, FORMAT_VERSION)
+# Files that a manifest must list with their digests. Without a digest, damage could not be seen.
 _REQUIRED_FILES = ("config.json", "tensors.json", PROGRESS, "buffers.safetensors")
-"""Files that a manifest must list with their digests. Without a digest, damage could not be seen."""
 LOCK = ".lock"
+# Name of a checkpoint's folder.
 _NAME = re.compile(r"step-(\d+)$")
-"""Name of a checkpoint's folder."""
+# Name of a checkpoint that was set aside.
 _NAME_ASIDE = re.compile(r"(step-\d+)\.(abandoned|unreadable)(-\d+)?$")
-"""Name of a checkpoint that was set aside."""
+# Name of a folder that was being written, replaced or deleted when its process was killed.
 _LEFTOVER = re.compile(r"\.(step-\d+).*\.(partial|replaced|deleted)(-\d+)?$")
-"""Name of a folder that was being written, replaced or deleted when its process was killed."""
 _PIN_SUFFIX = ".pinned"
+# Seconds to wait for a lock: loader processes of a killed run hold it until they notice its end.
 _GRACE_S = 15
-"""Seconds to wait for a lock: loader processes of a killed run hold it until they notice its end."""
 
 
 def folder_of(output_dir: str | Path) -> Path:
@@ -67,8 +67,8 @@ def step_before_suffix(checkpoint: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
+# Folder that this process has locked -> the stack that unlocks it when it is closed.
 _LOCKS: dict[Path, ExitStack] = {}
-"""Folder that this process has locked -> the stack that unlocks it when it is closed."""
 
 
 def lock_until_exit(checkpoints: Path) -> None:

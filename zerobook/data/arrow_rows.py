@@ -6,8 +6,8 @@ gets a null for every key that it lacks. In descriptions and calls of tools, the
 
 from typing import Any
 
+# Columns, and keys of turns, whose objects have different keys in different rows.
 _TOOL_KEYS = ("tools", "tool_calls", "function_call")
-"""Columns, and keys of turns, whose objects have different keys in different rows."""
 
 
 def without_padding(row: Any) -> Any:

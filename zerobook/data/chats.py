@@ -7,6 +7,7 @@ from typing import Any
 from zerobook.data.samples import BadSample, Chat
 from zerobook.data.values import is_empty, kind_of, listed, read_json, read_text
 
+# Names of roles in published chats -> the names that chat templates know.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -21,13 +22,13 @@ ROLES = {
     "observation": "tool",
     "function": "tool",
 }
-"""Names of roles in published chats -> the names that chat templates know."""
+# Keys of a turn that hold the model's thoughts, by the names that chat templates read.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a turn that hold the model's thoughts, by the names that chat templates read."""
+# An older key for one call of a tool, and the role of a ShareGPT turn that is one.
 CALL = "function_call"
-"""An older key for one call of a tool, and the role of a ShareGPT turn that is one."""
+# Keys of a tool turn that say which call it answers.
 IDENTIFIERS = ("tool_call_id", "name")
-"""Keys of a tool turn that say which call it answers."""
+# Keys of a turn that are true or 1 where it is supervised, by the names that other trainers read.
 SUPERVISED_MARKS = (
     "loss",
     "loss_mask",
@@ -39,11 +40,10 @@ SUPERVISED_MARKS = (
     "training",
     "weight",
 )
-"""Keys of a turn that are true or 1 where it is supervised, by the names that other trainers read."""
+# Keys of a turn that are true or 1 where it is masked, which means that it is not supervised.
 MASKED_MARKS = ("mask", "masked")
-"""Keys of a turn that are true or 1 where it is masked, which means that it is not supervised."""
+# Keys of a turn that mark parts of it as supervised. Such turns are refused.
 PARTIAL_MARKS = ("train_detail", "training_detail")
-"""Keys of a turn that mark parts of it as supervised. Such turns are refused."""
 _ANSWER_KEYS = ("tool_calls", CALL, *THOUGHTS)
 _MARKS = (*SUPERVISED_MARKS, *MASKED_MARKS, *PARTIAL_MARKS)
 _MAY_FOLLOW = {  # role -> roles that may come before it; None is the start of the chat

@@ -20,8 +20,8 @@ from zerobook.objective import NextToken
 from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 
+# Locations that are listed; the others are counted.
 LISTED = 20
-"""Locations that are listed; the others are counted."""
 
 
 @dataclass

@@ -23,20 +23,20 @@ from zerobook.errors import DataError, SourceError
 from zerobook.utils.bars import tqdm
 from zerobook.utils.reading import file_digest, open_regular
 
+# Bytes. A longer line is not a sample: the file lacks line ends.
 LINE_LIMIT = 256 << 20
-"""Bytes. A longer line is not a sample: the file lacks line ends."""
+# Characters of a table's row, which the parser holds several times.
 ROW_LIMIT = 64 << 20
-"""Characters of a table's row, which the parser holds several times."""
+# Bytes. Longer texts are read in blocks, cut at line ends where they have any.
 TEXT_BLOCK = 16 << 20
-"""Bytes. Longer texts are read in blocks, cut at line ends where they have any."""
+# Characters of a JSON array that are read at a time.
 JSON_BLOCK = 1 << 20
-"""Characters of a JSON array that are read at a time."""
+# Size of a stream's shards, if a file can be cut into such small parts.
 SHARD_BYTES = 64 << 20
-"""Size of a stream's shards, if a file can be cut into such small parts."""
+# Errors of a disk, mostly of one on the network, that may be gone at the next start.
 DISK_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN, errno.ECONNRESET)
-"""Errors of a disk, mostly of one on the network, that may be gone at the next start."""
+# Bytes at each end of a file that its sketch covers. A compressed file is decompressed by as many bytes at a time.
 _EDGE = 1 << 16
-"""Bytes at each end of a file that its sketch covers. A compressed file is decompressed by as many bytes at a time."""
 
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT = (".txt", ".md", ".py")
@@ -231,6 +231,7 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
+# First bytes of files that are not text -> the error message.
 _NO_TEXT = {
     codecs.BOM_UTF16_LE: "it is UTF-16, and UTF-8 is expected. Convert it: iconv -f UTF-16 -t UTF-8",
     codecs.BOM_UTF16_BE: "it is UTF-16, and UTF-8 is expected. Convert it: iconv -f UTF-16 -t UTF-8",
@@ -238,7 +239,6 @@ _NO_TEXT = {
     b"\x1f\x8b": "its content is compressed with gzip, which its name does not say, or twice. Decompress it",
     b"\x28\xb5\x2f\xfd": "its content is compressed with zstd, which its name does not say, or twice. Decompress it",
 }
-"""First bytes of files that are not text -> the error message."""
 
 
 def _byte_counter(raw: BinaryIO, position: int = 0) -> Callable[[], int]:

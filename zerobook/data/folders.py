@@ -19,15 +19,15 @@ from zerobook.utils.reading import read_text
 from zerobook.utils.yaml_text import load_bounded
 
 CARD = "README.md"
+# Bytes. The header of a longer README is not read.
 CARD_BYTES = 4 << 20
-"""Bytes. The header of a longer README is not read."""
 CONFIG_FLAG = "--dataset_config_name"
+# Keys of a README's config that say which files belong to it.
 FILE_KEYS = ("config_name", "data_files", "data_dir", "default")
-"""Keys of a README's config that say which files belong to it."""
+# File types that `datasets` does not read as text. Their names are ordinary words, such as test_loss.py or train/loop.py.
 PROSE = (".md", ".py")
-"""File types that `datasets` does not read as text. Their names are ordinary words, such as test_loss.py or train/loop.py."""
+# Files that an error lists; the others are counted.
 LISTED = 12
-"""Files that an error lists; the others are counted."""
 
 
 @dataclass(frozen=True)

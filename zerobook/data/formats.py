@@ -164,12 +164,12 @@ def list_unread(
     return list(names)
 
 
+# Columns of data for models that read more than text.
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-"""Columns of data for models that read more than text."""
 
 
+# Columns of KTO data that say whether an answer is good.
 VERDICTS = ("label", "kto_tag")
-"""Columns of KTO data that say whether an answer is good."""
 
 
 def _is_verdict(value: object, *, of_answer: bool) -> bool:
@@ -219,8 +219,8 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
         raise BadSample(f"the text has <image>, which stands for an image that is not read. {advice}")
 
 
+# Columns that name the split of a sample.
 SPLIT_COLUMNS = ("split", "data_split", "partition", "subset", "set")
-"""Columns that name the split of a sample."""
 
 
 def check_split(row: Mapping[str, Any]) -> None:
@@ -375,6 +375,7 @@ def _read_document(row: Mapping[str, Any], columns: tuple[str, ...]) -> Text:
     return Text(read_text(text, columns[0], blank=not is_complete), begins, ends)
 
 
+# Column names of (source, target). The first pair that is there is used.
 PAIR_COLUMNS = (
     ("source", "target"),
     ("question", "answer"),
@@ -391,7 +392,6 @@ PAIR_COLUMNS = (
     ("description", "abstract"),
     ("texts", "labels"),
 )
-"""Column names of (source, target). The first pair that is there is used."""
 
 FORMATS = {
     "tokenized": Format((("input_ids",),), read_tokens, TOKEN_COLUMNS),

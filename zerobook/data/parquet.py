@@ -23,21 +23,21 @@ from zerobook.errors import DataError
 from zerobook.utils.memory_limit import memory_limit
 from zerobook.utils.reading import open_regular
 
+# Bytes that the process may take. A column needs a page of it, and `_BATCH_ROWS` rows.
 MOST_MEMORY = 2 << 30
-"""Bytes that the process may take. A column needs a page of it, and `_BATCH_ROWS` rows."""
+# Bytes of a row, as of a line in other files.
 MOST_ROW = 256 << 20
-"""Bytes of a row, as of a line in other files."""
 MOST_TOTAL = 1 << 30
+# A file is refused if it decompresses to more than `MOST_TOTAL` bytes, and to more than this many times its own size.
 MOST_EXPANSION = 10_000
-"""A file is refused if it decompresses to more than `MOST_TOTAL` bytes, and to more than this many times its own size."""
 _BATCH_ROWS = 256
 _BATCH_SIZE = 64 << 20
+# Bytes of rows that are sent at a time.
 _PIECE = 16 << 20
-"""Bytes of rows that are sent at a time."""
+# Bytes of a small object of Python.
 _OBJECT_SIZE = 56
-"""Bytes of a small object of Python."""
+# Key in the metadata of the stream, for the number of rows in the file.
 _ROWS = b"rows"
-"""Key in the metadata of the stream, for the number of rows in the file."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from zerobook.data import parquet; parquet._serve(*sys.argv[2:])"
 )

@@ -52,17 +52,17 @@ from zerobook.utils.files import put_in_place, refresh
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Version of the files. Data of another version is prepared again.
 VERSION = 2
-"""Version of the files. Data of another version is prepared again."""
+# Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
+# still resumes.
 READER = 8
-"""Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
-still resumes."""
+# Number of bad samples that are listed; the others are only counted.
 LISTED = 50
-"""Number of bad samples that are listed; the others are only counted."""
+# Share of the samples that lose a part to the maximum length, from which a run warns.
 MANY_CUT = 0.5
-"""Share of the samples that lose a part to the maximum length, from which a run warns."""
+# Number of reasons that are listed with their counts.
 REASONS = 5
-"""Number of reasons that are listed with their counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +213,8 @@ def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
     return messages
 
 
+# The prepared folders of a dataset, of its training data and of its held-out data: None if it has no such data.
 Folders = tuple[Path | None, Path | None]
-"""The prepared folders of a dataset, of its training data and of its held-out data: None if it has no such data."""
 
 
 class Library:

@@ -63,17 +63,17 @@ class GeneratedTurn(NamedTuple):
         return TurnSpan(self.start, len(self.text), self.has_end)
 
 
+# Errors of a template that exceeds a limit. They stop the run: the template is at fault, and not the chat.
 _LIMIT_ERRORS = (DataError, MemoryError)
-"""Errors of a template that exceeds a limit. They stop the run: the template is at fault, and not the chat."""
 # Advice about tools or calls that a template does not read.
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
+# The date of a template that writes today's: the tokens of a chat must not depend on the day when they were prepared, nor
+# differ between hosts. Llama's templates have this date where they are not given another one.
 TODAY = date(2024, 7, 26)
-"""The date of a template that writes today's: the tokens of a chat must not depend on the day when they were prepared, nor
-differ between hosts. Llama's templates have this date where they are not given another one."""
+# A null that a template writes out, as Python and as JSON write it.
 _NULL = re.compile("None|null")
-"""A null that a template writes out, as Python and as JSON write it."""
+# Name of the template that transformers takes for chats with tools, if a tokenizer has several templates.
 _TOOL_TEMPLATE = "tool_use"
-"""Name of the template that transformers takes for chats with tools, if a tokenizer has several templates."""
 
 
 def open_template(tokenizer: PreTrainedTokenizerBase, override: str | None) -> ChatTemplate | None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+# (location, row, cost). The location is for messages. The row is a mapping, the bytes of a JSON line, or `Malformed`. The cost
+# is the amount that reading the row adds to the progress, in the unit of `Source.total`.
 Item = tuple[str, Any, int]
-"""(location, row, cost). The location is for messages. The row is a mapping, the bytes of a JSON line, or `Malformed`. The cost
-is the amount that reading the row adds to the progress, in the unit of `Source.total`."""
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,13 @@ from zerobook.errors import DataError, SourceError
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+# Rows of a stream's shard, if the source is a dataset in memory.
 SHARD_ROWS = 50_000
-"""Rows of a stream's shard, if the source is a dataset in memory."""
 _TRAINING = re.compile(r"train(ing)?([-_.]|$)")
+# Names of splits to hold out, in the order of preference. Test splits come late: they are meant for the final figure.
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-"""Names of splits to hold out, in the order of preference. Test splits come late: they are meant for the final figure."""
+# Groups of file types that are read together, in the order of preference.
 _KINDS = (JSON_LINES, (".parquet",), (".json",), TABLE, TEXT)
-"""Groups of file types that are read together, in the order of preference."""
 
 
 def open_source(

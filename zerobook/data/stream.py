@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 Numbers = TypeVar("Numbers", int, np.ndarray)
 
+# A row number has the row in its shard in these lowest bits, and the number of the shard above them.
 _SHARD_SHIFT = 32
-"""A row number has the row in its shard in these lowest bits, and the number of the shard above them."""
+# The lowest bit of the number of the dataset in a row number.
 _DATASET_SHIFT = 56
-"""The lowest bit of the number of the dataset in a row number."""
+# Number of passed shards that are kept on disk: other processes and their loaders may be a few steps late.
 BEHIND = 3
-"""Number of passed shards that are kept on disk: other processes and their loaders may be a few steps late."""
 
 
 class Shards(Protocol):

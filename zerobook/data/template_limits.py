@@ -9,12 +9,12 @@ from types import FrameType
 from zerobook.errors import DataError
 from zerobook.utils.memory_limit import memory_limit
 
+# Processor time of one rendering; real ones take milliseconds.
 SECONDS = 10.0
-"""Processor time of one rendering; real ones take milliseconds."""
+# Memory of the renderings of some chats together.
 BYTES = 1 << 30
-"""Memory of the renderings of some chats together."""
+# Length of the text of one rendering. To tokenize the text takes many times as much memory.
 CHARACTERS = 64 << 20
-"""Length of the text of one rendering. To tokenize the text takes many times as much memory."""
 _ADVICE = "Correct it, or give another with --chat_template."
 
 

@@ -23,14 +23,14 @@ from zerobook.utils.terminal import plain
 
 CHUNK_BYTES = 1 << 20
 CHUNK_SAMPLES = 1000
+# Characters. Longer texts are tokenized in pieces, which end at line ends if possible, since a tokenizer uses about 100 bytes
+# of memory per token.
 TEXT_PIECE = 1 << 20
-"""Characters. Longer texts are tokenized in pieces, which end at line ends if possible, since a tokenizer uses about 100 bytes
-of memory per token."""
+# Bytes of a JSON line that is not running text.
 SAMPLE_LIMIT = 16 << 20
-"""Bytes of a JSON line that is not running text."""
 
+# Name of the count of samples that are truncated but keep supervised tokens.
 CUT = "cut to the maximum length"
-"""Name of the count of samples that are truncated but keep supervised tokens."""
 BY_DEFAULT_TEMPLATE = "rendered by the default chat template"
 DROPPED = "dropped, nothing supervised within the maximum length"
 
@@ -171,8 +171,8 @@ def encode_all(reading: Reading, raw_chunks: Iterator[Chunk], workers: int) -> I
             yield submitted.popleft().result()
 
 
+# In a worker process, the reading for all of its chunks. It is sent once, at the start, and not with each chunk.
 _READING: list[Reading] = []
-"""In a worker process, the reading for all of its chunks. It is sent once, at the start, and not with each chunk."""
 
 
 # Set up a worker process before its first chunk.

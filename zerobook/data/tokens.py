@@ -9,6 +9,7 @@ from zerobook.constants import IGNORE
 from zerobook.data.samples import BadSample, Tokens
 from zerobook.data.values import kind_of
 
+# Columns of 0 and 1 that say which tokens are supervised, by the names of TRL, transformers, ms-swift and others.
 LOSS_MASKS = (
     "completion_mask",
     "assistant_masks",
@@ -18,10 +19,9 @@ LOSS_MASKS = (
     "loss_weights",
     "loss_scale",
 )
-"""Columns of 0 and 1 that say which tokens are supervised, by the names of TRL, transformers, ms-swift and others."""
 PADDING_MASK = "attention_mask"
+# Columns that `read_tokens` reads beside ``input_ids``.
 TOKEN_COLUMNS = ("labels", PADDING_MASK, *LOSS_MASKS)
-"""Columns that `read_tokens` reads beside ``input_ids``."""
 
 
 def read_tokens(row: Mapping[str, Any], columns: tuple[str, ...]) -> Tokens:

@@ -18,8 +18,8 @@ from zerobook.utils.reading import file_digest, read_json
 
 META = "meta.json"
 _META_DIGEST = "meta_xxh3_128"
+# Seconds for which a stamp is valid. Until then, a host does not read unchanged files again.
 _VALID_S = 24 * 60 * 60
-"""Seconds for which a stamp is valid. Until then, a host does not read unchanged files again."""
 
 
 def write_meta(folder: Path, facts: dict[str, Any]) -> None:

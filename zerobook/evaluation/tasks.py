@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 MAX_LISTED_PROBLEMS = 5
 METRICS = ("acc", "acc_norm")
+# A text that is not blank.
 _Text = Annotated[str, StringConstraints(strict=True, pattern=r"\S")]
-"""A text that is not blank."""
 
 
 # pydantic checks the types of the fields.

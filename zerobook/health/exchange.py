@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
     from zerobook.utils.messages import SignedStore
 
+# Number of heartbeats in ``hang_timeout`` seconds. There are more if the interval would exceed `MAX_INTERVAL_S`.
 BEATS_PER_TIMEOUT = 30
-"""Number of heartbeats in ``hang_timeout`` seconds. There are more if the interval would exceed `MAX_INTERVAL_S`."""
+# Seconds between two heartbeats, at most.
 MAX_INTERVAL_S = 5.0
-"""Seconds between two heartbeats, at most."""
+# Seconds that the other ranks have to end after one has failed, since its launcher may stop them. If it failed because another
+# process has ended, this is noticed before these seconds are over.
 GRACE_S = 20.0
-"""Seconds that the other ranks have to end after one has failed, since its launcher may stop them. If it failed because another
-process has ended, this is noticed before these seconds are over."""
+# Intervals without a heartbeat after which a rank counts as gone, if a connection to some rank is broken.
 GONE_INTERVALS = 2.5
-"""Intervals without a heartbeat after which a rank counts as gone, if a connection to some rank is broken."""
+# Intervals without a heartbeat after which the process of a rank is looked for.
 MISSED_INTERVALS = 1.5
-"""Intervals without a heartbeat after which the process of a rank is looked for."""
+# Beginnings of a failed rank's ``error`` that can be those of a connection.
 CONNECTION_ERRORS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
-"""Beginnings of a failed rank's ``error`` that can be those of a connection."""
 
 
 class Exchange:

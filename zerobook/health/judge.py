@@ -9,17 +9,17 @@ from zerobook.health.position import FINISHED_PHASES, Window
 from zerobook.health.presence import Endpoint, Presence
 from zerobook.utils.ranges import ranges
 
+# Largest number of ranges of ranks that a verdict lists for each position at which ranks wait.
 MAX_RANK_RANGES = 16
-"""Largest number of ranges of ranks that a verdict lists for each position at which ranks wait."""
+# Largest number of positions at which ranks wait that a verdict lists.
 MAX_POSITIONS = 8
-"""Largest number of positions at which ranks wait that a verdict lists."""
+# If a rank of a host is silent, its other ranks count as silent after this share of the time.
 NEARLY_SILENT = 0.75
-"""If a rank of a host is silent, its other ranks count as silent after this share of the time."""
+# A process sends its last heartbeat again with this error before it asks its GPU, since a GPU that hangs may block it.
 GPU_SILENT = "its GPU has not answered"
-"""A process sends its last heartbeat again with this error before it asks its GPU, since a GPU that hangs may block it."""
 Kind = Literal["silent", "ended", "stuck", "together", "failed", "lost"]
+# A first and a last rank.
 RankRange = tuple[int, int]
-"""A first and a last rank."""
 
 
 class Beat(NamedTuple):
@@ -48,8 +48,8 @@ class Beat(NamedTuple):
     endpoint: Endpoint = ("", 0)
 
 
+# Stands for the heartbeat of a rank that has not sent any.
 NO_BEAT = Beat(0, "", 0, "start", 0, 0, 0.0, 0.0)
-"""Stands for the heartbeat of a rank that has not sent any."""
 
 
 class Verdict(NamedTuple):

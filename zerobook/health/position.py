@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+# Phase -> its time limit without progress, as a factor on ``hang_timeout``. 0 means no limit: one process may tokenize or
+# download for hours while the others wait for it.
 LIMIT_FACTORS = {
     "start": 0.0,
     "prepare data": 0.0,
@@ -27,16 +29,14 @@ LIMIT_FACTORS = {
     "ended": 0.0,
     "failed": 0.0,
 }
-"""Phase -> its time limit without progress, as a factor on ``hang_timeout``. 0 means no limit: one process may tokenize or
-download for hours while the others wait for it."""
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "reduce")
+# Phases of ranks that send no more heartbeats. No other rank waits for them.
 FINISHED_PHASES = ("ended", "failed")
-"""Phases of ranks that send no more heartbeats. No other rank waits for them."""
+# Factor on the limits in the first step of a process, which compiles kernels and allocates memory.
 FIRST_STEP_FACTOR = 4.0
-"""Factor on the limits in the first step of a process, which compiles kernels and allocates memory."""
+# A phase may take this many times as long as it has taken before in this process, even if that is more than its limit. A large
+# model on a CPU, or an optimizer's state on NVMe, makes every step slow.
 LONGEST_FACTOR = 2.0
-"""A phase may take this many times as long as it has taken before in this process, even if that is more than its limit. A large
-model on a CPU, or an optimizer's state on NVMe, makes every step slow."""
 
 
 class Position(NamedTuple):

@@ -12,14 +12,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
+# Seconds to wait for connections, at most. None comes if a host or its link is gone.
 CONNECT_S = 0.5
-"""Seconds to wait for connections, at most. None comes if a host or its link is gone."""
+# Largest number of connections that are made at once. Many systems allow a process 1024 open files.
 MOST_CONNECTIONS = 256
-"""Largest number of connections that are made at once. Many systems allow a process 1024 open files."""
+# Error numbers of a connection that is still being made.
 UNANSWERED = (errno.EINPROGRESS, errno.EALREADY)
-"""Error numbers of a connection that is still being made."""
+# An address and a port.
 Endpoint = tuple[str, int]
-"""An address and a port."""
 _listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 

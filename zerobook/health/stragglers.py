@@ -6,17 +6,17 @@ from typing import NamedTuple
 from zerobook.health.judge import Beat
 from zerobook.health.position import Window
 
-# A rank is slow if all of the next three are true.
+# A rank is slow if all of these three conditions are true:
+# It takes more than SLOW_RANK_RATIO times as long as a typical rank.
 SLOW_RANK_RATIO = 2.0
-"""It takes more than this many times as long as a typical rank."""
+# The difference is more than this share of the time of a step.
 MIN_STEP_SHARE = 0.1
-"""The difference is more than this share of the time of a step."""
+# The difference is more than this number of seconds. In steps of milliseconds, the operating system alone can cause such shares.
 MIN_DIFFERENCE_S = 0.01
-"""The difference is more than these seconds. In steps of milliseconds, the operating system alone can cause such shares."""
+# Smallest number of steps over which ranks are compared. In a single step, any other program can delay a rank.
 MIN_STEPS = 5
-"""Smallest number of steps over which ranks are compared. In a single step, any other program can delay a rank."""
+# Largest number of ranks that a message names.
 MAX_NAMED_RANKS = 8
-"""Largest number of ranks that a message names."""
 
 
 class Slow(NamedTuple):

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
     from zerobook.utils.messages import SignedStore
 
+# Exit code of a rank that stopped because a rank, this one or another, blocks the run.
 EXIT_CODE = 77
-"""Exit code of a rank that stopped because a rank, this one or another, blocks the run."""
+# Seconds to wait for the stacks of ranks that block the run.
 STACKS_TIMEOUT_S = 3.0
-"""Seconds to wait for the stacks of ranks that block the run."""
+# Seconds that a process may spend on its report. After them it ends without a report.
 REPORT_TIMEOUT_S = 5.0
-"""Seconds that a process may spend on its report. After them it ends without a report."""
+# If no thread of this process has run for this share of ``hang_timeout``, the process was suspended.
 SUSPENDED_SHARE = 0.25
-"""If no thread of this process has run for this share of ``hang_timeout``, the process was suspended."""
 MAX_STACKS = 4
 MAX_STACK_BYTES = 16_384
 MAX_STACK_FRAMES = 12

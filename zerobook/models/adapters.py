@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Method = Literal["lora", "rslora", "dora", "pissa", "ia3"]
+# Name of the trained adapter in the model.
 ADAPTER = "default"
-"""Name of the trained adapter in the model."""
+# Name of the frozen copy of the adapter's initial weights under PiSSA.
 INITIAL = "initial"
-"""Name of the frozen copy of the adapter's initial weights under PiSSA."""
+# Methods of peft that are not available, with the reason.
 REFUSED = {
     "vera": "its random projections are buffers, which peft {peft} neither saves nor lets FSDP2 shard",
     "olora": "it changes the base weights, so the saved adapter would not fit the base. pissa is converted when it is saved",
     "loftq": "it changes the base weights, so the saved adapter would not fit the base. pissa is converted when it is saved",
 }
-"""Methods of peft that are not available, with the reason."""
+# Subspace iterations of the randomised SVD, as in the paper's fast variant (Meng et al., 2024).
 PISSA_ITERATIONS = 16
-"""Subspace iterations of the randomised SVD, as in the paper's fast variant (Meng et al., 2024)."""
 
 # Default rate and warm-up of LoRA: those of QLoRA for models up to 13B, from Dettmers et al., 2023 (arXiv 2305.14314,
 # appendix B) and its code.
 LORA_RATE = 2e-4
 LORA_WARMUP = 0.03
+# Default rate of IA3: Liu et al., 2022 (arXiv 2205.05638).
 IA3_RATE = 3e-3
-"""Default rate of IA3: Liu et al., 2022 (arXiv 2205.05638)."""
 
+# Keys of a recipe whose values a saved adapter has in its own config.
 LORA_KEYS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "modules_to_save")
-"""Keys of a recipe whose values a saved adapter has in its own config."""
 
 
 class AdapterConfig(RecipeConfig):

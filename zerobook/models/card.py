@@ -16,6 +16,7 @@ from zerobook.runlog.facts import code_version, data_names, model_name, training
 from zerobook.runlog.history import History, time_spent
 from zerobook.utils.units import counted, duration
 
+# Name of a library -> code that loads a model which the library saved.
 LOADING_CODE = {
     "peft": """from peft import AutoPeftModelFor{task}
 from transformers import AutoTokenizer
@@ -27,7 +28,6 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 model = AutoModelFor{task}.from_pretrained("FOLDER_OR_NAME")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 }
-"""Name of a library -> code that loads a model which the library saved."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ To compile a complete model takes as many times longer as it has layers, and the
 import torch
 from torch import nn
 
+# Maximum number of compiled forms of a layer. torch compiles one for training and one for evaluation, and more for the first
+# lengths of rows, until it treats lengths as variable. Beyond the maximum (torch's default is 8), a layer runs uncompiled.
 VARIANTS = 32
-"""Maximum number of compiled forms of a layer. torch compiles one for training and one for evaluation, and more for the first
-lengths of rows, until it treats lengths as variable. Beyond the maximum (torch's default is 8), a layer runs uncompiled."""
 
 
 def compile_layers(model: nn.Module) -> int:

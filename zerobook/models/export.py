@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # Tokens of each row of the compared batch.
 _TOKENS = 24
+# Largest allowed difference of logits, as a share of the largest, between the written and the reloaded model.
 _ALLOWED = 1e-5
-"""Largest allowed difference of logits, as a share of the largest, between the written and the reloaded model."""
 
 
 def export_checkpoint(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+# Settings of the search that a recipe may set, by their names in a generation config.
 RULES = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "repetition_penalty", "length_penalty")
-"""Settings of the search that a recipe may set, by their names in a generation config."""
 
 
 def decoding(

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
         inv_freq: torch.Tensor
 
 
+# File beside an initial model that names the config and the seed that it was made with.
 ORIGIN_FILE = "made_of.json"
-"""File beside an initial model that names the config and the seed that it was made with."""
 # Errors that mean that the files of a model cannot be read. Others (memory, a kernel, a collective) need their traceback.
 FILE_ERRORS = (OSError, ValueError, ImportError, SafetensorError)
 DTYPES: dict[str, torch.dtype | str] = {
@@ -63,8 +63,8 @@ DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
 }
 
+# Largest head dimension that flash attention 2 takes.
 FLASH_HEAD = 256
-"""Largest head dimension that flash attention 2 takes."""
 
 
 def fetch_to_node(name: str, strategy: Strategy, revision: str, *, weights: bool = False) -> str:

@@ -30,9 +30,9 @@ _ATTENTION = (
     "flash_attn::_flash_attn_varlen_forward",
     "zerobook::attention",  # the planner's, in place of those above
 )
+# If the result of a product is more than this many times as wide as the dimension that it sums over, the product is cheap, and
+# is recomputed. The second product of an adapter is such a product.
 _WIDENING = 8
-"""If the result of a product is more than this many times as wide as the dimension that it sums over, the product is cheap, and
-is recomputed. The second product of an adapter is such a product."""
 
 
 def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0) -> None:

@@ -20,14 +20,14 @@ from zerobook.utils.model_config import text_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Names of modules, as the last part of their path.
+# These three have names of modules, which are the last part of a module's path.
+# Modules that bring images or sound into the text model's embedding.
 _FOR_OTHER_INPUTS = ("multi_modal_projector", "visual_projection", "embed_tokens_extend")
-"""Modules that bring images or sound into the text model's embedding."""
+# Modules that no recipe uses: LED's projections for tokens with global attention, and poolers, which summarise a text in one
+# vector.
 _UNUSED = ("query_global", "key_global", "value_global", "pooler")
-"""Modules that no recipe uses: LED's projections for tokens with global attention, and poolers, which summarise a text in one
-vector."""
+# Modules that attend to an encoder. They are unused if a decoder is loaded without its encoder.
 _CROSS_ATTENTION = ("encoder_attn", "encoder_attn_layer_norm", "cross_attn", "cross_attn_layer_norm")
-"""Modules that attend to an encoder. They are unused if a decoder is loaded without its encoder."""
 
 
 def freeze_unused(model: PreTrainedModel) -> str | None:

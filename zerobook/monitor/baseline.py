@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+# 95th percentile of normal noise, in standard deviations.
 Q95_OF_NORMAL = 1.645
-"""95th percentile of normal noise, in standard deviations."""
+# Ratio of the standard deviation to the median of the absolute values, for normal noise.
 MEDIAN_OF_NORMAL = 1.4826
-"""Ratio of the standard deviation to the median of the absolute values, for normal noise."""
+# Number of newest points whose median is the level of a loss that falls fast.
 NEWEST_POINTS = 7
-"""Number of newest points whose median is the level of a loss that falls fast."""
+# A first loss below this counts as zero, such as a KL term before the first update.
 ZERO = 1e-6
-"""A first loss below this counts as zero, such as a KL term before the first update."""
+# Largest number of points of a dip. If a loss stays lower for longer, that is its new level.
 DIP_POINTS = 128
-"""Largest number of points of a dip. If a loss stays lower for longer, that is its new level."""
+# Number of accepted points for which a dip is remembered.
 DIP_MEMORY = 512
-"""Number of accepted points for which a dip is remembered."""
+# Largest unit that dips can cause, as a share of the level. With it, a loss that rises by half is high in spite of dips.
 MAX_UNIT_OF_DIPS = 0.1
-"""Largest unit that dips can cause, as a share of the level. With it, a loss that rises by half is high in spite of dips."""
 
 
 class RollingQuantiles:

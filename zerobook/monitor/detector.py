@@ -34,27 +34,27 @@ from zerobook.monitor.excursion import Excursion
 from zerobook.monitor.finding import Finding, Point
 from zerobook.monitor.settings import Settings
 
+# Points within which spikes are counted for a ``chronic`` finding.
 CHRONIC_POINTS = 1000
-"""Points within which spikes are counted for a ``chronic`` finding."""
+# Among the first six points, only a loss of this many times the level is high: after one, two, and three or more accepted
+# points. From three points on, their median is not a single low loss.
 EARLY_FACTORS = (4.0, 4.0, 3.0)
-"""Among the first six points, only a loss of this many times the level is high: after one, two, and three or more accepted
-points. From three points on, their median is not a single low loss."""
+# Smallest level that counts in this comparison. Losses around 0 can have any ratio to each other.
 EARLY_LEVEL = 1 / 3
-"""Smallest level that counts in this comparison. Losses around 0 can have any ratio to each other."""
+# If the loss falls by this factor within its first points, the first updates may overshoot. The loss of a language model does
+# not fall as fast.
 STEEP_FALL = 20
-"""If the loss falls by this factor within its first points, the first updates may overshoot. The loss of a language model does
-not fall as fast."""
+# After an overshoot, the loss is still smaller than the first loss by more than this factor.
 SMALL_RETURN = 8
-"""After an overshoot, the loss is still smaller than the first loss by more than this factor."""
+# After so many series of at most three zeros, zeros are usual in this data. Batches without supervised tokens are rarer.
 USUAL_SERIES = 3
-"""After so many series of at most three zeros, zeros are usual in this data. Batches without supervised tokens are rarer."""
+# After so many gradients of exactly 0 in a row, a run is dead. Healthy runs in public logs have at most seven.
 STILL_STEPS = 40
-"""After so many gradients of exactly 0 in a row, a run is dead. Healthy runs in public logs have at most seven."""
+# If the usual gradient norm is smaller than this, a log may have rounded a norm to 0.
 ROUNDED_NORM = 0.01
-"""If the usual gradient norm is smaller than this, a log may have rounded a norm to 0."""
+# A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
+# by step.
 DEAD_LEVEL = 0.02
-"""A loss of exactly 0 right after a level above this is a fault: the loss of a model that has learnt everything falls to 0 step
-by step."""
 
 
 class Detector:

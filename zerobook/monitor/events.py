@@ -6,10 +6,10 @@ from typing import Any
 
 from zerobook.monitor.excursion import MAX_EXCURSION_POINTS
 
+# Number of steps after the announced step in which the effect of an event may begin.
 WINDOW = 32
-"""Number of steps after the announced step in which the effect of an event may begin."""
+# The same for the first step of an epoch. A run has many epochs, and a long window in each would hide damage by data.
 EPOCH_WINDOW = 4
-"""The same for the first step of an epoch. A run has many epochs, and a long window in each would hide damage by data."""
 
 
 @dataclass(frozen=True, kw_only=True)

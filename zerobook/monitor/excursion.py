@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from statistics import median
 
+# Number of the first points of an excursion that are remembered. Of the later points, only the newest one is.
 MAX_EXCURSION_POINTS = 512
-"""Number of the first points of an excursion that are remembered. Of the later points, only the newest one is."""
 
 
 @dataclass

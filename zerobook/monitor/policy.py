@@ -27,17 +27,17 @@ from zerobook.utils.units import counted
 
 ActionKind = PolicyAction | Literal["leave_out", "none", "rollback", "cut_rate", "save"]
 DEFAULT_ORDER: tuple[PolicyAction, ...] = ("replay", "skip", "lower_rate", "stop")
+# Action -> how often it is taken against the same trouble; an action that is not listed is taken once. If lowering the rate
+# twice has not helped, the rate is not the cause.
 MOST_TIMES = {"lower_rate": 2}
-"""Action -> how often it is taken against the same trouble; an action that is not listed is taken once. If lowering the rate
-twice has not helped, the rate is not the cause."""
+# Largest share of the run's steps that a replay may abandon. If the data are the cause, the next action abandons the same
+# steps again. If hardware is the cause, leaving samples out costs less than a replay: only the good samples of a few steps.
 MOST_REPLAYED = 0.1
-"""Largest share of the run's steps that a replay may abandon. If the data are the cause, the next action abandons the same
-steps again. If hardware is the cause, leaving samples out costs less than a replay: only the good samples of a few steps."""
+# Steps from the newest checkpoint that is not suspect to a high loss. A high loss at step k is caused by earlier updates, so
+# the batch of step k - 1 and a checkpoint of step k - 1 are suspect.
 LEAD = 2
-"""Steps from the newest checkpoint that is not suspect to a high loss. A high loss at step k is caused by earlier updates, so
-the batch of step k - 1 and a checkpoint of step k - 1 are suspect."""
+# A spike that begins at most this many steps after the last step of a trouble belongs to that trouble.
 NEAR = 16
-"""A spike that begins at most this many steps after the last step of a trouble belongs to that trouble."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from zerobook.launch.process import INTERRUPTED
 from zerobook.strategy import Strategy
 from zerobook.utils import messages
 
+# Exit code EX_TEMPFAIL of sysexits.h, which means: start the run again. ``--max_restarts`` does so at any code except 0.
 EXIT_CODE = 75
-"""Exit code EX_TEMPFAIL of sysexits.h, which means: start the run again. ``--max_restarts`` does so at any code except 0."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# Key of the store with the name of the signal that a rank has received.
 _SIGNAL_KEY = "zerobook/stop/asked"
-"""Key of the store with the name of the signal that a rank has received."""
 
 
 class Preemption:

@@ -29,12 +29,12 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.shipped import shipped
 from zerobook.utils.units import duration, size, with_range
 
+# Method -> its name in messages, in the order in which they are tried.
 METHODS = {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA"}
-"""Method -> its name in messages, in the order in which they are tried."""
+# Largest micro-batch to try, in tokens, unless the user sets the micro-batch.
 MICRO_BATCH_TOKENS = 8192
-"""Largest micro-batch to try, in tokens, unless the user sets the micro-batch."""
+# Activation checkpointing that is tried, from the fastest to the one with the least memory.
 CHECKPOINTING = ("none", "full", "offload")
-"""Activation checkpointing that is tried, from the fastest to the one with the least memory."""
 # Matches the names of strategy files that keep weights or optimizer state outside of the GPU.
 _OFFLOADS = re.compile("offload|nvme")
 # Matches the names of strategy files whose ranks share the tokens of a row.

@@ -37,12 +37,12 @@ RATES = {
     ),
     "bloom": PublishedRate(1.5, 384, 7, "BLOOM on A100, arXiv:2211.05100, section 3.4: 1 to 2 GPU failures a week"),
 }
+# Assumed bytes per second that a node writes of a checkpoint. A run assumes the same before its first save.
 WRITE_RATE = 0.5e9
-"""Assumed bytes per second that a node writes of a checkpoint. A run assumes the same before its first save."""
+# Assumed time from a failure until the run trains again: noticing it, starting processes, loading the checkpoint.
 RESTART_SECONDS = 300.0
-"""Assumed time from a failure until the run trains again: noticing it, starting processes, loading the checkpoint."""
+# `math.exp` overflows for slightly larger exponents.
 _LARGEST_EXPONENT = 700.0
-"""`math.exp` overflows for slightly larger exponents."""
 
 
 def best_interval(save: float, mean_time: float) -> float:

@@ -65,6 +65,6 @@ def between_nodes_rule(parameters: float, nodes: int) -> float:
     return 48 * parameters / nodes / 8
 
 
+# Bytes of a parameter in a sharded checkpoint of a mixed-precision run: 2 of the weight, 4 of its fp32 master weight, and 4 of
+# each of Adam's two moments.
 CHECKPOINT_BYTES = 14
-"""Bytes of a parameter in a sharded checkpoint of a mixed-precision run: 2 of the weight, 4 of its fp32 master weight, and 4 of
-each of Adam's two moments."""

@@ -14,12 +14,12 @@ from zerobook.utils.units import parse_bytes, parse_rate
 Parsed = TypeVar("Parsed")
 
 
+# Share of a network's listed bandwidth that collectives reach.
 NETWORK = 0.64
-"""Share of a network's listed bandwidth that collectives reach."""
+# Share of the listed bandwidth of the links inside a node that collectives reach.
 LINKS = 0.66
-"""Share of the listed bandwidth of the links inside a node that collectives reach."""
+# Bytes per second that collectives reach over PCIe if GPUs can only send through the host's memory.
 THROUGH_HOST = 3.5e9
-"""Bytes per second that collectives reach over PCIe if GPUs can only send through the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -395,8 +395,8 @@ class _QuantisedLinear(nn.Linear):
         return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
+# Bytes of the values of NF4, those of the 8-bit type of its scales, and their mean, which every layer has.
 _NF4_TABLE_BYTES = 4 * (16 + 256 + 1)
-"""Bytes of the values of NF4, those of the 8-bit type of its scales, and their mean, which every layer has."""
 
 
 def _quantise(model: PreTrainedModel, base_format: str, dtype: torch.dtype) -> None:

@@ -24,10 +24,10 @@ from zerobook.utils import subprocess_launch
 from zerobook.utils.reading import read_json
 
 PROBE = Path(__file__).with_name("probe.py")
+# Default limit in seconds for one strategy's few steps.
 LIMIT_S = 600.0
-"""Default limit in seconds for one strategy's few steps."""
+# Steps of a run. The probe measures the last but one, and times the last.
 STEPS = 5
-"""Steps of a run. The probe measures the last but one, and times the last."""
 
 
 @dataclass

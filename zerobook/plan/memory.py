@@ -15,20 +15,20 @@ from zerobook.plan.state_bytes import (
 )
 from zerobook.plan.trace import Trace
 
+# Bytes of a GPU that the driver shows before the first tensor: CUDA's context, kernels and cuBLAS's workspace.
 CONTEXT_BYTES = 900_000_000
-"""Bytes of a GPU that the driver shows before the first tensor: CUDA's context, kernels and cuBLAS's workspace."""
+# Bytes of NCCL's buffers, if there are several ranks.
 NCCL_BYTES = 260_000_000
-"""Bytes of NCCL's buffers, if there are several ranks."""
 CACHED_SHARE = 0.04
+# Bytes of freed blocks that torch's allocator keeps at the peak, for each byte that is allocated. Strategies that share states
+# among ranks allocate buffers of many sizes, which leave gaps.
 SHARED_CACHED_SHARE = 0.17
-"""Bytes of freed blocks that torch's allocator keeps at the peak, for each byte that is allocated. Strategies that share states
-among ranks allocate buffers of many sizes, which leave gaps."""
 RANGE = (0.9, 1.22)
+# Lowest and highest peak to expect, relative to the planned one; the second where strategies share states among ranks. The
+# first is the 10th and 90th percentile of published over planned peaks, sources weighted alike
+# (docs/measured/plan_accuracy.md). The second is a judgement: published peaks of 50 such runs lie between 0.7 and 1.22, those
+# of the 25 that are planned exactly as they ran between 0.87 and 1.01.
 SHARED_RANGE = (0.88, 1.3)
-"""Lowest and highest peak to expect, relative to the planned one; the second where strategies share states among ranks. The
-first is the 10th and 90th percentile of published over planned peaks, sources weighted alike (docs/measured/plan_accuracy.md).
-The second is a judgement: published peaks of 50 such runs lie between 0.7 and 1.22, those of the 25 that are planned exactly as
-they ran between 0.87 and 1.01."""
 
 
 @dataclass(frozen=True, kw_only=True)

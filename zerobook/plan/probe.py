@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 STEP = 4
+# Environment variable with the path of the result file.
 RESULT = "ZEROBOOK_PROBE_RESULT"
-"""Environment variable with the path of the result file."""
 
 # Collective -> bytes that this rank sent in step `STEP`, and the number of calls.
 SENT_BYTES: dict[str, float] = defaultdict(float)
@@ -48,8 +48,9 @@ CALLS: Counter[str] = Counter()
 _IS_COUNTING = [False]
 
 _OUTPUT = (0, ("tensor", "output_tensor", "output", "tensor_list"))
+# Position and names of the argument whose bytes count.
 _INPUT = (1, ("input", "input_tensor", "input_list"))
-"""Position and names of the argument whose bytes count."""
+# Collective -> the argument that counts, and how many times a ring sends (N - 1)/N of it.
 _COLLECTIVES = {
     "all_reduce": (_OUTPUT, 2),
     "all_gather_into_tensor": (_OUTPUT, 1),
@@ -63,7 +64,6 @@ _COLLECTIVES = {
     "reduce": (_OUTPUT, 1),
     "all_to_all_single": (_OUTPUT, 1),
 }
-"""Collective -> the argument that counts, and how many times a ring sends (N - 1)/N of it."""
 
 
 # Return a function that counts a call of a collective of torch.distributed, and runs it.

@@ -17,8 +17,8 @@ from torch import nn
 from zerobook.plan.gather_schedule import Visit
 from zerobook.plan.work import Work
 
+# Periods that run: the first, two that are compared, and the last.
 RUN_PERIODS = 4
-"""Periods that run: the first, two that are compared, and the last."""
 
 
 class Mark(NamedTuple):

@@ -16,44 +16,43 @@ from zerobook.plan.traffic import Transfer, count_sent_between_nodes, nvme_bytes
 from zerobook.plan.work import Product, Work
 from zerobook.utils.devices import Device
 
+# Share of the listed fp32 operations per second that large matrix products reach.
 FP32_SHARE = 0.75
-"""Share of the listed fp32 operations per second that large matrix products reach."""
 HALF_RATE_ROWS = 90
+# Rows, and depth or columns, at which a matrix product reaches half of its rate. In smaller products, the GPU's tiles are
+# partly empty.
 HALF_RATE_WIDTH = 125
-"""Rows, and depth or columns, at which a matrix product reaches half of its rate. In smaller products, the GPU's tiles are
-partly empty."""
+# Factor of these two sizes for fp32 and for batched products, whose tiles are smaller.
 SMALL_TILES = 0.3
-"""Factor of these two sizes for fp32 and for batched products, whose tiles are smaller."""
+# Share of the listed fp32 operations per second that the attention kernels for fp32 reach.
 FP32_ATTENTION_SHARE = 0.5
-"""Share of the listed fp32 operations per second that the attention kernels for fp32 reach."""
+# Tokens of a row at which attention reaches half of its rate.
 HALF_RATE_LENGTH = 256
-"""Tokens of a row at which attention reaches half of its rate."""
+# Share of the listed bandwidth that kernels reach when they read and write.
 MEMORY_SHARE = 0.82
-"""Share of the listed bandwidth that kernels reach when they read and write."""
+# Unpacking one quantised weight takes as long as moving so many bytes.
 DEQUANTISED_BYTES = 8.0
-"""Unpacking one quantised weight takes as long as moving so many bytes."""
+# Share of the bytes of other operations that a compiled model moves.
 FUSED_SHARE = 0.2
-"""Share of the bytes of other operations that a compiled model moves."""
+# Seconds in which the host starts one kernel from Python, its share of autograd included.
 LAUNCH_SECONDS = 16e-6
-"""Seconds in which the host starts one kernel from Python, its share of autograd included."""
+# Share of the launches that a compiled model has.
 COMPILED_LAUNCHES = 0.3
-"""Share of the launches that a compiled model has."""
+# Seconds of the host for each of DeepSpeed's hooks. Under ZeRO-3 they run when a pass of a module starts or ends, and gather
+# or free weights. Under ZeRO-1 and 2 one runs for each gradient.
 HOOK_SECONDS = 1.1e-4
-"""Seconds of the host for each of DeepSpeed's hooks. Under ZeRO-3 they run when a pass of a module starts or ends, and gather
-or free weights. Under ZeRO-1 and 2 one runs for each gradient."""
+# Kind of strategy -> share of the shorter of passes and communication that runs at the same time as the longer.
 OVERLAP = {"deepspeed": 0.16, "fsdp": 0.7, "ddp": 0.7, "single": 0.0}
-"""Kind of strategy -> share of the shorter of passes and communication that runs at the same time as the longer."""
+# Bytes that the CPU optimizers of all ranks of a node together read and write in a second: the rate of its memory.
 CPU_ADAM_BYTES_PER_S = 185e9
-"""Bytes that the CPU optimizers of all ranks of a node together read and write in a second: the rate of its memory."""
+# Rate of a node's NVMe disk, which its ranks share.
 NVME_BYTES_PER_S = 3e9
-"""Rate of a node's NVMe disk, which its ranks share."""
 RATE_RANGE = (0.84, 1.06)
+# Lowest and highest tokens per second to expect, relative to the planned ones: the 10th and 90th percentile of published over
+# planned rates (docs/measured/plan_accuracy.md). The second is for several nodes, whose networks differ more than their listed
+# rates: it has the percentiles of 99 such runs. 12 of them are planned too fast by more than a quarter, and 12 of 261 on one
+# node are further off than that. The page shows no such difference for small models, nor for optimizer state in host memory.
 NODES_RATE_RANGE = (0.7, 1.02)
-"""Lowest and highest tokens per second to expect, relative to the planned ones: the 10th and 90th percentile of published over
-planned rates (docs/measured/plan_accuracy.md). The second is for several nodes, whose networks differ more than their listed
-rates: it has the percentiles of 99 such runs. 12 of them are planned too fast by more than a quarter, and 12 of 261 on one node
-are further off than that.
-The page shows no such difference for small models, nor for optimizer state in host memory."""
 
 
 @dataclass(frozen=True)

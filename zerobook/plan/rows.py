@@ -314,17 +314,17 @@ def _gpu_remedies(memory: PeakMemory, sharding: ShardingSpec, config: RecipeConf
     return remedies or ["more or larger GPUs"]
 
 
+# Share of a GPU's memory that states and buffers have to leave free. With less, smaller activations do not help.
 LEAST_ROOM = 0.1
-"""Share of a GPU's memory that states and buffers have to leave free. With less, smaller activations do not help."""
+# Strategy files, the simplest first. If rates differ by less than `SAME_RATE`, the simpler file comes first, unless it is
+# tight.
 SIMPLEST = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_hybrid", "zero3", "zero3_hpz")
-"""Strategy files, the simplest first. If rates differ by less than `SAME_RATE`, the simpler file comes first, unless
-it is tight."""
+# Rates whose ratio is below this count as the same, since planned times are no more exact.
 SAME_RATE = 1.1
-"""Rates whose ratio is below this count as the same, since planned times are no more exact."""
 
 
+# Settings that change only the micro-batches, and not the model.
 SIZES = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"}
-"""Settings that change only the micro-batches, and not the model."""
 
 
 def plan_recipe(

@@ -9,8 +9,8 @@ from zerobook.data import embedded
 from zerobook.data.sources import open_source
 from zerobook.errors import ConfigError, DataError
 
+# Size of a data file up to which its samples are tokenized for a plan, which takes a few seconds.
 READ_BYTES = 8 << 20
-"""Size of a data file up to which its samples are tokenized for a plan, which takes a few seconds."""
 
 
 def read_lengths(config: RecipeConfig) -> np.ndarray | None:

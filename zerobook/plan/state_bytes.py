@@ -16,12 +16,12 @@ from zerobook.plan.sharding import ShardingSpec
 from zerobook.utils.model_config import nvme_buffer_elements
 
 FP32_BYTES = 4
+# DeepSpeed keeps smaller tensors in host RAM, even if the strategy file offloads to NVMe.
 SWAP_MINIMUM_BYTES = 1 << 20
-"""DeepSpeed keeps smaller tensors in host RAM, even if the strategy file offloads to NVMe."""
+# Partitions of ZeRO-1 and 2 are multiples of so many elements (DeepSpeed's ``nccl_start_alignment_factor``).
 ZERO_ALIGNMENT = 2
-"""Partitions of ZeRO-1 and 2 are multiples of so many elements (DeepSpeed's ``nccl_start_alignment_factor``)."""
+# Size of the one-element placeholder in host RAM for weights that are on NVMe.
 PLACEHOLDER_BYTES = 2
-"""Size of the one-element placeholder in host RAM for weights that are on NVMe."""
 
 
 @dataclass(frozen=True, slots=True)

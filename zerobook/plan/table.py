@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from zerobook.plan.rows import Row
     from zerobook.plan.traced_job import TracedJob
 
+# Columns of a table if the output is not a terminal.
 WIDTH = 150
-"""Columns of a table if the output is not a terminal."""
+# Header -> text of a cell, in the order of the columns.
 Cells = dict[str, str]
-"""Header -> text of a cell, in the order of the columns."""
+# Headers of columns in the order in which they are left out on a narrow terminal. Then others follow from the right.
 _DISPENSABLE = (
     "by 48 P/N\nbits",
     "by paper,\nas a ring",
@@ -42,7 +43,6 @@ _DISPENSABLE = (
     "micro-\nbatch",
     "hours,\nrange",
 )
-"""Headers of columns in the order in which they are left out on a narrow terminal. Then others follow from the right."""
 
 
 def show(traced: TracedJob, rows: Sequence[Row], cluster: Cluster, failures: FailurePlan | None = None) -> None:

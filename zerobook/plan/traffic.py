@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 # An all-reduce is a reduce-scatter and an all-gather, so each rank of a ring sends its bytes twice.
 ALL_REDUCE_PASSES = 2
+# Collective -> how many times as much gloo sends as a ring.
 GLOO_FACTORS = {"reduce-scatter": 2}
-"""Collective -> how many times as much gloo sends as a ring."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from zerobook.plan.rows import Row
 from zerobook.utils.devices import DEVICES
 from zerobook.utils.units import count, counted, duration, with_range
 
+# Bytes of a data file for each token: about what tokenizers reach on English text.
 BYTES_PER_TOKEN = 4
-"""Bytes of a data file for each token: about what tokenizers reach on English text."""
+# Tokens of a run of unknown length, if its cost is requested.
 TOKENS = 10**9
-"""Tokens of a run of unknown length, if its cost is requested."""
 
 
 def parse_prices(text: str) -> dict[str, float]:

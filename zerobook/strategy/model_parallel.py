@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.distributed.utils import TransformersDeviceMesh
 
+# The dimension of transformers' mesh that tensor parallelism divides weights over.
 _TENSOR = "tp"
-"""The dimension of transformers' mesh that tensor parallelism divides weights over."""
 
 
 class ModelParallelStrategy(FullyShardedStrategy):

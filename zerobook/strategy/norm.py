@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+# Size of the rows into which a large tensor is cut. Squares are summed in fp32 inside a row, and in fp64 over the rows.
 _ROW = 4096
-"""Size of the rows into which a large tensor is cut. Squares are summed in fp32 inside a row, and in fp64 over the rows."""
+# Maximum size of a tensor that is not cut. The error of its norm in fp32 is at most 4e-7 on random numbers.
 _SMALL = 4 * _ROW
-"""Maximum size of a tensor that is not cut. The error of its norm in fp32 is at most 4e-7 on random numbers."""
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from zerobook.strategy.mesh import Mesh
 
+# Maximum number of elements of a weight that are summed at once.
 _NUMBERS_AT_ONCE = 1 << 24
-"""Maximum number of elements of a weight that are summed at once."""
+# Maximum number of differing positions that each rank reports.
 _MOST_POSITIONS = 16
-"""Maximum number of differing positions that each rank reports."""
 
 
 class ReplicaDifference(NamedTuple):

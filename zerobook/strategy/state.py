@@ -24,8 +24,8 @@ from zerobook.strategy.weights import (
     unwrapped_name,
 )
 
+# A tensor with fewer elements is written by one rank.
 _SPLIT = 1 << 18
-"""A tensor with fewer elements is written by one rank."""
 
 
 class TrainingState:

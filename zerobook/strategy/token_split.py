@@ -24,8 +24,8 @@ from zerobook.utils.attention import attend_fused
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# The ``attn_implementation`` that a model must have if rows are split. On GPUs, it runs flash kernels in half precision.
 ATTENTION = "sdpa"
-"""The ``attn_implementation`` that a model must have if rows are split. On GPUs, it runs flash kernels in half precision."""
 # Keys that a batch may have. ``past_key_values`` is a `zerobook.data.collate.NoCache`.
 _KEYS = {"input_ids", "labels", "past_key_values"}
 

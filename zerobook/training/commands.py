@@ -13,6 +13,8 @@ from zerobook.training.rollback import Recovery
 from zerobook.training.spikes import SpikeHandler
 from zerobook.training.state import RunState
 
+# Action of a command -> kind of the recovery action. If the monitor decides on ``skip`` or ``lower_rate``, the run first goes
+# back to a checkpoint. For a command it does not, so that these have other kinds.
 _KINDS: dict[str, ActionKind] = {
     "rollback": "rollback",
     "lower_rate": "cut_rate",
@@ -20,8 +22,6 @@ _KINDS: dict[str, ActionKind] = {
     "save": "save",
     "stop": "stop",
 }
-"""Action of a command -> kind of the recovery action. If the monitor decides on ``skip`` or ``lower_rate``, the run first goes
-back to a checkpoint. For a command it does not, so that these have other kinds."""
 
 
 class OperatorCommands:

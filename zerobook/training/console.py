@@ -19,14 +19,14 @@ from zerobook.utils.bars import tqdm
 from zerobook.utils.terminal import plain
 from zerobook.utils.units import counted
 
+# Format of the progress bar. In a terminal of 80 columns, the bar itself has 20 or more.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-"""Format of the progress bar. In a terminal of 80 columns, the bar itself has 20 or more."""
+# If this share of a batch's tokens or more is padding, the run names flags against it.
 MUCH_PADDING = 0.5
-"""If this share of a batch's tokens or more is padding, the run names flags against it."""
+# Number of samples of an evaluation that are printed; the page of the runlog has all.
 SAMPLES = 3
-"""Number of samples of an evaluation that are printed; the page of the runlog has all."""
+# Maximum number of lines of each text of a sample.
 SAMPLE_LINES = 3
-"""Maximum number of lines of each text of a sample."""
 
 
 class Console(Hook):

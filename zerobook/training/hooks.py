@@ -194,8 +194,8 @@ class Hook:
         """
 
 
+# Methods that end what another method began.
 _REVERSED = {"after_evaluate", "on_end", "close"}
-"""Methods that end what another method began."""
 
 
 class Hooks:

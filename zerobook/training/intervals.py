@@ -13,25 +13,25 @@ from zerobook.config import AUTOMATIC, Interval
 if TYPE_CHECKING:
     from zerobook.strategy import Strategy
 
+# Step by which a new run saves for the first time. A spike can be rolled back only to a checkpoint from before it.
 FIRST_STEP = 10
-"""Step by which a new run saves for the first time. A spike can be rolled back only to a checkpoint from before it."""
+# Step of the first save in a run of `SHORT_STEPS` to 50 steps, in which step 10 would be late. In a run of 50 to 100 steps,
+# the first save is at a tenth of the run.
 FIRST_STEP_OF_SHORT = 5
-"""Step of the first save in a run of `SHORT_STEPS` to 50 steps, in which step 10 would be late. In a run of 50 to 100 steps,
-the first save is at a tenth of the run."""
+# In a run of fewer steps, a spike can hardly be told from noise, so that an early save would be of no use.
 SHORT_STEPS = 24
-"""In a run of fewer steps, a spike can hardly be told from noise, so that an early save would be of no use."""
 # The number of saves in a run, unless the limits below change it.
 SAVES_A_RUN = 10
+# Maximum seconds between two saves: a killed run loses no more work than this.
 LONGEST_S = 1800.0
-"""Maximum seconds between two saves: a killed run loses no more work than this."""
+# Minimum seconds between two saves: less work than this is soon repeated.
 SHORTEST_S = 60.0
-"""Minimum seconds between two saves: less work than this is soon repeated."""
+# Share of the run's time that saves may take.
 SHARE = 0.05
-"""Share of the run's time that saves may take."""
+# Estimated bytes per second of a save, until the first one is measured.
 WRITE_SPEED = 0.5e9
-"""Estimated bytes per second of a save, until the first one is measured."""
+# Added or subtracted before rounding, so that 2.9999999 and 3.0000001 both become 3.
 _ROUNDING = 1e-6
-"""Added or subtracted before rounding, so that 2.9999999 and 3.0000001 both become 3."""
 
 
 def automatic_interval(step_seconds: float, save_seconds: float, total_steps: int) -> int:

@@ -19,8 +19,10 @@ from zerobook.training.recipe import Recipe
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import find, names, shipped
 
+# Number of prompts of a file that are answered.
 ANSWERS = 8
-"""Number of prompts of a file that are answered."""
+# Keys of the run's config that an evaluation ignores. The data come from the file, and the tokenizer from the saved model.
+# Nothing is trained, and the run's folders may be those of another machine.
 _UNUSED_KEYS = {
     "dataset_name",
     "dataset_config_name",
@@ -44,8 +46,6 @@ _UNUSED_KEYS = {
     "expect",
     "policy",
 }
-"""Keys of the run's config that an evaluation ignores. The data come from the file, and the tokenizer from the saved model.
-Nothing is trained, and the run's folders may be those of another machine."""
 
 
 def evaluate_on_file(path: str, file: str, *, rows: int | None, trust_remote_code: bool) -> EvaluationRecord:

@@ -10,8 +10,8 @@ from zerobook.runlog.records import StepRecord
 from zerobook.training.hooks import Hook, TrainerView
 from zerobook.utils.bars import tqdm
 
+# Folder in the runlog with the traces.
 FOLDER = "profile"
-"""Folder in the runlog with the traces."""
 
 
 class Profiler(Hook):

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from zerobook.data.templates import Encoder
     from zerobook.strategy import Strategy
 
+# Rows (int64 arrays by name) to a batch: tensors by name, ``labels`` among them. The objective gets the batch.
 Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
-"""Rows (int64 arrays by name) to a batch: tensors by name, ``labels`` among them. The objective gets the batch."""
+# (strategy, prepared model, step) -> (metrics by name, table of samples). Called on every rank at every evaluation.
 Scorer = Callable[["Strategy", "nn.Module", int], tuple[dict[str, float], list[dict[str, Any]]]]
-"""(strategy, prepared model, step) -> (metrics by name, table of samples). Called on every rank at every evaluation."""
 
 
 class BatchShape(NamedTuple):

@@ -94,6 +94,7 @@ def compare_held_out_data(progress: Progress, data: PreparedData, say: Callable[
         )
 
 
+# Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too.
 DATA_SETTINGS = frozenset(
     {
         "model_name_or_path",
@@ -118,7 +119,6 @@ DATA_SETTINGS = frozenset(
         "new_tokens",
     }
 )
-"""Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too."""
 
 
 def _describe_changed_settings(checkpoint: Path, config: RecipeConfig) -> str:
@@ -136,10 +136,10 @@ def _describe_changed_settings(checkpoint: Path, config: RecipeConfig) -> str:
     return f"Changed: {changes}. Restore these values."
 
 
+# Settings that decide what adapters compute.
 ADAPTER_SETTINGS = ("adapter", "lora_r", "lora_alpha", "lora_target_modules", "modules_to_save")
-"""Settings that decide what adapters compute."""
+# Keys with the same meaning in the config of an adapter (``--adapter_path``) that the run trains further.
 ADAPTER_FACTS = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
-"""Keys with the same meaning in the config of an adapter (``--adapter_path``) that the run trains further."""
 
 
 def check_base(checkpoint: Path | None, config: RecipeConfig, model: nn.Module) -> None:

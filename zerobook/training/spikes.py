@@ -16,11 +16,11 @@ from zerobook.runlog.writer import RunLog
 from zerobook.strategy import Strategy
 from zerobook.strategy.replicas import ReplicaDifference
 
+# Steps in a row without a finite gradient that are usual under fp16, while the loss scaler searches for its scale. It halves
+# the scale in each of these steps, and begins at 2^16 (torch 2.13, DeepSpeed 0.19.8) or, with some DeepSpeed JSONs, at 2^32.
 MOST_OVERFLOWS = 40
-"""Steps in a row without a finite gradient that are usual under fp16, while the loss scaler searches for its scale. It halves
-the scale in each of these steps, and begins at 2^16 (torch 2.13, DeepSpeed 0.19.8) or, with some DeepSpeed JSONs, at 2^32."""
+# Kind of a finding -> type of its event; ``spike`` for all others.
 _EVENTS = {"armed": "anomaly", "outlier": "anomaly", "spike_end": "spike_end"}
-"""Kind of a finding -> type of its event; ``spike`` for all others."""
 
 
 class SpikeHandler:

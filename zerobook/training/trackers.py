@@ -26,8 +26,8 @@ from zerobook.utils.writing import write_whole
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
+# File in the runlog's folder that keeps the trackers' own ids of the run, so that a resumed run goes on in them.
 IDENTITIES = "trackers.json"
-"""File in the runlog's folder that keeps the trackers' own ids of the run, so that a resumed run goes on in them."""
 
 
 class Trackers(Hook):

@@ -19,12 +19,12 @@ from zerobook.strategy import Strategy
 from zerobook.utils.messages import SignedStore
 from zerobook.utils.writing import write_whole
 
+# Function of torch that returns the collectives of a recorder -> the file for them. NCCL's collectives have another recorder,
+# which only builds with NCCL have. It comes last: it asks the device, which may not answer.
 RECORDERS = {
     "_dump_fr_trace_json": "collectives.rank{rank}.json",
     "_dump_nccl_trace_json": "collectives.nccl.rank{rank}.json",
 }
-"""Function of torch that returns the collectives of a recorder -> the file for them. NCCL's collectives have another recorder,
-which only builds with NCCL have. It comes last: it asks the device, which may not answer."""
 
 
 @contextmanager

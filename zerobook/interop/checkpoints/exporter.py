@@ -20,12 +20,12 @@ from zerobook.runlog.facts import trains_adapters
 from zerobook.runlog.history import History
 from zerobook.utils import files
 
+# kind of tensor, as a checkpoint of Zerobook names it -> its file in DeepSpeed's universal checkpoint
 _UNIVERSAL_FILES = {"weight": "fp32.pt"} | {key: f"{key}.pt" for key in MOMENTS}
-"""kind of tensor, as a checkpoint of Zerobook names it -> its file in DeepSpeed's universal checkpoint"""
+# version of DeepSpeed whose universal checkpoint is written
 _DEEPSPEED_VERSION = "0.19.8"
-"""version of DeepSpeed whose universal checkpoint is written"""
+# maximum number of groups of weights that DeepSpeed's optimizer may have
 _MOST_GROUPS = 64
-"""maximum number of groups of weights that DeepSpeed's optimizer may have"""
 
 
 def export_state(checkpoint: Path, output: Path, form: str) -> None:
@@ -256,9 +256,9 @@ def _read_log_history(checkpoint: Path) -> list[dict[str, Any]]:
     return entries
 
 
+# ``--to`` -> the function that writes it.
 FORMS: dict[str, Callable[[Path, Reader, Path], None]] = {
     "trainer": _write_trainer,
     "deepspeed": _write_universal,
     "dcp": _write_sharded,
 }
-"""``--to`` -> the function that writes it."""

@@ -30,8 +30,8 @@ from zerobook.strategy.weights import unwrapped_name
 from zerobook.utils import files
 from zerobook.utils.reading import read_text
 
+# Number of parts of a checkpoint that are read and written at the same time.
 WORKERS = min(8, os.cpu_count() or 1)
-"""Number of parts of a checkpoint that are read and written at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)

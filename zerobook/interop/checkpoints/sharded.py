@@ -17,10 +17,10 @@ from zerobook.strategy import Piece
 
 METADATA = ".metadata"
 MODEL_FOLDER = "pytorch_model_fsdp_0"
+# Names that accelerate gives the two folders.
 OPTIMIZER_FOLDER = "optimizer_0"
-"""Names that accelerate gives the two folders."""
+# Number of parts of the weights that are read at the same time.
 PARTS = 8
-"""Number of parts of the weights that are read at the same time."""
 # The keys of the optimizer's state begin with this.
 _STATE = "optimizer.state."
 

@@ -11,8 +11,8 @@ from zerobook.errors import CheckpointError
 from zerobook.strategy import Piece
 from zerobook.utils.reading import read_json
 
+# The state that AdamW keeps for each weight, by its names in torch.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The state that AdamW keeps for each weight, by its names in torch."""
 
 
 @dataclass(kw_only=True)

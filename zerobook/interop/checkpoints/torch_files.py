@@ -20,6 +20,8 @@ from zerobook.strategy import Piece
 from zerobook.strategy.weights import persistent_buffers
 
 OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin")
+# Files of weights. If the weights are divided among several files, there is an index instead, such as
+# ``model.safetensors.index.json``.
 WEIGHT_FILES = (
     "model.safetensors",
     "adapter_model.safetensors",
@@ -27,8 +29,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "adapter_model.bin",
 )
-"""Files of weights. If the weights are divided among several files, there is an index instead, such as
-``model.safetensors.index.json``."""
 
 
 def find_optimizer_file(folder: Path) -> Path | None:

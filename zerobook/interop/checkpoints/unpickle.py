@@ -21,6 +21,7 @@ class Values:
     """The attributes of an object of another trainer, without its class."""
 
 
+# (class in its place, name of the class) of what `load_torch_file` takes besides tensors and plain values.
 ALLOWED: list[Any] = [
     # These are DeepSpeed's loss scalers, the number of a ZeRO stage, and the place of a weight in a flat partition.
     (Values, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
@@ -28,8 +29,8 @@ ALLOWED: list[Any] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (Values, "deepspeed.utils.tensor_fragment.fragment_address"),
 ]
-"""(class in its place, name of the class) of what `load_torch_file` takes besides tensors and plain values."""
 
+# (module, name) -> class that the index of a sharded checkpoint may name, besides dtypes and the classes below.
 METADATA_CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -38,7 +39,6 @@ METADATA_CLASSES: dict[tuple[str, str], Any] = {
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib._local", "PosixPath"): PurePosixPath,
 }
-"""(module, name) -> class that the index of a sharded checkpoint may name, besides dtypes and the classes below."""
 for _name in (
     "BytesStorageMetadata",
     "ChunkStorageMetadata",

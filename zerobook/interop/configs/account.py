@@ -17,8 +17,8 @@ HEADINGS = {
     UNKNOWN: "UNKNOWN: no table has this key, so it was left out. Remove it, or see whether it changes the training",
 }
 _WIDTH = 120
+# Maximum number of characters of a value; a longer one is cut.
 _LONGEST = 60
-"""Maximum number of characters of a value; a longer one is cut."""
 
 
 def format_account(imported: Imported) -> str:

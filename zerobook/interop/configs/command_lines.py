@@ -12,6 +12,7 @@ from zerobook.errors import ConfigError
 from zerobook.interop.configs.importer import Refused, recognise_trainer
 from zerobook.utils.yaml_text import load_bounded, read_mapping
 
+# Program or script -> (value of ``--from``, its subcommand for training, stem of the recipe's file). An empty text: none.
 PROGRAMS = {
     "trl": ("trl", "sft", ""),
     "llamafactory-cli": ("llamafactory", "train", ""),
@@ -24,14 +25,13 @@ PROGRAMS = {
     "run_summarization.py": ("trainer", "", "seq2seq_chatbot"),
     "run_translation.py": ("trainer", "", "seq2seq_chatbot"),
 }
-"""Program or script -> (value of ``--from``, its subcommand for training, stem of the recipe's file). An empty text: none."""
+# Recipes of torchtune that can be imported.
 TORCHTUNE_RECIPES = (
     "full_finetune_single_device",
     "full_finetune_distributed",
     "lora_finetune_single_device",
     "lora_finetune_distributed",
 )
-"""Recipes of torchtune that can be imported."""
 
 
 class Command(NamedTuple):

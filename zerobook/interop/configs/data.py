@@ -11,6 +11,7 @@ from zerobook.utils.yaml_text import load_bounded
 
 Flags = dict[str, Any]
 
+# Component of torchtune -> the data set that it loads.
 TORCHTUNE_SOURCES = {
     "alpaca_dataset": "tatsu-lab/alpaca",
     "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
@@ -18,15 +19,14 @@ TORCHTUNE_SOURCES = {
     "samsum_dataset": "Samsung/samsum",
     "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
 }
-"""Component of torchtune -> the data set that it loads."""
+# Component of torchtune -> the column of its data set on whose text it trains.
 TORCHTUNE_TEXTS = {"cnn_dailymail_articles_dataset": "article", "wikitext_dataset": "page"}
-"""Component of torchtune -> the column of its data set on whose text it trains."""
+# Components of torchtune that train on all tokens by default.
 LEARN_ALL = ("alpaca_dataset", "alpaca_cleaned_dataset")
-"""Components of torchtune that train on all tokens by default."""
+# Names that `datasets.load_dataset` takes instead of a data set, to read files.
 LOADERS = ("json", "csv", "parquet", "text")
-"""Names that `datasets.load_dataset` takes instead of a data set, to read files."""
+# Pattern of a split, or of some of its rows, such as ``train[:10%]``.
 _SPLIT = r"[^+\[(]+(\[-?\d*%?:-?\d*%?\])?"
-"""Pattern of a split, or of some of its rows, such as ``train[:10%]``."""
 
 
 def resolve_path(foreign: Foreign, name: Any) -> str:

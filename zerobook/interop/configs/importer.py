@@ -25,14 +25,14 @@ from zerobook.models.adapters import AdapterConfig
 from zerobook.training.recipe_file import recipe_class
 from zerobook.utils.shipped import shipped
 
+# Name -> function, for the key ``by`` of the tables.
 _FUNCTIONS = {**vars(translations), **vars(data), **vars(strategies)}
-"""Name -> function, for the key ``by`` of the tables."""
+# What the tables write instead of the flag for the tokens of a row, which has another name in each recipe.
 LENGTH = "LENGTH"
-"""What the tables write instead of the flag for the tokens of a row, which has another name in each recipe."""
+# Flags that choose the recipe for adapters.
 ADAPTER_KEYS = ("adapter", "adapter_path")
-"""Flags that choose the recipe for adapters."""
+# Keys of transformers' scripts that choose the recipe for encoder-decoders.
 SEQ2SEQ_KEYS = ("max_source_length", "max_target_length", "source_prefix")
-"""Keys of transformers' scripts that choose the recipe for encoder-decoders."""
 
 
 class Refused(ConfigError):

@@ -12,10 +12,11 @@ from zerobook.utils.shipped import shipped
 from zerobook.utils.yaml_text import load_bounded
 
 DDP = "ddp"
+# Name of a strategy file that `choose_strategy` writes, since none is shipped: FSDP2 that keeps the gathered weights until the
+# backward pass, and so shards only gradients and optimizer state.
 GRADIENTS = "fsdp_gradients"
-"""Name of a strategy file that `choose_strategy` writes, since none is shipped: FSDP2 that keeps the gathered weights until the
-backward pass, and so shards only gradients and optimizer state."""
 JSON = "deepspeed.json"
+# Keys of a DeepSpeed JSON that change nothing in the training. Models are saved by Zerobook itself.
 _WITHOUT_EFFECT = (
     "steps_per_print",
     "wall_clock_breakdown",
@@ -24,8 +25,8 @@ _WITHOUT_EFFECT = (
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
 )
-"""Keys of a DeepSpeed JSON that change nothing in the training. Models are saved by Zerobook itself."""
 _NO_FILE = "The file is not there, neither from the working folder nor beside the config. Copy it there."
+# Sharding strategy of FSDP 1 or its number, or reshard_after_forward -> a shipped strategy file, or `GRADIENTS`.
 _SHARDING = {
     "full_shard": "fsdp",
     "1": "fsdp",
@@ -39,7 +40,6 @@ _SHARDING = {
     "hybrid_shard_zero2": "fsdp_hybrid",
     "5": "fsdp_hybrid",
 }
-"""Sharding strategy of FSDP 1 or its number, or reshard_after_forward -> a shipped strategy file, or `GRADIENTS`."""
 
 
 class Strategy(NamedTuple):

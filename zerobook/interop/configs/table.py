@@ -35,8 +35,9 @@ DEFAULT = "default"
 NO_EFFECT = "no effect"
 NOT_POSSIBLE = "not possible"
 UNKNOWN = "unknown"
+# Sections of a table. `DEFAULT` and `UNKNOWN` follow from a config.
 KINDS = (SAME, TRANSLATED, NO_EFFECT, NOT_POSSIBLE)
-"""Sections of a table. `DEFAULT` and `UNKNOWN` follow from a config."""
+# Value of ``--from`` -> table.
 TRAINERS = {
     "axolotl": "axolotl",
     "llamafactory": "llamafactory",
@@ -46,7 +47,6 @@ TRAINERS = {
     "torchtune": "torchtune",
     "trainer": "examples",
 }
-"""Value of ``--from`` -> table."""
 
 
 @dataclass(frozen=True)

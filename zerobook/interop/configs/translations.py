@@ -13,8 +13,8 @@ from zerobook.utils.chat_template import NAMES
 from zerobook.utils.written_values import as_list
 
 Flags = dict[str, Any]
+# Chat templates of LLaMA-Factory that do not belong to one model family.
 GENERIC_TEMPLATES = ("default", "alpaca", "vicuna", "empty", "fewshot")
-"""Chat templates of LLaMA-Factory that do not belong to one model family."""
 
 
 # --- steps and rates
@@ -82,6 +82,7 @@ def translate_times_per_epoch(foreign: Foreign, value: Any) -> Flags:
 
 # --- model and data
 
+# Key of another trainer that turns on a kind of adapter -> that kind.
 KINDS = {
     "use_dora": "dora",
     "peft_use_dora": "dora",
@@ -89,7 +90,6 @@ KINDS = {
     "peft_use_rslora": "rslora",
     "pissa_init": "pissa",
 }
-"""Key of another trainer that turns on a kind of adapter -> that kind."""
 
 
 def translate_adapter(foreign: Foreign, value: Any) -> Flags:
