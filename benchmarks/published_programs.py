@@ -73,7 +73,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gate, up = ctx.iterate_saved_tensors
+        gate, up = ctx.saved_tensors
         return gate, up
 
 
@@ -87,7 +87,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _, weight, _ = ctx.iterate_saved_tensors
+        _, weight, _ = ctx.saved_tensors
         return grad, torch.empty_like(weight)
 
 
@@ -123,7 +123,7 @@ class _OverwritingLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return ctx.iterate_saved_tensors[0]
+        return ctx.saved_tensors[0]
 
 
 def _megatron_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -375,7 +375,7 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.iterate_saved_tensors
+        (x,) = ctx.saved_tensors
         return grad @ grad.new_empty(ctx.out_features, x.shape[-1]), None
 
 

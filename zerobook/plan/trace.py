@@ -619,7 +619,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, bias, *_ = ctx.iterate_saved_tensors
+        q, k, v, bias, *_ = ctx.saved_tensors
         # The scores are recomputed, and four products give the gradients: 5 products where the forward pass has 2.
         ctx.counter.work.attention[q.shape[-2], 2.5 * ctx.flops] += 1
         bias_grad = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[3] else None
