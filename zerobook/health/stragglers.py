@@ -11,7 +11,8 @@ from zerobook.health.position import Window
 SLOW_RANK_RATIO = 2.0
 # The difference is more than this share of the time of a step.
 MIN_STEP_SHARE = 0.1
-# The difference is more than this number of seconds. In steps of milliseconds, the operating system alone can cause such shares.
+# The difference is more than this number of seconds. In steps of milliseconds, the operating system alone can cause such
+# shares.
 MIN_DIFFERENCE_S = 0.01
 # Smallest number of steps over which ranks are compared. In a single step, any other program can delay a rank.
 MIN_STEPS = 5
