@@ -297,8 +297,8 @@ class RecipeConfig(_Keys):
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
         description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share such as 0.1: every "
-        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, at most 30 minutes "
-        "apart, using at most 5 % of the run's time",
+        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, or fewer if they "
+        "would use more than 5 % of the run's time, but at most 30 minutes apart",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     save_total_limit: int | None = Field(
