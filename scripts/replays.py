@@ -95,7 +95,7 @@ returns, Zerobook leaves out the samples from the step before the spike to the s
 ## OPT-175B
 
 [The notes on the training]({OPT_NOTES})
-(16 December 2021) tell of two cases. On run 12.43, the norms of gradients and activations began to rise, and the team lowered
+(16 December 2021) describe two cases. On run 12.43, the norms of gradients and activations began to rise, and the team lowered
 the learning rate by 10 %. On run 12.45.2, the perplexity began to diverge after a few large gradient norms, and the team
 lowered the rate to two thirds of that of GPT-3. The text has no numbers of these curves, so there is no reconstruction.
 `--on_spike lower_rate` goes back and [lowers the rate automatically](runlog.md#recovery-actions).
