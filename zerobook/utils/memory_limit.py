@@ -7,24 +7,25 @@ from contextlib import contextmanager
 
 @contextmanager
 def memory_limit(size: int) -> Iterator[None]:
-    """Return a context in which this process can take ``size`` bytes more than it has. Allocations beyond that fail.
+    """Return a context in which this process can allocate ``size`` more bytes. Allocations beyond that fail.
 
-    The limit holds for all threads: use it around short work, while others do not allocate much. Without Linux's ``/proc``
-    there is no limit.
+    The limit is on all threads together, so use it around short work, while other threads allocate little. Without Linux's
+    ``/proc`` there is no limit.
 
     Raises:
-        MemoryError: an allocation of Python has failed.
+        MemoryError: Python code in the block exceeds the limit.
     """
     try:
-        # Unbuffered, since this is done for every rendering of a template.
-        with open("/proc/self/statm", "rb", buffering=0) as pages:
-            used = int(pages.read(64).split()[0]) * resource.getpagesize()
+        # The first number in statm is the size of the address space, in pages. This is read for every rendering of a template,
+        # and an unbuffered read is faster.
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            used = int(statm.read(64).split()[0]) * resource.getpagesize()
     except OSError:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = used + size
-    # Keep a lower limit that is set already.
+    # If the user has set a lower limit, it remains.
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

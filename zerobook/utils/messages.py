@@ -1,7 +1,8 @@
 """Messages between processes: JSON, so that a message is data and never code.
 
-The store of a launch has no password, and listens on every interface of the first host. So whoever reaches its port can
-write any value under any key. What is read there is bounded in size and checked against a type.
+The store of a launch (torch.distributed's store of keys and values) has no password, and listens on every interface of the
+first host. So whoever reaches its port can write any value under any key. `read` therefore limits the size of a value and
+checks its type.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ MOST_BYTES = 1 << 30
 """Size of the largest message between ranks."""
 MOST_BYTES_IN_STORE = 1 << 20
 """Size of the largest value that is read from a store."""
+# A JSON object with this key stands for a value of a type that JSON does not have. The key's value is the type.
 _TAG = "$"
-"""Key of a JSON object that stands for something that JSON has no type for."""
 
 
 class MessageError(ZerobookError):
     """A message that is not what the other processes of a run send."""
 
 
-# --- values of any of a few types, between ranks
+# --- values of a few types, between ranks
 
 
 def encode(value: object) -> bytes:
@@ -44,68 +45,70 @@ def encode(value: object) -> bytes:
         value: None, a bool, a number, a string, a path, a dtype of torch, an exception, or a list, tuple or dict of these.
 
     Raises:
-        TypeError: it is or holds something else. Send plain values, and build the object where they arrive.
+        TypeError: it is or contains a value of another type. Send values of these types, and let the receiver build the object.
     """
-    return json.dumps(_tagged(value)).encode()
+    return json.dumps(_to_json_types(value)).encode()
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that `encode` made ``data`` of.
+    """Return the value of which `encode` made ``data``.
 
     Raises:
-        MessageError: ``data`` is something else.
+        MessageError: ``data`` was not made by `encode`.
     """
     try:
-        return _untagged(json.loads(data))
+        return _from_json_types(json.loads(data))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise MessageError(f"{_refusal(data)}: {type(error).__name__}") from None
 
 
-def _tagged(value: object) -> object:
+# Return ``value`` in the types of JSON. A value of another type becomes an object such as {"$": "path", "value": "/tmp"}.
+def _to_json_types(value: object) -> object:
     import torch
 
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_tagged(item) for item in value]
-    # A named tuple would arrive as a plain one, so it is refused.
+        return [_to_json_types(item) for item in value]
+    # A named tuple is refused below, since it would arrive as a plain tuple.
     if type(value) is tuple:
-        return {_TAG: "tuple", "value": [_tagged(item) for item in value]}
+        return {_TAG: "tuple", "value": [_to_json_types(item) for item in value]}
     if isinstance(value, dict):
         if _TAG not in value and all(isinstance(key, str) for key in value):
-            return {key: _tagged(item) for key, item in value.items()}
-        # JSON has keys of text only.
-        return {_TAG: "dict", "value": [[_tagged(key), _tagged(item)] for key, item in value.items()]}
+            return {key: _to_json_types(item) for key, item in value.items()}
+        # The keys of a JSON object are strings, so another dict becomes a list of pairs.
+        return {_TAG: "dict", "value": [[_to_json_types(key), _to_json_types(item)] for key, item in value.items()]}
     if isinstance(value, Path):
-        # JSON escapes a name that is no UTF-8, which Python has in half surrogate pairs.
+        # In a name that is not UTF-8, Python has lone surrogates for the other bytes. JSON can escape these.
         return {_TAG: "path", "value": os.fspath(value)}
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "value": str(value).removeprefix("torch.")}
     if isinstance(value, Exception):
-        return {_TAG: "error", "value": _facts_of_error(value)}
+        return {_TAG: "error", "value": _describe_error(value)}
     raise TypeError(f"{type(value).__name__} cannot be sent to other ranks")
 
 
-def _untagged(value: Any) -> Any:
+# The reverse of `_to_json_types`.
+def _from_json_types(value: Any) -> Any:
     import torch
 
     if isinstance(value, list):
-        return [_untagged(item) for item in value]
+        return [_from_json_types(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: _untagged(item) for key, item in value.items()}
+        return {key: _from_json_types(item) for key, item in value.items()}
     kind = value[_TAG]
     content = value["value"]
     if kind == "tuple":
-        return tuple(_untagged(item) for item in content)
+        return tuple(_from_json_types(item) for item in content)
     if kind == "dict":
-        return {_untagged(key): _untagged(item) for key, item in content}
+        return {_from_json_types(key): _from_json_types(item) for key, item in content}
     if kind == "path":
         return Path(content)
     if kind == "dtype":
         dtype = getattr(torch, content)
-        # The text comes from another process, and may name anything of torch.
+        # The name comes from another process, and may be that of any attribute of torch.
         if isinstance(dtype, torch.dtype):
             return dtype
     if kind == "error":
@@ -113,7 +116,8 @@ def _untagged(value: Any) -> Any:
     raise ValueError(kind)
 
 
-def _facts_of_error(error: Exception) -> dict[str, Any]:
+# Return the arguments with which `_restore_error` makes such an error again.
+def _describe_error(error: Exception) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
     if isinstance(error, ConfigError):
         facts["problems"] = error.problems
@@ -129,14 +133,21 @@ def _facts_of_error(error: Exception) -> dict[str, Any]:
 def _restore_error(
     kind: str, text: str, problems: list[str] | None = None, number: int | None = None, file: str | None = None
 ) -> Exception:
-    """Return the error of another process, from `_facts_of_error`. An error of an unknown class becomes a `RuntimeError`."""
-    # Only an error of the operating system has a number.
+    """Return an error of another process, as `_describe_error` describes it.
+
+    An error without an errno whose class is not Zerobook's becomes a `RuntimeError`.
+
+    Args:
+        kind: name of the error's class.
+        problems: of a `ConfigError`.
+        number: errno of an `OSError`; None for other errors.
+    """
     if number is not None:
         return OSError(number, text, file)
     for error_class in _subclasses(ZerobookError):
         if error_class.__name__ != kind:
             continue
-        # Do not call `__init__`: the class may make its text from other arguments, which are not known here.
+        # Do not call `__init__`, which may need other arguments than the text.
         error = error_class.__new__(error_class)
         error.args = (str(text),)
         if isinstance(error, ConfigError):
@@ -145,38 +156,39 @@ def _restore_error(
     return RuntimeError(f"{kind}: {text}")
 
 
-def _subclasses(kind: type[ZerobookError]) -> list[type[ZerobookError]]:
-    """Return the class and all that derive from it, in this process."""
-    classes = [kind]
-    for derived in kind.__subclasses__():
+def _subclasses(base: type[ZerobookError]) -> list[type[ZerobookError]]:
+    """Return ``base`` and all classes that derive from it, directly or not, in the modules that are imported."""
+    classes = [base]
+    for derived in base.__subclasses__():
         classes += _subclasses(derived)
     return classes
 
 
 # --- values of one type, through a store
-_adapter = cache(TypeAdapter)
-"""Makes pydantic's adapter of a type, once for each type."""
+# Pydantic's adapter of a type takes long to make, so it is made once for each type.
+_make_adapter = cache(TypeAdapter)
 
 
 def read(data: bytes | str, kind: Any) -> Any:
-    """Return the value of type ``kind`` that JSON from a store holds.
+    """Return the value of type ``kind`` that is written as JSON in ``data``, which comes from a store.
 
     Args:
-        kind: any type that pydantic knows; values are not converted to it.
+        kind: a type that pydantic can check. A value of another type is not converted to it.
 
     Raises:
-        MessageError: it holds something else, or it is larger than `MOST_BYTES_IN_STORE`.
+        MessageError: ``data`` holds something else, or is larger than `MOST_BYTES_IN_STORE`.
     """
-    # Check the size before anything is parsed.
+    # Check the size before parsing, which takes time and memory.
     if len(data) > MOST_BYTES_IN_STORE:
         raise MessageError(_refusal(data))
     try:
-        # Pydantic's parser refuses what is nested deeply.
-        return _adapter(kind).validate_json(data, strict=True)
+        # Pydantic's parser refuses JSON that is nested deeply, for which Python's would raise a RecursionError.
+        return _make_adapter(kind).validate_json(data, strict=True)
     except ValidationError as error:
         raise MessageError(f"{_refusal(data)}: {error.errors()[0]['msg']}") from None
 
 
+# Return the message for data that no process of this run has sent.
 def _refusal(data: bytes | str) -> str:
     return (
         f"a message of {len(data)} bytes is not one of this run. Does another program use the launch's port? Ports of a launch "
@@ -185,12 +197,12 @@ def _refusal(data: bytes | str) -> str:
 
 
 class SignedStore:
-    """A store whose values carry a signature, so that those of a stranger who reaches its port are told apart.
+    """A store with signed values, so that values which another program has written through the store's port are recognised.
 
-    It protects a value from being made up, not from being deleted.
+    Another program can still delete values.
 
     Args:
-        secret: known to the processes of the run; it must not be sent through the store.
+        secret: a text that only the processes of the run know. It must not be sent through the store.
     """
 
     def __init__(self, store: Store, secret: str):
@@ -198,25 +210,27 @@ class SignedStore:
         self._secret = secret.encode()
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, self._signature(key, value.encode()).decode() + value)
+        self._store.set(key, self._sign(key, value.encode()).decode() + value)
 
     def get(self, key: str) -> bytes:
-        """Return the value; empty if it is not signed with the secret."""
-        return self._verified(key, self._store.get(key))
+        """Return the value of ``key``; an empty one if it is not signed with the secret. So does `multi_get`."""
+        return self._verify(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(map(self._verified, keys, self._store.multi_get(list(keys))))
+        return list(map(self._verify, keys, self._store.multi_get(list(keys))))
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(list(keys))
 
-    def _verified(self, key: str, data: bytes) -> bytes:
+    # Return the value in ``data``, which is a signature and a value; an empty one if the signature is not of this secret.
+    def _verify(self, key: str, data: bytes) -> bytes:
+        # A signature has two hexadecimal digits for each byte of the hash.
         length = 2 * hashlib.sha256().digest_size
         signature = data[:length]
         value = data[length:]
-        # In constant time, so that a stranger cannot guess a signature byte by byte.
-        return value if hmac.compare_digest(signature, self._signature(key, value)) else b""
+        # compare_digest takes the same time for every signature, so nobody can guess one byte by byte.
+        return value if hmac.compare_digest(signature, self._sign(key, value)) else b""
 
-    def _signature(self, key: str, value: bytes) -> bytes:
-        # The key is signed too, so that the heartbeat of one rank cannot be used as that of another.
+    def _sign(self, key: str, value: bytes) -> bytes:
+        # The key is signed too, so that nobody can write the heartbeat of one rank under the key of another.
         return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest().encode()
