@@ -1,18 +1,17 @@
-"""Chat templates by name, for models that have none."""
+"""Chat templates that are shipped, for models that have none."""
 
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("chat_templates")
-READ_TOOLS = ("chatml-tools", "llama-3-tools")
-"""Those that read tools, calls of them and their results."""
 NAMES = ("chatml", "chatml-tools", "falcon", "gemma", "llama-3", "llama-3-tools", "mistral", "zephyr")
-
+READ_TOOLS = ("chatml-tools", "llama-3-tools")
+"""The templates that render tools, the calls of tools, and their results."""
 DEFAULT = "zephyr"
 """The template for chats if the tokenizer has none. It ends turns with the end-of-text token, which every model knows."""
 
 
 def template_file(name: str) -> Path:
-    """Return the file of a chat template: one of `NAMES`, or a path."""
+    """Return the file of a chat template. ``name`` is one of `NAMES`, or a path."""
     if name in NAMES:
         return FOLDER / f"{name}.jinja"
     return Path(name).expanduser()

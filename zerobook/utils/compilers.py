@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def missing_compiler() -> str | None:
-    """Return what this machine lacks to compile models and flex attention; None if it has everything.
+    """Return what this machine lacks to compile models and flex attention, and how to install it; None if nothing is missing.
 
-    torch writes C++ that includes Python's headers, and so does Triton, which looks for gcc or clang.
+    torch generates C++ that includes Python's headers. So does Triton, whose compiler is gcc or clang.
     """
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         return "a C++ compiler: install g++"

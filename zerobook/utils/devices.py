@@ -1,4 +1,4 @@
-"""GPUs with their manufacturer's figures: memory, operations per second, and bandwidths. Imports nothing heavy."""
+"""GPUs with their manufacturers' figures: memory, operations per second, and bandwidths. torch is not imported here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Device:
         bandwidth: bytes per second of its memory.
         link: bytes per second to every other GPU of its node, each way.
         pcie: bytes per second over PCIe, each way; ``link`` if there is no NVLink.
-        drivers: its names as ``torch.cuda.get_device_name`` gives them, without the leading ``NVIDIA``.
+        drivers: its names in ``torch.cuda.get_device_name``, without the leading ``NVIDIA``.
         bf16: whether it computes in bf16.
         fused: whether flash attention runs on it.
-        product_share: share of ``flops`` that large matrix products reach in a training.
+        product_share: share of ``flops`` that large matrix products reach in training.
         attention_share: share of ``flops`` that fused attention reaches.
-        peer_to_peer: whether it sends to another GPU over PCIe without the host's memory. GeForce cards do not.
+        peer_to_peer: whether it sends to another GPU over PCIe directly. GeForce cards send through the host's memory.
         has_run: whether this project has run on it, see docs/measured/gpu.md.
-        like: the device whose speed is used for this one, if its own speed is not known.
+        like: the device whose speed is used for this one; empty if its own speed is known.
     """
 
     name: str
@@ -48,36 +48,44 @@ class Device:
 
     @property
     def nvlink(self) -> bool:
-        """True if NVLink joins all GPUs of a node. A bridge joins pairs of cards and is not counted."""
+        """Whether NVLink joins all GPUs of a node. An NVLink bridge joins only pairs of cards, and is not counted."""
         return self.link > self.pcie
 
     def speed_of(self, name: str, memory: int) -> Device:
-        """Return a GPU whose own speed is not known, with this device's speed."""
+        """Return a device called ``name`` with ``memory`` bytes, for a GPU of unknown speed. It gets the speed of this one."""
         return replace(self, name=name, memory=memory, drivers=(), like=self.name)
 
 
 def _device(
-    name: str, drivers: str, gib: float, tflops: float, fp32: float, gbps: float, pcie: float, nvlink: float = 0, **facts: float
+    name: str, drivers: str, gib: float, half: float, fp32: float, memory: float, pcie: float, nvlink: float = 0, **other: float
 ) -> Device:
-    """Return a device. ``gib`` is in 2^30 bytes. Other figures are in the units of data sheets: 10^12 operations per second,
-    and GB per second."""
+    """Return a device from the figures of its data sheet.
+
+    Args:
+        drivers: its names in the driver, separated by semicolons.
+        gib: its memory in 2^30 bytes.
+        half: operations per second in half precision, in 10^12. So is ``fp32``.
+        memory: bandwidth of its memory in 10^9 bytes per second. So are ``pcie`` and ``nvlink``.
+        nvlink: 0 if it has no NVLink to all GPUs of its node.
+        other: fields of `Device` that have the default on most devices.
+    """
     return Device(
         name=name,
         memory=int(gib * 2**30),
-        flops=tflops * 1e12,
+        flops=half * 1e12,
         fp32=fp32 * 1e12,
-        bandwidth=gbps * 1e9,
+        bandwidth=memory * 1e9,
         link=(nvlink or pcie) * 1e9,
         pcie=pcie * 1e9,
         drivers=tuple(drivers.split("; ")),
-        **facts,  # type: ignore[arg-type]  # the fields that most devices have at their defaults
+        **other,  # type: ignore[arg-type]
     )
 
 
-# From the vendors' data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink for both
-# directions together; the rates here are for one direction. Rates that the sheets give with sparsity are halved. GiB are what
-# programs can allocate: the sheets' GB are 2^30 bytes, less what the driver keeps and error correction takes. The figures are
-# those of torch's errors of memory in public issues, such as "total capacity of 39.50 GiB" (A100 40 GB, TianheWu/CoSeR#10),
+# The figures are from the vendors' data sheets, which tests/test_hardware.py names. The sheets give rates of PCIe and NVLink
+# for both directions together; the rates here are for one direction. Rates that the sheets give with sparsity are halved. The
+# GiB are what programs can allocate: a sheet's GB are 2^30 bytes, and the driver and error correction take a part of them. They
+# are from torch's out-of-memory errors in public issues, such as "total capacity of 39.50 GiB" (A100 40 GB, TianheWu/CoSeR#10),
 # 79.15 to 79.35 (A100 80 GB, OSU-NLP-Group/TableLlama#10), 79.10 (H100, pytorch/torchtitan#1789), 31.74 (V100,
 # liucongg/ChatGLM-Finetuning#73), 44.42 (L40S, stepfun-ai/Step-Video-T2V#8), 44.40 (L40, QwenLM/Qwen3-VL#2097), 23.64 (RTX
 # 4090, 3DTopia/Phidias-Diffusion#8), 178.35 (B200, pytorch/ao#4002).
@@ -87,13 +95,15 @@ _GEFORCE = {"product_share": 0.95, "attention_share": 0.6, "peer_to_peer": False
 _ADA = {"product_share": 0.6, "attention_share": 0.5}
 _BLACKWELL = {"product_share": 0.66, "attention_share": 0.35}
 _CDNA = {"product_share": 0.46, "attention_share": 0.3}
-"""Facts of a generation. Shares are fitted to published runs, see docs/measured/plan_accuracy.md. Those of CDNA are not: the
-products' share is Hopper's times 620 of 1307 over 720 of 989 TFLOPS, the bf16 products that SemiAnalysis measured on an MI300X
-and an H100 ("MI300X vs H100 vs H200 Benchmark Part 1: Training", 22 December 2024). That of attention is Hopper's."""
+"""Fields that the devices of a generation have in common.
+
+The shares are fitted to published runs, see docs/measured/plan_accuracy.md. Only those of CDNA are not: its attention_share is
+Hopper's, and its product_share is Hopper's times (620 / 1307) / (720 / 989). These are the measured and nominal TFLOPS of bf16
+products on an MI300X and an H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", 22 December 2024)."""
 DEVICES = {
     device.name: device
     for device in (
-        #       name, the driver's names, GiB, half, fp32 (10^12 operations/s), memory, PCIe, NVLink (GB/s)
+        # The columns are name, drivers, gib; half, fp32 (10^12 operations/s); memory, pcie, nvlink (GB/s).
         _device("v100-16gb", "Tesla V100-SXM2-16GB", 15.77, 125, 15.7, 900, 16, 150, **_OLD),
         _device("v100-32gb", "Tesla V100-SXM2-32GB; Tesla V100-SXM3-32GB", 31.74, 125, 15.7, 900, 16, 150, **_OLD),
         _device("v100-16gb-pcie", "Tesla V100-PCIE-16GB", 15.77, 112, 14, 900, 16, **_OLD),
@@ -134,26 +144,27 @@ DEVICES = {
         _device("mi300x", "AMD Instinct MI300X", 191.98, 1307, 163.4, 5300, 64, 448, **_CDNA),
     )
 }
-# Number of compute slices into which MIG divides a card, if it is not 7. Memory is divided into eighths.
-_SLICES = {"a30": 4}
+# Number of compute slices into which MIG divides a card, if it is not 7.
+_COMPUTE_SLICES = {"a30": 4}
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device with a driver's name, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in `DEVICES`.
+    """Return the device that the driver calls ``name``, such as ``NVIDIA A100-SXM4-80GB``; None if it is not in `DEVICES`.
 
-    For a MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, return the slice: its share of the compute slices and
-    of the memory, linked by PCIe, since MIG instances reach no other GPU directly.
+    A MIG instance, such as ``NVIDIA A100-SXM4-40GB MIG 1g.5gb``, is a device with a share of the card's compute and memory.
+    It is linked by PCIe, since MIG instances reach no other GPU directly.
     """
     card_name, _, profile = name.removeprefix("NVIDIA ").partition(" MIG ")
     card = next((device for device in DEVICES.values() if card_name in device.drivers), None)
     if card is None or not profile:
         return card
-    slices = re.fullmatch(r"(\d+)g\.(\d+)gb.*", profile)
-    if slices is None:
+    # The profile 1g.5gb is one compute slice and 5 GB.
+    profile_match = re.fullmatch(r"(\d+)g\.(\d+)gb.*", profile)
+    if profile_match is None:
         return None
-    # The name gives rounded GB, which tell the number of eighths of the memory.
-    compute_share = int(slices[1]) / _SLICES.get(card.name, 7)
-    memory_share = round(8 * int(slices[2]) * 10**9 / card.memory) / 8
+    compute_share = int(profile_match[1]) / _COMPUTE_SLICES.get(card.name, 7)
+    # MIG divides the memory into eighths. The GB of the profile are rounded, and still tell the number of eighths.
+    memory_share = round(8 * int(profile_match[2]) * 10**9 / card.memory) / 8
     return replace(
         card,
         name=f"{card.name} MIG {profile}",

@@ -7,5 +7,5 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """Return the dtype that a run of ``precision`` (``no``, ``bf16`` or ``fp16``) computes in."""
+    """Return the dtype in which a run with the mixed precision ``no``, ``bf16`` or ``fp16`` computes."""
     return HALF.get(precision, torch.float32)

@@ -1,4 +1,4 @@
-"""Host memory while weights are read and sharded: what the allocator keeps, and what copies of a model need."""
+"""Host memory while weights are read and sharded: what may be locked, what the allocator keeps, and what copies need."""
 
 import ctypes
 import json
@@ -18,83 +18,88 @@ from zerobook.utils.units import counted
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 """Parameters of glibc's ``mallopt``."""
-LARGE = 256 * 1024
-"""Bytes from which a block is mapped on its own while weights are loaded."""
-USUAL = 32 * 1024 * 1024
-"""Bytes that glibc's own threshold grows to when large blocks are freed, and its maximum."""
-WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+_THRESHOLD_WHILE_LOADING = 256 * 1024
+"""Size of a block, in bytes, from which glibc maps it on its own while weights are loaded, and unmaps it when it is freed."""
+_MAXIMUM_THRESHOLD = 32 * 1024 * 1024
+"""The largest such size, to which glibc itself raises it when large blocks are freed."""
+STORED_WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 """Bytes of an element of safetensors' dtypes; 1 for the others."""
-LOADED = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element of the dtypes that floats are loaded in; ``auto`` keeps the file's."""
+LOADED_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element of the dtypes in which floats are loaded. ``auto``, which keeps the dtype of the file, is not listed."""
 CAP_IPC_LOCK = 14
 """Number of the capability with which Linux does not limit locked memory, see capabilities(7)."""
 
 
 def lockable_bytes() -> int | None:
     """Return how much memory this process may lock, so that it is never swapped out; None: any amount."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
         return None
     try:
         status = read_text("/proc/self/status")
-        users = read_text("/proc/self/uid_map")
+        uid_map = read_text("/proc/self/uid_map")
     except OSError:
-        return soft
+        return limit
+    # CapEff has a bit for each capability of the process.
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    is_unlimited = capabilities is not None and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1
-    # In a user namespace of its own, the capability does not count.
-    return None if is_unlimited and users.split() == ["0", "0", "4294967295"] else soft
+    has_capability = capabilities is not None and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1
+    # The capability counts only in the system's first user namespace, where all user ids are mapped to themselves. A rootless
+    # container has another one.
+    if has_capability and uid_map.split() == ["0", "0", "4294967295"]:
+        return None
+    return limit
 
 
 @contextmanager
 def freed_blocks_returned() -> Iterator[None]:
-    """Let freed blocks of memory go back to the system, on Linux with glibc.
+    """Return a context in which freed memory goes back to the system at once, on Linux with glibc.
 
-    While a model is loaded and sharded, every rank allocates and frees whole weights. glibc would keep them: after the first
-    free of a large block it serves blocks of up to 32 MiB from its heap, where one live block keeps all below it. Thresholds
-    that the user set for glibc stay as they are.
+    While a model is loaded and sharded, every rank allocates and frees complete weights. glibc would keep their memory: after
+    a large block is freed for the first time, glibc takes blocks of up to 32 MiB from its heap, which shrinks only from its
+    end. So one block in use keeps the memory of all blocks before it. Nothing changes if the user has set thresholds of glibc.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if _set_by_user(os.environ) or libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+    if _sets_threshold(os.environ) or libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
         yield
         return
-    # A threshold that is set stays: glibc no longer raises it when a large block is freed.
-    libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+    # A threshold that a program has set is not raised by glibc when a large block is freed.
+    libc.mallopt(M_MMAP_THRESHOLD, _THRESHOLD_WHILE_LOADING)
     # Give back what was freed before.
     libc.malloc_trim(ctypes.c_size_t(0))
     try:
         yield
     finally:
         libc.malloc_trim(ctypes.c_size_t(0))
-        # The values that glibc would have reached, as training on a CPU allocates large blocks in every step.
-        libc.mallopt(M_MMAP_THRESHOLD, USUAL)
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
+        # A training on a CPU allocates large blocks in every step, so glibc would raise its thresholds to these values.
+        libc.mallopt(M_MMAP_THRESHOLD, _MAXIMUM_THRESHOLD)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * _MAXIMUM_THRESHOLD)
 
 
-def _set_by_user(environment: Mapping[str, str]) -> bool:
-    """Return whether the environment sets a threshold of glibc's allocator."""
+def _sets_threshold(environment: Mapping[str, str]) -> bool:
+    """Return whether environment variables set a threshold of glibc's allocator."""
     if environment.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}:
         return True
     return re.search("(mmap|trim)_threshold", environment.get("GLIBC_TUNABLES", "")) is not None
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Return the bytes of the weights in a folder's safetensors files once loaded, 0 if there are none.
+    """Return how many bytes the weights in a folder's safetensors files take once they are loaded; 0 if there are no files.
 
     Args:
-        dtype: that floats are loaded in: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the files' own.
+        dtype: in which floats are loaded: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the dtype in the file.
     """
     total = 0
-    loaded_width = LOADED.get(dtype)
+    # Bytes of a float; None for ``auto``.
+    loaded_width = LOADED_WIDTHS.get(dtype)
     for file in folder.glob("model*.safetensors"):
         try:
             header: dict[str, Any] = json.loads(read_safetensors_header(file))
             header.pop("__metadata__", None)
             for entry in header.values():
                 start, end = entry["data_offsets"]
-                width = WIDTHS.get(entry["dtype"], 1)
+                width = STORED_WIDTHS.get(entry["dtype"], 1)
                 elements = (end - start) // width
-                # 8-bit floats are quantised, and stay so.
+                # Floats of 8 bits are quantised weights, which are not converted.
                 is_float = width > 1 and "F" in entry["dtype"]
                 if is_float and loaded_width:
                     width = loaded_width
@@ -105,7 +110,11 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def too_many_copies(folder: Path | None, dtype: str, copies: int) -> str | None:
-    """Return a warning if ``copies`` copies of a model, each of another rank, exceed this host's free memory; else None."""
+    """Return a warning if this host's free memory is too small for ``copies`` ranks that each load the model; else None.
+
+    Args:
+        folder: the model's files; None for a model without files, whose copies take no memory here.
+    """
     import psutil
 
     copy_bytes = 0 if folder is None else weight_bytes(folder, dtype)

@@ -1,4 +1,4 @@
-"""Facts from a transformers config, also if it is composed of the configs of several models."""
+"""Classes, parts and sizes that follow from a transformers config, also if it is composed of configs of several models."""
 
 import math
 from typing import Any
@@ -10,32 +10,34 @@ ROOM_FOR_TOKENS = 1.02
 
 
 def auto_class(config_class: type, *, encoder_decoder: bool) -> Any:
-    """Return transformers' auto class that loads the models of ``config_class``, to read and write text.
+    """Return transformers' auto class that loads models of ``config_class`` to read and write text.
 
-    Most models that also take images have an auto class of their own. So has Mllama, whose text model alone can be loaded, but
-    not loaded again from where it is saved.
+    `AutoModelForCausalLM` does not load most models that also take images. From a checkpoint of Mllama it loads the text model,
+    but not again from the folder in which that is saved. These models need `AutoModelForImageTextToText`.
     """
     import transformers
 
     if encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
-    text = transformers.AutoModelForCausalLM
-    images = transformers.AutoModelForImageTextToText
-    # The text model's own config, which is what would be saved.
-    saved_config_class = getattr(text._model_mapping.get(config_class, None), "config_class", type(None))
-    if config_class in images._model_mapping and saved_config_class not in text._model_mapping:
-        return images
-    return text
+    text_class = transformers.AutoModelForCausalLM
+    image_class = transformers.AutoModelForImageTextToText
+    # ``_model_mapping`` has the model class for each config class. A model is saved with the config class that it names itself.
+    saved_config_class = getattr(text_class._model_mapping.get(config_class, None), "config_class", type(None))
+    if config_class in image_class._model_mapping and saved_config_class not in text_class._model_mapping:
+        return image_class
+    return text_class
 
 
 def text_config(config: Any) -> Any:
-    """Return the config of the model that reads and writes text: the part named so in a composite config, as of models that
-    also take images, and else ``config`` itself."""
+    """Return the config of the model that reads and writes text.
+
+    It is a part of a composite config, such as that of a model that also takes images. Otherwise it is ``config`` itself.
+    """
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def hidden_width(config: Any) -> int:
-    """Return the width of the text model's layers, the largest if there are several; 0 if the config names none."""
+    """Return the width of the text model's layers, or the largest if they differ; 0 if the config names none."""
     for candidate in (config, text_config(config)):
         width = getattr(candidate, "hidden_size", None)
         if width:
@@ -47,8 +49,10 @@ def hidden_width(config: Any) -> int:
 
 
 def automatic_zero_sizes(config: Any) -> dict[str, int]:
-    """Return the sizes, in elements, that ``auto`` stands for in the ``zero_optimization`` of a DeepSpeed config: those of
-    accelerate 1.15, which finds no width in composite configs."""
+    """Return the sizes, in elements, for which ``auto`` stands in ``zero_optimization`` of a DeepSpeed config.
+
+    The formulas are those of accelerate 1.15, which computes nothing for composite configs, since it finds no width in them.
+    """
     width = hidden_width(config)
     return {
         "reduce_bucket_size": width**2,
@@ -58,13 +62,13 @@ def automatic_zero_sizes(config: Any) -> dict[str, int]:
 
 
 def nvme_buffer_elements(chosen: float | str, largest_weight: int, ranks: int) -> int:
-    """Return the elements of a buffer of DeepSpeed for weights on NVMe: as many as were chosen, or as the largest shard needs.
+    """Return the number of elements of DeepSpeed's buffers for weights on NVMe: the chosen number, or more if a shard needs it.
 
     Each shard passes through a buffer while the model is loaded, and DeepSpeed 0.19.8 asserts that it fits.
 
     Args:
-        chosen: ``buffer_size`` of the JSON, a number or ``auto``.
-        largest_weight: elements of the largest weight of the model.
+        chosen: ``buffer_size`` of the DeepSpeed JSON, a number or ``auto``.
+        largest_weight: elements of the largest weight of the model. Each rank has a shard of it.
     """
     chosen_elements = DEFAULT_NVME_BUFFER if chosen == "auto" else int(chosen)
     return max(chosen_elements, math.ceil(ROOM_FOR_TOKENS * largest_weight / ranks))

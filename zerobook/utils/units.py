@@ -1,4 +1,4 @@
-"""Amounts with units, as users write them: ``80GB``, ``1.5TiB``, ``400Gbps``, ``7.5B``."""
+"""Amounts with units: parsed as users write them (``80GB``, ``1.5TiB``, ``400Gbps``, ``7.5B``), and formatted for users."""
 
 import math
 import re
@@ -14,18 +14,21 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def parse_bytes(text: str, key: str) -> int:
-    """Return a number of bytes: ``80GB`` is 80 x 10^9, ``80GiB`` 80 x 2^30.
+    """Return a number of bytes: ``80GB`` is 80 x 10^9, ``80GiB`` is 80 x 2^30.
+
+    Args:
+        key: the flag that has this value, for messages.
 
     Raises:
-        ConfigError: no number, no unit, an unknown unit, or an amount of 0. ``key`` names the flag.
+        ConfigError: no number, no unit, an unknown unit, or an amount of 0.
     """
     match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtp]i?)?b\s*", text, re.I)
-    # A number of many digits is infinite as a float.
+    # A number with more than 308 digits is infinite as a float.
     if match is None or not math.isfinite(float(match[1])):
-        # 80 alone could be bytes or GB.
+        # A number without a unit could mean bytes or GB.
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if re.fullmatch(rf"\s*{_NUMBER}\s*", text) else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
-    # Exact: the float 2.01 times 10^9 is below 2010000000.
+    # A fraction is exact, and the float 2.01 times 10^9 is below 2010000000.
     amount = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "").lower()])
     if amount <= 0:
         raise ConfigError(f"{key}: {text!r} is zero. Give the amount of memory, such as 80GB.")
@@ -33,27 +36,35 @@ def parse_bytes(text: str, key: str) -> int:
 
 
 def parse_rate(text: str, key: str) -> float:
-    """Return bytes per second. The case of the b matters: ``400Gbps`` and ``400Gb/s`` are bits, ``50GBps`` and ``50GB/s`` are
-    bytes.
+    """Return a number of bytes per second.
+
+    ``400Gbps`` and ``400Gb/s``, with a small b, are bits per second. ``50GBps`` and ``50GB/s`` are bytes per second.
+
+    Args:
+        key: the flag that has this value, for messages.
 
     Raises:
-        ConfigError: as `parse_bytes`; or all letters are lower case, as in ``50gb/s``, which people use for both.
+        ConfigError: as in `parse_bytes`, or the rate is written as in ``50gb/s``.
     """
     match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
+    # People write 50gb/s for bits and for bytes, so b/s after a small letter is refused.
     if match is None or not 0 < float(match[1]) < math.inf or (match[3] == "b/s" and (match[2] or "").islower()):
         raise ConfigError(f"{key}: {text!r} is not a rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
     rate = float(match[1]) * _DECIMAL[(match[2] or "").lower()]
-    # A capital B stands for bytes.
+    # A capital B stands for bytes, a small one for bits.
     if "B" in match[3]:
         return rate
     return rate / 8
 
 
 def parse_count(text: str, key: str) -> int:
-    """Return a number: ``7.5B`` is 7.5 x 10^9.
+    """Return a whole number: ``7.5B`` is 7.5 x 10^9.
+
+    Args:
+        key: the flag that has this value, for messages.
 
     Raises:
-        ConfigError: no such number, 0, or not a whole number, as if a unit was forgotten.
+        ConfigError: no number, an unknown unit, 0, or not a whole number, as ``7.5`` without its B.
     """
     match = re.fullmatch(rf"\s*({_NUMBER}(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
     number = Fraction(0)
@@ -65,7 +76,10 @@ def parse_count(text: str, key: str) -> int:
 
 
 def with_range(value: float, bounds: tuple[float, float], show: Callable[[float], str]) -> str:
-    """Return a value with its range; alone if its bounds are equal, since its range is not known.
+    """Return a value with its range as text. If the bounds are equal, no range is known, and the value stands alone.
+
+    Args:
+        show: returns an amount as text, such as `count`.
 
     >>> with_range(5.0, (4.0, 7.0), count), with_range(90.0, (90.0, 90.0), duration)
     ('5 (4 to 7)', '1 min 30 s')
@@ -75,24 +89,25 @@ def with_range(value: float, bounds: tuple[float, float], show: Callable[[float]
 
 
 def gb(amount: float) -> str:
-    """Return bytes in units of 10^9, as in the names of hardware: three figures, never in scientific notation."""
-    return _three(amount / 1e9)
+    """Return an amount of bytes in units of 10^9, without the unit: ``1.21`` or ``1,210``."""
+    return _round_to_three(amount / 1e9)
 
 
 def size(amount: float) -> str:
-    """Return bytes with the decimal unit that fits: ``1.21 TB``."""
-    # From 999.5 of a unit on, three figures would round to 1000.
+    """Return an amount of bytes with the decimal unit that fits: ``1.21 TB``."""
+    # 999.5 MB or more would be rounded to 1000 MB, so it is written in GB. The other units are treated likewise.
     for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if amount >= 0.9995 * unit:
-            return f"{_three(amount / unit)} {name}"
+            return f"{_round_to_three(amount / unit)} {name}"
     return f"{amount:.0f} B"
 
 
 def count(number: float) -> str:
-    """Return a number with its unit: ``1.56B`` parameters."""
+    """Return a number with the letter of its magnitude: ``1.56B`` for 1.56 x 10^9."""
+    # For 0.9995 see `size`.
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * unit:
-            return f"{_three(number / unit)}{name}"
+            return f"{_round_to_three(number / unit)}{name}"
     return f"{number:.0f}"
 
 
@@ -121,15 +136,15 @@ def duration(seconds: float) -> str:
     amounts: list[str] = []
     rest = round(seconds)
     for name, unit in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        # The two largest units say enough.
+        # Only the two largest units are written.
         if rest >= unit and len(amounts) < 2:
             amounts.append(f"{rest // unit} {name}")
         rest %= unit
     return " ".join(amounts)
 
 
-def _three(value: float) -> str:
-    """Return a number with three figures."""
+def _round_to_three(value: float) -> str:
+    """Return a number with three significant figures, or with all figures before the point if there are more."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 10:
