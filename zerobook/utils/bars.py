@@ -12,23 +12,23 @@ LINE_EVERY_S = 60
 
 
 class tqdm(_tqdm):
-    """tqdm whose description and lines are `plain`: names of datasets and paths come from files.
+    """Progress bar of tqdm without control characters in its text: names of datasets and paths come from files.
 
     A bar overwrites its own line, which is not possible in a file or a pipe. There, a new line is written every `LINE_EVERY_S`
     seconds instead. If the work takes less time, no line is written.
     """
 
-    def __init__(self, *args: Any, desc: str | None = None, **options: Any):
+    def __init__(self, *args: Any, desc: str = "", **options: Any):
         self.is_on_terminal = (options.get("file") or sys.stderr).isatty()
-        # One line a minute, and the first one after a minute.
+        # Write a line every minute, the first one after a minute.
         if not self.is_on_terminal:
             options |= {"mininterval": LINE_EVERY_S, "maxinterval": LINE_EVERY_S, "delay": LINE_EVERY_S}
-        super().__init__(*args, desc=desc and plain(desc, lines=False), **options)
+        super().__init__(*args, desc=plain(desc, lines=False), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         if self.is_on_terminal:
             return super().display(msg, pos)
-        # tqdm calls this method with an empty message to erase the bar, and with None to draw it.
+        # tqdm calls this method with None to draw the bar, and with an empty message to erase it, which a file cannot.
         if msg != "":
             self.fp.write(f"{self}\n" if msg is None else f"{msg}\n")
             self.fp.flush()

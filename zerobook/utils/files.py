@@ -1,4 +1,4 @@
-"""File modes, and folders that get their names only when they are complete and durable."""
+"""Folders that get their names only when they are complete and on the disk, file modes, and paths on network disks."""
 
 import os
 import re
@@ -11,14 +11,14 @@ from pathlib import Path
 from zerobook.errors import ConfigError, LockedError
 from zerobook.utils import locks
 
+# Libraries in Rust (safetensors, tokenizers) raise errors of their own classes, and end the message so.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""What libraries in Rust (safetensors, tokenizers) write at the end of a message, in errors of classes of their own."""
 SEEN_S = 10.0
-"""Seconds within which a host sees what another one has written. Buckets that are mounted keep listings for seconds."""
+"""Seconds within which a host sees what another host has written. A mounted bucket shows an old listing for seconds."""
 
 
 def is_seen(path: Path) -> bool:
-    """Wait for `SEEN_S` until this host sees a path that another host has made. Return whether it does."""
+    """Wait up to `SEEN_S` seconds for a path that another host has made. Return whether this host sees the path."""
     deadline = time.monotonic() + SEEN_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -31,17 +31,18 @@ def is_seen(path: Path) -> bool:
 def refresh(path: Path) -> None:
     """Let an NFS client see whether other hosts have made ``path``.
 
-    One that was asked for a path before answers for up to a minute that it is missing. When a folder is opened, it asks the
-    server for changes in it: nfs(5), "lookupcache" and "Close-to-open cache consistency".
+    If a path was missing at the first look, an NFS client may report it as missing for up to a minute. When a folder is opened,
+    the client asks the server for changes in the folder: nfs(5), "lookupcache" and "Close-to-open cache consistency".
     """
+    # From the root down: a folder can only be opened if the folder above knows of it.
     for folder in reversed(path.absolute().parents):
         with suppress(OSError):
             os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def modes_by_umask(folder: Path) -> None:
-    """Give the files in ``folder`` the mode that the umask gives new files. safetensors lets only the owner read its files."""
-    # The umask can only be read by changing it for a moment, in all threads, so a new file tells it.
+    """Give the files in ``folder`` the mode of new files, by the umask: files of safetensors are readable by the owner only."""
+    # Read the mode from a new file. os.umask reads the umask only by changing it for a moment, in all threads.
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -52,7 +53,7 @@ def modes_by_umask(folder: Path) -> None:
 
 
 def require_new(folder: Path, key: str) -> None:
-    """Raise `ConfigError` if ``folder`` is a file or holds something, which would be overwritten.
+    """Raise `ConfigError` if ``folder`` is a file, or a folder that is not empty: its content would be overwritten.
 
     Args:
         key: the flag or argument that names the folder.
@@ -65,7 +66,7 @@ def require_new(folder: Path, key: str) -> None:
 
 
 def staging_of(folder: Path) -> Path:
-    """Return the path beside ``folder`` where it is written until it is complete. Deletes the remains of a killed process."""
+    """Return the path beside ``folder`` at which it is written first. Delete what a killed process has left there."""
     staging = folder.with_name(f".{folder.name}.partial")
     _remove(staging)
     return staging
@@ -73,10 +74,10 @@ def staging_of(folder: Path) -> Path:
 
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """Return a context with an empty folder, which becomes ``folder`` if the block ends without an error.
+    """Return a context with an empty folder, which is renamed to ``folder`` if the block ends without an error.
 
     Raises:
-        LockedError: another process writes ``folder``, or has written it meanwhile.
+        LockedError: another process is writing ``folder``, or has just written it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock_file = folder.with_name(f".{folder.name}.lock")
@@ -86,13 +87,13 @@ def staged(folder: Path) -> Iterator[Path]:
                 f"{folder}: another process is writing this folder. Wait until it ends, or give another folder. If its host is "
                 f"gone for good, a network disk may keep its lock for ever: delete {lock_file}"
             )
-        # What a killed process left there is deleted: by the lock, nobody writes it now.
+        # This deletes what a killed process left there. Because of the lock, no other process is writing it.
         staging = staging_of(folder)
         staging.mkdir()
         try:
             yield staging
             _make_durable(staging)
-            # A rename replaces an empty folder, and no other one.
+            # A rename replaces an empty folder, and fails if the folder has content.
             staging.rename(folder)
             fsync(folder.parent)
         finally:
@@ -100,13 +101,14 @@ def staged(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(staging: Path, folder: Path, *, is_sound: Callable[[], bool] = lambda: False) -> None:
-    """Make a complete folder durable, and give it its name. An old one of that name is deleted when the new one is there.
+    """Write the complete folder ``staging`` to the disk, and rename it to ``folder``, whose old content is then deleted.
 
-    A process that is killed between the renames leaves both, hidden; the next process writes the folder again.
+    If the process is killed between the two renames, both folders stay under hidden names, and the next process writes
+    ``folder`` again.
 
     Args:
-        is_sound: returns whether ``folder`` is sound by now, since another host has made it. Then it stays, and others may
-            read it already.
+        is_sound: returns whether another host has written a sound ``folder`` meanwhile. That folder is not replaced, since
+            processes may be reading it.
     """
     _make_durable(staging)
     if is_sound():
@@ -123,22 +125,22 @@ def put_in_place(staging: Path, folder: Path, *, is_sound: Callable[[], bool] = 
 
 @contextmanager
 def disk_errors_named(folder: Path, advice: str) -> Iterator[None]:
-    """Return a context that turns an error of the disk, such as a full one, into a `ConfigError` that names ``folder``.
+    """Return a context that turns an error of the operating system, as of a full disk, into a `ConfigError` for ``folder``.
 
     Args:
-        advice: the way out, a sentence.
+        advice: a sentence that says what to do.
     """
     try:
         yield
     except Exception as error:
-        reason = _reason_of_system(error)
+        reason = _find_system_error(error)
         if reason is None:
             raise
         raise ConfigError(f"{folder}: it could not be written ({reason}), and nothing of it is kept. {advice}") from error
 
 
 def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -146,22 +148,22 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+# Wait until a folder is on the disk with all its files and subfolders.
 def _make_durable(folder: Path) -> None:
-    # Files, and the names in the folders.
     for path in sorted(folder.rglob("*")):
         fsync(path)
     fsync(folder)
 
 
-def _reason_of_system(error: Exception) -> str | None:
-    """Return what the operating system said; None for an error that is not its own."""
+def _find_system_error(error: Exception) -> str | None:
+    """Return the operating system's text, such as ``No space left on device``; None if the error is not the system's."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.strerror
-    # Libraries in Rust have classes of their own for these errors.
     match = _OS_ERROR.search(str(error))
     return os.strerror(int(match[1])) if match else None
 
 
+# Delete a file, a link, or a folder with its content, if it exists.
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from zerobook.utils.writing import refuse_link
 
+# Errors of flock: another process holds the lock, or the file system has no locks.
 _HELD_BY_OTHER = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 _POLL_S = 0.1
@@ -20,16 +21,20 @@ def _do_nothing() -> None: ...
 
 
 def lock(handle: int, *, shared: bool = False, wait: float = 0.0, meanwhile: Callable[[], None] = _do_nothing) -> bool | None:
-    """Lock an open file, and try again for ``wait`` seconds where another process holds it; each time, call ``meanwhile``.
+    """Lock an open file. While another process holds the lock, call ``meanwhile`` and try again, for up to ``wait`` seconds.
+
+    Args:
+        handle: descriptor of the file.
+        shared: take a lock that several processes can hold at once.
 
     Returns:
-        True: it is locked now. False: another process holds it. None: its file system has no locks.
+        True: the file is locked now. False: another process holds the lock. None: the file system has no locks.
     """
     operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     deadline = time.monotonic() + wait
     while True:
         try:
-            # Without LOCK_NB, the call would wait for as long as the other process likes.
+            # Without LOCK_NB, flock would wait until the other process releases the lock.
             fcntl.flock(handle, operation | fcntl.LOCK_NB)
             return True
         except OSError as error:
@@ -37,7 +42,7 @@ def lock(handle: int, *, shared: bool = False, wait: float = 0.0, meanwhile: Cal
                 return None
             if error.errno not in _HELD_BY_OTHER:
                 raise
-        # Tried at least once, also without a wait.
+        # Look at the time only here, so that the lock is tried once if ``wait`` is 0.
         if time.monotonic() >= deadline:
             return False
         meanwhile()
@@ -53,35 +58,36 @@ def locked(
     meanwhile: Callable[[], None] = _do_nothing,
     temporary: bool = False,
 ) -> Iterator[bool | None]:
-    """Lock ``file``, which is made if it is missing, for the block. Yield what `lock` returns.
+    """Return a context in which ``file`` is locked, with the result of `lock`. The file is made if it is missing.
 
     Args:
         wait: seconds to wait for another process that holds the lock.
-        before_wait: called once, where another process holds the lock.
+        before_wait: called once before the wait, if another process holds the lock.
         meanwhile: called again and again during the wait.
-        temporary: delete the file after the block. A process that opened it just before counts it as held.
+        temporary: delete the file after the block. A process that has already opened the file then gets False.
     """
     with open(file, "a", opener=refuse_link) as handle:
         is_locked = lock(handle.fileno())
         if is_locked is False:
             before_wait()
             is_locked = lock(handle.fileno(), wait=wait, meanwhile=meanwhile)
-        # The process that held the lock before may have deleted the file: then others lock another file of this name.
-        if temporary and is_locked and not _is_open(file, handle.fileno()):
+        # The process that held the lock before may have deleted the file since it was opened here. Then the lock is useless:
+        # other processes lock a new file of this name.
+        if temporary and is_locked and not _has_name(handle.fileno(), file):
             unlock(handle.fileno())
             is_locked = False
         try:
             yield is_locked
         finally:
-            # Deleted while it is locked: afterwards it may be another process's.
+            # Delete the file before the lock is released. Afterwards another process may have locked it.
             if temporary and is_locked is not False:
                 file.unlink(missing_ok=True)
             if is_locked:
                 unlock(handle.fileno())
 
 
-def _is_open(file: Path, handle: int) -> bool:
-    """Return whether ``handle`` is the file that has this name now."""
+def _has_name(handle: int, file: Path) -> bool:
+    """Return whether the open file still has the name ``file``: another process may have deleted or replaced it."""
     return file.exists() and file.stat().st_ino == os.fstat(handle).st_ino
 
 

@@ -1,4 +1,4 @@
-"""Other values in the place of attributes, for a while."""
+"""Attributes that have another value during a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        # An attribute of the class shows again when the attribute of the object is deleted.
         if is_inherited:
             delattr(owner, name)
         else:

@@ -10,22 +10,22 @@ from zerobook.errors import ConfigError
 from zerobook.utils.nearest import nearest
 
 _PACKAGE = Path(__file__).absolute().parents[1]
+# setup.py writes this folder into a wheel. A clone does not have it.
 _INSTALLED = _PACKAGE / "_shipped"
-"""Folder that setup.py writes into a wheel."""
 
 SUFFIXES = {"recipes": ".py", "accelerate_configs": ".yaml"}
-"""Folder of files that have names -> the end of such a file, which its name leaves out"""
+"""Folder whose files can be called by a name -> the suffix of the files, which their names leave out."""
 
 
 def shipped(name: str) -> Path:
     """Return the path of a shipped file or folder.
 
     Args:
-        name: its path in a clone, such as ``accelerate_configs/zero3.yaml`` or ``recipes``.
+        name: the path in a clone, such as ``accelerate_configs/zero3.yaml`` or ``recipes``.
     """
     if clone() is not None:
         return _PACKAGE.parent / name
-    # Recipes are modules: zerobook.recipes.causal_lm.
+    # In a wheel, recipes are modules of the package, such as zerobook.recipes.causal_lm.
     folder = _PACKAGE if Path(name).parts[0] == "recipes" else _INSTALLED
     return folder / name
 
@@ -37,12 +37,12 @@ def names(folder: str) -> set[str]:
 
 
 def find(name: str, folder: str, *, beside: Path = Path()) -> Path:
-    """Return the file that a name stands for: a path as it is, or a file of ``folder``.
+    """Return the file for which a path or a name stands.
 
     Args:
-        name: a path, or one of `names`. In a clone, and where ``zerobook init`` was run, the files there are taken.
-        folder: one of `SUFFIXES`.
-        beside: another folder at which a path may start.
+        name: a path, or one of `names`. A copy of ``folder`` in the working folder, as of ``zerobook init``, is used first.
+        folder: the folder of the names, one of `SUFFIXES`.
+        beside: a folder besides the working folder to which a path may be relative.
 
     Raises:
         ConfigError: there is no such file.
@@ -59,7 +59,7 @@ def find(name: str, folder: str, *, beside: Path = Path()) -> Path:
 
 
 def path_from_here(file: Path) -> str:
-    """Return a file's path as it is typed in the working folder, where ``zerobook init`` may have copied shipped files."""
+    """Return a file's path as a user types it in the working folder, where ``zerobook init`` may have copied shipped files."""
     for folder in SUFFIXES:
         if file.parent == shipped(folder):
             return str(find(file.stem, folder))
