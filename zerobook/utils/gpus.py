@@ -1,8 +1,7 @@
-"""NVIDIA GPUs that this process may use and torch cannot, with the reason: torch does not see them, or has no kernels for
-them.
+"""NVIDIA GPUs that this process may use and torch cannot, with the reason.
 
-torch reports "no GPU" if there is none, if the driver is too old for it, and if torch was built without CUDA. A GPU for which
-torch has no kernels is reported as any other, with a warning, and the first computation on it fails.
+torch reports that there is no GPU also if the driver is too old for it, or if torch was built without CUDA. If torch has no
+kernels for a GPU, it reports the GPU with a warning, and the first computation on it fails.
 """
 
 import os
@@ -19,36 +18,36 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def unused(torch_version: str, built_for: str | None) -> str | None:
     """Return which GPUs torch does not see, and why; None if there are none or if the environment hides them.
 
-    Call it where torch sees no GPU.
+    Call this function only if torch sees no GPU.
 
     Args:
         torch_version: ``torch.__version__``.
         built_for: ``torch.version.cuda``; None for a build without CUDA.
     """
     gpus = devices()
-    # Without the driver's library, as in a container of a host with GPUs, no process can use one.
+    # A container on a host with GPUs may lack the driver's library, without which no process can use a GPU.
     if hidden() or not gpus or find_library("cuda") is None:
         return None
-    built = "without CUDA" if built_for is None else f"for CUDA {built_for}"
+    build = "without CUDA" if built_for is None else f"for CUDA {built_for}"
     return (
         f"torch {torch_version} sees no GPU, but this process may use {counted(len(gpus), 'NVIDIA GPU')} ({', '.join(gpus)}): "
-        f"torch is built {built}, and the driver is version {driver_version()}. nvidia-smi shows which CUDA it supports; "
+        f"torch is built {build}, and the driver is version {driver_version()}. nvidia-smi shows which CUDA it supports; "
         "update it, or install a torch built for that CUDA or an older one. python -c 'import torch; torch.cuda.init()' prints "
         'torch\'s error. To train on the CPU, set use_cpu: true in the Accelerate YAML or CUDA_VISIBLE_DEVICES="".'
     )
 
 
 def find_without_kernels() -> tuple[int, str | None]:
-    """Return (index of the first GPU for which torch has no kernels, why it cannot be used); (0, None) if there is none.
+    """Return the index of the first GPU for which torch has no kernels, and a message; (0, None) if there is no such GPU.
 
-    Call it where torch sees GPUs.
+    Call this function only if torch sees GPUs.
     """
     import torch
 
     architectures = torch.cuda.get_arch_list()
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
-        # A build for AMD's GPUs names other architectures.
+        # torch.version.cuda is None in a build for AMD's GPUs, whose architectures have other names.
         if torch.version.cuda and not has_kernels(capability, architectures):
             return index, (
                 f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, has no kernels for GPU {index} "
@@ -64,18 +63,18 @@ def has_kernels(capability: tuple[int, int], architectures: list[str]) -> bool:
     """Return whether a build of torch has kernels that a GPU can execute.
 
     Args:
-        capability: the compute capability of the GPU.
-        architectures: ``torch.cuda.get_arch_list()``. Machine code, as ``sm_86``, runs on GPUs of the same major version and of
-            this or a higher minor version. The driver translates PTX, as ``compute_86``, for every newer GPU.
+        capability: the compute capability of the GPU, (major version, minor version).
+        architectures: ``torch.cuda.get_arch_list()``. Machine code, such as ``sm_86``, runs on GPUs with the same major version
+            and this or a higher minor version. PTX, such as ``compute_86``, is translated by the driver for this capability and
+            all higher ones.
 
     >>> has_kernels((8, 9), ["sm_75", "sm_86"]), has_kernels((7, 0), ["sm_75", "sm_86"]), has_kernels((9, 0), ["compute_86"])
     (True, False, True)
     """
-    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures))
-    return any(
-        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
-        for kind, major, minor in kernels
-    )
+    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures)):
+        if (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0]):
+            return True
+    return False
 
 
 def hidden() -> bool:
@@ -83,15 +82,15 @@ def hidden() -> bool:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return False
-    # CUDA takes the devices up to the first entry that is none.
+    # CUDA uses the entries before the first one that is no device.
     first = visible.split(",")[0].strip()
     return not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
 
 
 def devices() -> list[str]:
-    """Return the device files of GPUs that this process can open. A container or a job's control group may deny others."""
+    """Return the GPUs' device files that this process can open. A container or a job's control group may deny others."""
     files = []
-    # Sort by the length of the name first: nvidia10 comes after nvidia9.
+    # Sort by the length of the name first, so that nvidia10 comes after nvidia9.
     for file in sorted(DEVICES.glob("nvidia[0-9]*"), key=lambda file: (len(file.name), file.name)):
         try:
             os.close(os.open(file, os.O_RDWR))
@@ -102,8 +101,9 @@ def devices() -> list[str]:
 
 
 def driver_version() -> str:
-    """Return the kernel driver's version, as 535.104.05."""
+    """Return the version of the kernel driver, such as ``535.104.05``, or ``unknown``."""
     try:
+        # The line has "Kernel Module  535.104.05", or with open modules "Kernel Module for x86_64  535.104.05".
         words = DRIVER.read_text().partition("Kernel Module")[2].split()
     except OSError:
         words = []

@@ -1,4 +1,4 @@
-"""Models and datasets on the Hugging Face hub: their commits, and files that are downloaded before anything waits for them."""
+"""Models and datasets on the Hugging Face hub: whether the hub answers, their commits, and the download of their files."""
 
 import re
 import socket
@@ -10,44 +10,48 @@ from urllib.request import getproxies
 
 from zerobook.errors import ConfigError
 
+# Names of files of weights that transformers loads. The preferred kind comes first.
 _WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?$")
-"""Names of weights that transformers loads, the preferred kind first."""
+# Suffixes of files of a model other than weights: config, tokenizer, chat template, code.
+_OTHER_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
 CONNECT_S = 5.0
 """Seconds to wait for a connection."""
 ANSWER_S = 100.0
-"""Seconds to wait for an answer of the hub, as `datasets` does."""
-_BESIDE = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+"""Seconds to wait for an answer of the hub, as long as `datasets` waits."""
 
 
 def fetch(name: str, revision: str, *, weights: bool) -> None:
-    """Download a model's config, tokenizer and code, as ``from_pretrained`` reads them, into the hub's cache on this machine.
+    """Download a model's config, tokenizer and code into the hub's cache on this machine, for ``from_pretrained``.
 
-    Nothing happens where ``name`` is a folder. Errors are ignored here: ``from_pretrained`` raises them, unless
-    it finds all files in the cache without a network.
+    Nothing is downloaded if ``name`` is a folder. Errors are ignored here: ``from_pretrained`` raises them, unless the cache
+    already has all files.
 
     Args:
         weights: download the weights too.
+
+    Raises:
+        ConfigError: as in `check_reachable`.
     """
     if Path(name).exists():
         return
     check_reachable(name, revision)
     from huggingface_hub import HfApi, snapshot_download
 
-    # Errors of the network are of httpx's classes, whose module depends on the hub's version.
+    # Any exception: which classes the errors of the network have depends on the version of huggingface_hub.
     with suppress(Exception):
         files = select_files(HfApi().list_repo_files(name, revision=revision), weights=weights)
         snapshot_download(name, revision=revision, allow_patterns=files)
 
 
 def check_reachable(name: str, revision: str = "main") -> None:
-    """Check in seconds that the hub answers, if a model can only be there: its client tries for minutes.
+    """Check that the hub can be reached, if a model can only be there. Without this check, its client would try for minutes.
 
     Raises:
-        ConfigError: no connection to the hub, and nothing of the model in its cache on this machine.
+        ConfigError: there is no connection to the hub, and the hub's cache on this machine has nothing of the model.
     """
     from huggingface_hub import constants
 
-    # `from_pretrained` says of a path that there is no such folder.
+    # If a name can only be a path and there is no such folder, `from_pretrained` reports that.
     if is_path(name) or Path(name).exists() or constants.HF_HUB_OFFLINE or folder(name, revision) is not None:
         return
     try:
@@ -61,9 +65,9 @@ def check_reachable(name: str, revision: str = "main") -> None:
 
 
 def connect(url: str) -> None:
-    """Raise `OSError` if a service accepts no connection within `CONNECT_S`. What it answers is its client's business."""
+    """Raise `OSError` if the service at ``url`` accepts no connection within `CONNECT_S` seconds. Nothing is sent to it."""
     address = urlsplit(url)
-    # With a proxy, it is the proxy that has to be reached.
+    # With a proxy, this machine may have no direct connection to the service, so nothing is checked.
     proxies = getproxies()
     if proxies.get(address.scheme) or proxies.get("all"):
         return
@@ -72,7 +76,7 @@ def connect(url: str) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a path: names on the hub have at most one slash.
+    """Return whether a name can only be a path: it begins with a slash, dot or ~, or has two slashes, unlike names on the hub.
 
     >>> is_path("./model"), is_path("outputs/run/model"), is_path("Qwen/Qwen3-8B"), is_path("gpt2")
     (True, True, False, False)
@@ -81,16 +85,16 @@ def is_path(name: str) -> bool:
 
 
 def commit(name: str, revision: str) -> str | None:
-    """Return the commit that ``revision`` of a model has in the hub's cache on this machine; None for a folder."""
+    """Return the commit of ``revision`` of a model in the hub's cache on this machine; None for a folder, or if it has none."""
     if Path(name).exists():
         return None
-    # The cache has a folder for each commit.
+    # The cache has a folder for each commit, with the commit as its name.
     snapshot = folder(name, revision)
     return None if snapshot is None else snapshot.name
 
 
 def dataset_commit(name: str, revision: str | None) -> str | None:
-    """Return the commit that ``revision`` of a dataset has on the hub now; None where the hub does not answer.
+    """Return the commit that ``revision`` of a dataset has on the hub now; None if the hub does not answer.
 
     Args:
         revision: branch, tag or commit; None for the dataset's main branch.
@@ -98,7 +102,7 @@ def dataset_commit(name: str, revision: str | None) -> str | None:
     from datasets import config
     from huggingface_hub import HfApi, constants
 
-    # `datasets` raises the error of a name that is not there, unless it finds the dataset in its cache.
+    # Errors are ignored here. If there is no such dataset, neither on the hub nor in the cache, `datasets` raises an error.
     with suppress(Exception):
         if not config.HF_HUB_OFFLINE:
             connect(constants.ENDPOINT)
@@ -107,7 +111,7 @@ def dataset_commit(name: str, revision: str | None) -> str | None:
 
 
 def folder(name: str, revision: str) -> Path | None:
-    """Return where a model's files are on this machine: ``name`` itself, or in the hub's cache; None if they are not."""
+    """Return the folder with a model's files: ``name`` itself, or a folder of the hub's cache; None if neither exists."""
     if Path(name).exists():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
@@ -116,13 +120,13 @@ def folder(name: str, revision: str) -> Path | None:
     try:
         file = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
-        # No name of the hub, such as an embedded model's.
+        # This cannot be a name on the hub, as the name of an embedded model.
         return None
     return Path(file).parent if isinstance(file, str) else None
 
 
 def select_files(files: Iterable[str], *, weights: bool) -> list[str]:
-    """Return which files of a repository to download: configs, tokenizers, code, and at most one kind of weights.
+    """Return which files of a model's repository to download: config, tokenizer, code and, for ``weights``, one kind of them.
 
     >>> files = ["config.json", "model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx"]
     >>> select_files(files, weights=True), select_files(files, weights=False)
@@ -131,7 +135,7 @@ def select_files(files: Iterable[str], *, weights: bool) -> list[str]:
     top_level = [file for file in files if "/" not in file]
     all_weights: list[str] = []
     chosen_weights: list[str] = []
-    # The first kind of weights that is there is the one to load.
+    # transformers loads the first kind of weights that the repository has.
     for pattern in _WEIGHTS:
         weight_files = [file for file in top_level if re.match(pattern, file)]
         all_weights += weight_files
@@ -139,26 +143,26 @@ def select_files(files: Iterable[str], *, weights: bool) -> list[str]:
             chosen_weights = weight_files
     selected = []
     for file in top_level:
-        # The index of the weights ends like a config, and belongs to the weights.
-        is_beside = file.endswith(_BESIDE) and file not in all_weights
-        if is_beside or file in chosen_weights:
+        # The index of weights in several files has the suffix of a config, but belongs to the weights.
+        is_other = file.endswith(_OTHER_SUFFIXES) and file not in all_weights
+        if is_other or file in chosen_weights:
             selected.append(file)
     return selected
 
 
 def advice(error: BaseException) -> str:
-    """Return the way out of an error of the hub, as a sentence after a space; an empty string where none is known."""
+    """Return what to do about an error of the hub: sentences that begin with a space, or an empty string."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
     if constants.HF_HUB_OFFLINE:
         return " HF_HUB_OFFLINE is set, so only what the cache holds is found. Unset it, or give a folder."
-    # transformers raises an OSError of its own; the hub's error is its cause.
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]  # None ends the chain
-    for cause in chain:
+    # transformers raises an OSError of its own, whose cause is the hub's error. So collect the error and its causes.
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]  # None if there is no further cause
+    for cause in causes:
         status = None
         if isinstance(cause, HfHubHTTPError) and cause.response is not None:
             status = cause.response.status_code

@@ -1,4 +1,4 @@
-"""Messages of libraries that a user can do nothing about."""
+"""Silence messages of libraries about which a user can do nothing."""
 
 import logging
 import os
@@ -9,26 +9,26 @@ _LIBRARIES = r"(transformers|peft|torch|accelerate|deepspeed|bitsandbytes|huggin
 
 
 def hush() -> None:
-    """Silence messages of libraries about the code of libraries. Call it before they are imported.
+    """Silence messages that concern the code of libraries or of Zerobook. Call this before the libraries are imported.
 
-    Deprecation warnings of libraries concern this project, and not its users. Their other warnings are shown only by rank 0.
+    Deprecation warnings of libraries concern Zerobook, and not its users. Other warnings are shown only by rank 0.
     """
-    # It warns that it would load kernels for a CPU from the hub.
+    # bitsandbytes warns that it would load kernels for a CPU from the hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # Under tensor parallelism, it warns about the order in which sharded weights are gathered for a checkpoint.
+    # Under tensor parallelism, torch warns about the order in which sharded weights are gathered for a checkpoint.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").addFilter(_says_more_than_the_device)
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_says_more_than_the_absence_of_a_gpu)
+    logging.getLogger("DeepSpeed").addFilter(_is_not_about_cpu)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_missing_gpu)
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
-    # The warning is about changes in place, and nothing changes logits in place.
+    # The warning concerns code that changes the output in place. Nothing changes logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     if os.environ.get("RANK", "0") != "0":
         warnings.filterwarnings("ignore", module=_LIBRARIES)
 
 
 def hush_loading() -> None:
-    """Silence the messages and progress bars of models that are loaded, besides what `hush` silences."""
+    """Silence the messages and progress bars of transformers when a model is loaded, and what `hush` silences."""
     from transformers.utils import logging as transformers_logging
 
     hush()
@@ -37,16 +37,17 @@ def hush_loading() -> None:
 
 
 def hush_deepspeed_builds() -> None:
-    """Silence the line that DeepSpeed prints on each rank for its op of communication between CPUs."""
-    # There is no logger and no option. `deepspeed.comm.torch` by attribute is torch itself.
+    """Silence the line that DeepSpeed prints on each rank about its op for communication between CPUs."""
+    # DeepSpeed prints the line without a logger or an option, so its module gets a ``print`` that does nothing. import_module
+    # is used because the attribute `deepspeed.comm.torch` is torch itself, and not this module.
     import_module("deepspeed.comm.torch").__dict__["print"] = lambda *_: None
 
 
-def _says_more_than_the_device(record: logging.LogRecord) -> bool:
-    # The line about the strategy names the device too.
+def _is_not_about_cpu(record: logging.LogRecord) -> bool:
+    # Zerobook's own line about the strategy names the device.
     return not record.getMessage().startswith("Setting accelerator to CPU")
 
 
-def _says_more_than_the_absence_of_a_gpu(record: logging.LogRecord) -> bool:
-    # A CUDA build of torch says so if a compiler for CUDA is installed.
+def _is_not_about_missing_gpu(record: logging.LogRecord) -> bool:
+    # A CUDA build of torch logs this on a machine without a GPU if a compiler for CUDA is installed.
     return not record.getMessage().startswith("No CUDA runtime is found")

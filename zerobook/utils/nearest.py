@@ -1,4 +1,4 @@
-"""Names that are spelt like a wrong one, as the end of an error message."""
+"""Suggestions for a misspelt name: the end of an error message."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,14 +9,14 @@ from zerobook.utils import other_trainers
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "", *, most: int = 1) -> str:
-    """Return ``Did you mean ...?`` with the ``most`` names that are spelt most like it, or an empty string."""
+    """Return `` Did you mean ...?`` with up to ``most`` of ``names`` that are spelt like ``name``, or an empty string."""
     matches = difflib.get_close_matches(name, list(names), n=most, cutoff=0.6)
     return f" Did you mean {prefix}{', '.join(matches)}?" if matches else ""
 
 
 def nearest_file(missing: Path) -> str:
-    """Return ``Did you mean ...?`` with a neighbour of a file that is not there, or an empty string."""
-    # A folder may have millions of files.
+    """Return `` Did you mean ...?`` with a file in the folder of the missing one, or an empty string."""
+    # Read 10,000 names at most, since a folder may have millions of files.
     try:
         neighbours = {entry.name for entry in islice(missing.parent.iterdir(), 10_000)}
     except OSError:
@@ -26,8 +26,12 @@ def nearest_file(missing: Path) -> str:
 
 
 def nearest_value(key: str, value: str, choices: Iterable[str]) -> str:
-    """Return ``Did you mean ...?`` with the value of a flag that is meant: by another trainer's word, or by its spelling."""
-    # The word of another trainer may be spelt like another value.
+    """Return `` Did you mean ...?`` with one of the values of a flag, or an empty string.
+
+    Args:
+        value: another trainer's word for the value, or a misspelt value.
+    """
+    # Look for another trainer's word first, since it may be spelt like a value that means something else.
     translation = other_trainers.VALUES.get(key, {}).get(value)
     if translation:
         return f" Did you mean {translation}?"

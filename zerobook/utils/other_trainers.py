@@ -1,6 +1,6 @@
-"""Names of settings in other trainers, and what does the same here. Data, and one function that looks a name up.
+"""Names of settings in other trainers, and what does the same in Zerobook: tables, and `translate`, which looks a name up.
 
-Only names were read, in July to November 2026, from these files:
+The names were taken in July to November 2026 from these files, and nothing else was taken:
 
 - transformers 5.23, ``TrainingArguments``, on which TRL, LLaMA-Factory, ms-swift and FastChat build; ``evaluation_strategy``,
   ``overwrite_output_dir``, ``logging_dir``, ``warmup_ratio`` and others from launch lines of earlier versions
@@ -173,11 +173,11 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "load_4bit": ("load_in_4bit",),
     "load_8bit": ("load_in_8bit",),
 }
-"""Name in another trainer -> flags that do it here, each with its value where it takes a certain one. The first
-that the recipe has counts."""
+"""Name in another trainer -> flags that do the same here, each with a value if only that value does. `translate` names the
+first flag that the recipe has."""
 
 _LAUNCHER = "The launcher takes it: accelerate launch {} RECIPE."
-_STRATEGY = "How a run is spread is the strategy file's: accelerate launch --config_file accelerate_configs/{}.yaml RECIPE."
+_STRATEGY = "The strategy file says how a run is spread: accelerate launch --config_file accelerate_configs/{}.yaml RECIPE."
 SENTENCES = {
     "deepspeed": _STRATEGY.format("zero2"),
     "fsdp": _STRATEGY.format("fsdp"),
@@ -245,7 +245,7 @@ SENTENCES = {
     "no_save_optim": "A checkpoint holds all that a run needs to go on. Drop it.",
     "save_only_model": "A checkpoint holds all that a run needs to go on. Drop it.",
 }
-"""Name in another trainer -> what to do here in its place."""
+"""Name in another trainer -> a sentence that says what to do here instead."""
 
 ABSENT = {
     "neftune_noise_alpha",
@@ -322,7 +322,7 @@ ABSENT = {
     "dataloader_pin_memory",
     "dataloader_drop_last",
 }
-"""Names in other trainers of what is not here. The nearest spelling would mean something else."""
+"""Names in other trainers of what Zerobook does not have. For these, the flag that is spelt most like it is not suggested."""
 
 OTHER_RECIPES = {
     "recipes/lora_finetune.py": {
@@ -339,7 +339,7 @@ OTHER_RECIPES = {
     "recipes/causal_lm.py": {"config_name"},
     "recipes/seq2seq_chatbot.py": {"val_max_target_length"},
 }
-"""Recipe -> flags that not every recipe has."""
+"""Recipe -> those of its flags that not every recipe has."""
 
 VALUES: dict[str, dict[str, str]] = {
     "adapter": {"qlora": "lora, with load_in_4bit"},
@@ -364,19 +364,20 @@ VALUES: dict[str, dict[str, str]] = {
         "paged_adamw_32bit": "paged_adamw",
     },
 }
-"""Flag -> a value that it has in another trainer -> the value here."""
+"""Flag -> a value in another trainer -> the value of the flag here."""
 
 
 def translate(name: str, flags: set[str], prefix: str = "") -> str | None:
-    """Return a sentence about a name of another trainer; None if it is none that is known.
+    """Return a sentence that says what to use instead of a setting of another trainer; None if its name is not known.
 
     Args:
         name: as typed, with underscores.
-        flags: those of the recipe.
-        prefix: of flags in the sentence: ``--``, or nothing for keys of a YAML file.
+        flags: names of the recipe's flags.
+        prefix: what stands before a flag in the sentence: ``--``, or nothing for keys of a YAML file.
     """
+    # A candidate is a flag, or a flag and a value, such as "mixed_precision bf16".
     candidates = FLAGS.get(name, (name,))
-    # A flag of this recipe comes first, then one of another recipe, then a sentence.
+    # Prefer a flag of this recipe, then a flag of another recipe, then a sentence.
     for candidate in candidates:
         if candidate.split()[0] in flags:
             return f"Did you mean {prefix}{candidate}?"
