@@ -2,5 +2,5 @@
 
 
 def is_true(value: object) -> bool:
-    """Return whether a variable is set to a word for true."""
+    """Return whether ``value`` is a word for true, in any case: ``1``, ``true`` or ``yes``. None is false."""
     return str(value).lower() in ("1", "true", "yes")

@@ -1,4 +1,4 @@
-"""Starts a script through ``accelerate launch`` in separate processes, with a time limit, and ends all of them."""
+"""Start a script through ``accelerate launch``, with a time limit, and end all its processes."""
 
 import os
 import subprocess
@@ -14,14 +14,15 @@ import psutil
 TIMED_OUT = 124
 """Exit status of a command that exceeded its time limit, as in timeout(1)."""
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the workers of a command. Each look reads the list of all processes, beside what is measured."""
+"""Seconds between two looks at the workers of a command. A look reads the list of all processes, which takes time."""
 
 
 def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -> list[str]:
-    """Return the command line.
+    """Return the command line that launches a script.
 
     Args:
-        launcher: flags of ``accelerate launch``; a strategy file as ``--config_file FILE``.
+        launcher: flags of ``accelerate launch``, such as ``--config_file FILE`` for a strategy file.
+        words: the arguments of the script.
     """
     line = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "--num_processes", str(ranks)]
     if "--config_file" not in launcher:
@@ -42,16 +43,19 @@ def flags(values: Mapping[str, object]) -> list[str]:
 def run(
     line: Sequence[str], limit: float, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> tuple[int, str]:
-    """Run a command for at most ``limit`` seconds. Return its exit status, `TIMED_OUT` where it was stopped, and its output.
+    """Run a command for at most ``limit`` seconds. Return its exit status (`TIMED_OUT` if it was stopped) and its output.
 
-    On a CPU, each rank gets one thread, because ranks share the cores. On a GPU, a run chooses its threads: an optimizer in
-    host memory needs more.
+    On a CPU, each rank gets one thread, because ranks share the cores. On a GPU, the run chooses the number of threads, since
+    an optimizer in host memory needs several.
+
+    Args:
+        environment: variables that are added to those of this process.
     """
     environment = dict(environment or {})
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
     if not runs_on_gpu(os.environ | environment):
         defaults["OMP_NUM_THREADS"] = "1"
-    # A command that is stopped may leave a part of a character.
+    # The output of a command that is killed may end inside a character.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             line, cwd=cwd, env=os.environ | defaults | environment, stdout=output, stderr=subprocess.STDOUT
@@ -60,7 +64,7 @@ def run(
         deadline = time.monotonic() + limit
         try:
             while process.poll() is None and time.monotonic() < deadline:
-                # A launcher that crashed leaves its workers, which have another parent then.
+                # Keep the last list of workers that is not empty: when a launcher crashes, its workers get another parent.
                 with suppress(psutil.NoSuchProcess):
                     workers = psutil.Process(process.pid).children(recursive=True) or workers
                 time.sleep(POLL_SECONDS)
@@ -85,13 +89,15 @@ def runs_on_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def kill_family(process: subprocess.Popen, workers: Sequence[psutil.Process] = ()) -> None:
-    """Kill what is left of the launcher and its workers; torch's elastic agent gives each worker a session of its own.
+    """Kill the processes of the launcher and its workers that still run.
+
+    They are killed one by one, since torch's elastic agent gives each worker its own session and process group.
 
     Args:
-        workers: that are known from before the launcher's end.
+        workers: workers that were seen before the launcher ended.
     """
     family = [*workers]
-    # Children are listed before anything is killed: afterwards they have another parent.
+    # List the children before anything is killed, since they get another parent then.
     with suppress(psutil.NoSuchProcess):
         family += [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
@@ -101,9 +107,9 @@ def kill_family(process: subprocess.Popen, workers: Sequence[psutil.Process] = (
 
 
 def last_error(text: str) -> str:
-    """Return the line of a failed run's output that names the error. torchrun's own summary does not."""
+    """Return the line of a failed run's output that names the error, at most 300 characters. torchrun's summary is skipped."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line and "ChildFailedError" not in line]
-    # A line of code in a traceback is taken only if there is nothing better.
+    # Use a line of code in a traceback, such as "raise ValueError(text)", only if no other line names an error.
     messages = [line for line in lines if not line.startswith("raise ")] or lines
     if not messages:
         return "it said nothing of an error"

@@ -1,4 +1,4 @@
-"""Load the user's classes that a config names, from files and modules."""
+"""Load classes of the user that a config names, from files and modules."""
 
 import ast
 import hashlib
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def problem(key: str, spec: str) -> str | None:
-    """Return why ``spec`` cannot be loaded, as far as can be checked without running it; None if no problem is found.
+    """Return why the class that ``spec`` names cannot be loaded; None if no reason is found. The user's code is not run.
 
     Args:
-        key: the config key that holds it, with which the sentence begins.
+        key: the config key with this value. The sentence begins with it.
         spec: ``FILE.py:Class`` or ``module:Class``.
     """
     source, _, name = spec.rpartition(":")
@@ -40,8 +40,8 @@ def problem(key: str, spec: str) -> str | None:
         ast.parse(content)
     except (SyntaxError, ValueError) as error:
         return f"{key}: {spec}: {source} is not valid Python: {error}."
-    # A name that stands nowhere in the file is a mistake, unless an import of everything binds it. Any other one is looked for
-    # when the file is run.
+    # A class whose name is nowhere in the file cannot be there, unless the file has an "import *". If the name is in the file,
+    # `load` will see whether the class is there.
     names = set(re.findall(r"[^\W\d]\w*", content.decode(errors="replace")))
     if name in names or b"import *" in content:
         return None
@@ -49,10 +49,10 @@ def problem(key: str, spec: str) -> str | None:
 
 
 def load(key: str, spec: str) -> object:
-    """Import what ``spec`` names. A file is run once, however many of its classes are loaded.
+    """Import what ``spec`` names. A file is run only once, even if several of its classes are loaded.
 
     Raises:
-        ConfigError: it is not there. Errors of the user's code are passed on.
+        ConfigError: the file, the module or the name does not exist. Errors of the user's code are passed on.
     """
     reason = problem(key, spec)
     if reason:
@@ -71,14 +71,14 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
     """Import the class that ``spec`` names.
 
     Raises:
-        ConfigError: it is not there, its file does not run, or it is not a class that derives from ``base``, or abstract.
+        ConfigError: the class does not exist, its file does not run, or it is abstract or does not derive from ``base``.
     """
     try:
         loaded = load(key, spec)
     except ConfigError:
         raise
     except Exception as error:
-        # A user's code may raise anything.
+        # The user's code may raise any exception.
         raise ConfigError(f"{key}: {spec.rpartition(':')[0]} does not run: {type(error).__name__}: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(f"{key}: {spec}: {loaded!r} does not derive from {base.__module__}.{base.__name__}.")
@@ -89,13 +89,13 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """Return the module of a file, which is run if it is not loaded yet. It can import what lies beside it."""
+    """Return the module of a file, which is run if it is not loaded yet. It can import modules in its own folder."""
     _make_importable(file.parent, Path.cwd())
-    # `getattr` on a lazy module can import others, which would change the dict during the loop.
+    # Loop over a copy: `getattr` on a lazy module may import other modules, which changes sys.modules.
     for module in [*sys.modules.values()]:
         if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
             return module
-    # Two files of one name, in different folders, are two modules.
+    # The digest of the path is a part of the name, so that files of the same name in different folders are two modules.
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
@@ -103,25 +103,25 @@ def _import_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        # An incomplete module must not stay in the cache of imports.
+        # Otherwise the next import would return this incomplete module.
         del sys.modules[name]
         raise
     return module
 
 
 def _make_importable(*folders: Path) -> None:
-    """Add folders to Python's path, if they are not there yet.
+    """Add folders to the end of ``sys.path``, if they are not in it yet.
 
-    Of accelerate's launchers, DeepSpeed's alone does so with the working folder. Under every launcher it is the same from here.
+    Accelerate adds the working folder only if it launches DeepSpeed. This function makes it the same for all launchers.
     """
     for folder in map(str, folders):
-        # Behind all others, so that a user's module never replaces an installed one.
+        # At the end, so that a user's module never replaces an installed one.
         if folder not in sys.path:
             sys.path.append(folder)
 
 
 def _is_importable(module: str) -> bool:
-    """Return whether Python finds a module's package. To find a module inside of it, Python would run the package."""
+    """Return whether Python finds the top package of a module. To look for a module in a package, Python runs the package."""
     package = module.partition(".")[0]
     try:
         return package in sys.modules or importlib.util.find_spec(package) is not None

@@ -1,11 +1,11 @@
-"""Values as people write them, in YAML and in flags: ``none``, a list in one text, a whole number such as ``1e3``."""
+"""Values as people write them in YAML and in flags: ``none``, a list with commas, a whole number such as ``1e3``."""
 
 import re
 from typing import Any
 
-_WORD = re.compile(r"[\w./:~-]+|<.+>|\[.+\]")
-"""A name, a path, ``FILE.py:Class`` or a token in brackets: text that has no comma of its own. A regular expression or another
-token may have one."""
+# An item of a list with commas: a name, a path, FILE.py:Class, or a token in brackets. Such texts have no comma of their own,
+# unlike regular expressions and other tokens.
+_ITEM = re.compile(r"[\w./:~-]+|<.+>|\[.+\]")
 
 
 def is_none(value: Any) -> bool:
@@ -18,7 +18,9 @@ def is_none(value: Any) -> bool:
 
 
 def as_list(value: Any) -> Any:
-    """Return the list that is meant by a single value: names between commas, or the one value. Lists are returned as they are.
+    """Return the list for which a value stands: names between commas, or the value alone. Lists are returned as they are.
+
+    ``none`` and false stand for an empty list.
 
     >>> as_list("q_proj, v_proj"), as_list("<|a|>,<|b|>"), as_list(r"layers\\.[0-3]{1,2}"), as_list("none")
     (['q_proj', 'v_proj'], ['<|a|>', '<|b|>'], ['layers\\\\.[0-3]{1,2}'], [])
@@ -29,20 +31,20 @@ def as_list(value: Any) -> Any:
         return []
     if not isinstance(value, str):
         return [value]
-    # Other texts with commas, such as a regular expression, are one value.
-    words = [word.strip() for word in value.split(",")]
-    if all(map(_WORD.fullmatch, words)):
-        return words
+    items = [item.strip() for item in value.split(",")]
+    if all(map(_ITEM.fullmatch, items)):
+        return items
+    # Another text with commas, such as a regular expression, is one value.
     return [value]
 
 
 def as_whole_number(value: Any) -> Any:
-    """Return ``1e3`` as 1000. What is not a whole number in that form is returned as it is."""
+    """Return the number for a text such as ``1e3``. A value that is not a whole number in this form is returned as it is."""
     if not isinstance(value, str) or not re.fullmatch(r"[+-]?[\d.]+[eE]\+?\d{1,2}", value):
         return value
     try:
         number = float(value)
     except ValueError:
-        # The text only looks like a number, as 1.2.3e4 does.
+        # The pattern also matches texts that are no number, such as 1.2.3e4.
         return value
     return int(number) if number.is_integer() else value

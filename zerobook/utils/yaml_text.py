@@ -1,4 +1,4 @@
-"""Reader of YAML and JSON files that users write: recipe configs and strategy files."""
+"""Readers of YAML and JSON files that users write, such as recipe configs and strategy files."""
 
 import re
 from collections.abc import Callable
@@ -17,15 +17,16 @@ MOST_NODES = 100_000
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """YAML loader with limits for the depth of nesting and for the number of values, with those that aliases repeat."""
+    """YAML loader with limits for the depth of nesting and for the number of values, including those that aliases repeat."""
 
     def __init__(self, stream: str):
         super().__init__(stream)
         self._depth = 0
+        # The number of values in each node that is complete, by the node's id().
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        # Only the event tells an alias: its node is the same object as the node that it repeats.
+        # The next event tells whether this is an alias. The node does not: an alias gives the node that it repeats, itself.
         event = self.peek_event()
         mark = event.start_mark
         self._depth += 1
@@ -33,17 +34,17 @@ class BoundedLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"more than {MOST_DEPTH} levels are nested", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        # A node that an alias repeats has its size already, unless the alias is inside of it.
+        # An alias repeats a node whose size is known already, unless the alias is inside of this node.
         if id(node) not in self._sizes:
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.composer.ComposerError(None, None, "an alias is inside of the value that it repeats", mark)
-            self._sizes[id(node)] = self._size(node, mark)
+            self._sizes[id(node)] = self._count_values(node, mark)
         return node
 
-    def _size(self, node: yaml.Node, mark: Any) -> int:
-        """Return the number of values in a node. Its children must have been composed before."""
+    def _count_values(self, node: yaml.Node, mark: Any) -> int:
+        """Return the number of values in a node: itself, and those in its children, which must be composed already."""
         children: list[yaml.Node] = []
-        # A mapping has pairs of two nodes, as a key can be a mapping too.
+        # A mapping has pairs of nodes: a key can be a mapping or list too.
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]
         elif isinstance(node, yaml.SequenceNode):
@@ -57,7 +58,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class _DistinctKeysLoader(BoundedLoader):
-    """Refuses a key that stands twice in one mapping, where plain YAML silently takes the last value."""
+    """Refuses a key that stands twice in a mapping. PyYAML would take the last value without a warning."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -70,12 +71,13 @@ class _DistinctKeysLoader(BoundedLoader):
 
 
 class _TextLoader(_DistinctKeysLoader):
-    """Reads numbers, dates and words such as ``no`` as the text that a person wrote. Null, true and false are read.
+    """Returns numbers, dates and words such as ``no`` as the text in the file. Only null, true and false become values.
 
-    YAML 1.1 takes ``1e-4`` for text and ``no``, ``1:30`` and ``2026-01-02`` for values. Here the type of the key decides what
-    the text means, as it does for flags.
+    YAML 1.1 takes ``1e-4`` for text, ``no`` for false, ``1:30`` for a number and ``2026-01-02`` for a date. In a recipe's YAML,
+    the type of the key decides what the text means, as it does for flags.
     """
 
+    # Resolvers give a text without quotes its type. Those of YAML 1.1 are left out, and three are added below.
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
 
 
@@ -85,7 +87,11 @@ _TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"),
 
 
 def load_yaml_as_text(text: str) -> Any:
-    """Return the content of a recipe's YAML, with every number as its text. Raises as `load_yaml` does."""
+    """Return the content of a recipe's YAML, with every number as its text.
+
+    Raises:
+        yaml.YAMLError: as in `load_yaml`.
+    """
     return yaml.load(text, Loader=_TextLoader)
 
 
@@ -93,16 +99,17 @@ def load_yaml(text: str) -> Any:
     """Return the content of a YAML text.
 
     Raises:
-        yaml.YAMLError: the text is no YAML, or gives a key twice. Its ``problem`` and ``problem_mark`` say what and where.
+        yaml.YAMLError: the text is not valid YAML, gives a key twice, or exceeds the limits of `BoundedLoader`. ``problem`` of
+            the error says what is wrong, and ``problem_mark`` where.
     """
     return yaml.load(text, Loader=_DistinctKeysLoader)
 
 
 def load_bounded(text: str) -> Any:
-    """Return the content of YAML that another program wrote, where a key may stand twice.
+    """Return the content of YAML that another program wrote, in which a key may stand twice.
 
     Raises:
-        yaml.YAMLError: the text is no YAML, or exceeds the limits of `BoundedLoader`.
+        yaml.YAMLError: the text is not valid YAML, or exceeds the limits of `BoundedLoader`.
     """
     return yaml.load(text, Loader=BoundedLoader)
 
@@ -113,13 +120,13 @@ def read_mapping(
     """Return the mapping in a file.
 
     Args:
-        kind: what the file is to be, for messages.
-        parse: returns the content of its text.
+        kind: what the file should be, for messages, such as ``recipe config``.
+        parse: returns the content of a text, as `load_yaml` does.
         advice: the end of the message if the file cannot be read or holds something else.
-        may_be_pipe: as of `read_text`.
+        may_be_pipe: see `read_text`.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or does not hold a mapping.
     """
     path = Path(file).expanduser()
     try:
