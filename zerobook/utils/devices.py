@@ -57,7 +57,15 @@ class Device:
 
 
 def _device(
-    name: str, drivers: str, gib: float, half: float, fp32: float, memory: float, pcie: float, nvlink: float = 0, **other: float
+    name: str,
+    drivers: str,
+    gib: float,
+    half: float,
+    fp32: float,
+    bandwidth: float,
+    pcie: float,
+    nvlink: float = 0,
+    **other: float,
 ) -> Device:
     """Return a device from the figures of its data sheet.
 
@@ -65,7 +73,7 @@ def _device(
         drivers: its names in the driver, separated by semicolons.
         gib: its memory in 2^30 bytes.
         half: operations per second in half precision, in 10^12. So is ``fp32``.
-        memory: bandwidth of its memory in 10^9 bytes per second. So are ``pcie`` and ``nvlink``.
+        bandwidth: of its memory, in 10^9 bytes per second. So are ``pcie`` and ``nvlink``.
         nvlink: 0 if it has no NVLink to all GPUs of its node.
         other: fields of `Device` that have the default on most devices.
     """
@@ -74,7 +82,7 @@ def _device(
         memory=int(gib * 2**30),
         flops=half * 1e12,
         fp32=fp32 * 1e12,
-        bandwidth=memory * 1e9,
+        bandwidth=bandwidth * 1e9,
         link=(nvlink or pcie) * 1e9,
         pcie=pcie * 1e9,
         drivers=tuple(drivers.split("; ")),
@@ -103,7 +111,7 @@ products on an MI300X and an H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchma
 DEVICES = {
     device.name: device
     for device in (
-        # The columns are name, drivers, gib; half, fp32 (10^12 operations/s); memory, pcie, nvlink (GB/s).
+        # The columns are name, drivers, gib; half, fp32 (10^12 operations/s); bandwidth, pcie, nvlink (GB/s).
         _device("v100-16gb", "Tesla V100-SXM2-16GB", 15.77, 125, 15.7, 900, 16, 150, **_OLD),
         _device("v100-32gb", "Tesla V100-SXM2-32GB; Tesla V100-SXM3-32GB", 31.74, 125, 15.7, 900, 16, 150, **_OLD),
         _device("v100-16gb-pcie", "Tesla V100-PCIE-16GB", 15.77, 112, 14, 900, 16, **_OLD),

@@ -22,14 +22,14 @@ def parse_bytes(text: str, key: str) -> int:
     Raises:
         ConfigError: no number, no unit, an unknown unit, or an amount of 0.
     """
-    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtp]i?)?b\s*", text, re.I)
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtp]i?|)b\s*", text, re.I)
     # A number with more than 308 digits is infinite as a float.
     if match is None or not math.isfinite(float(match[1])):
         # A number without a unit could mean bytes or GB.
         hint = " Write GB for 10^9 bytes or GiB for 2^30." if re.fullmatch(rf"\s*{_NUMBER}\s*", text) else ""
         raise ConfigError(f"{key}: {text!r} is not an amount of memory such as 80GB, 24GiB or 1.5TB.{hint}")
     # A fraction is exact, and the float 2.01 times 10^9 is below 2010000000.
-    amount = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[(match[2] or "").lower()])
+    amount = int(Fraction(match[1]) * (_DECIMAL | _BINARY)[match[2].lower()])
     if amount <= 0:
         raise ConfigError(f"{key}: {text!r} is zero. Give the amount of memory, such as 80GB.")
     return amount
@@ -46,11 +46,11 @@ def parse_rate(text: str, key: str) -> float:
     Raises:
         ConfigError: as in `parse_bytes`, or the rate is written as in ``50gb/s``.
     """
-    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtKMGT])?(bps|b/s|bit/s|Bps|B/s)\s*", text)
+    match = re.fullmatch(rf"\s*({_NUMBER})\s*([kmgtKMGT]?)(bps|b/s|bit/s|Bps|B/s)\s*", text)
     # People write 50gb/s for bits and for bytes, so b/s after a small letter is refused.
-    if match is None or not 0 < float(match[1]) < math.inf or (match[3] == "b/s" and (match[2] or "").islower()):
+    if match is None or not 0 < float(match[1]) < math.inf or (match[2].islower() and match[3] == "b/s"):
         raise ConfigError(f"{key}: {text!r} is not a rate such as 400Gbps (bits a second) or 300GB/s (bytes a second).")
-    rate = float(match[1]) * _DECIMAL[(match[2] or "").lower()]
+    rate = float(match[1]) * _DECIMAL[match[2].lower()]
     # A capital B stands for bytes, a small one for bits.
     if "B" in match[3]:
         return rate
@@ -66,10 +66,10 @@ def parse_count(text: str, key: str) -> int:
     Raises:
         ConfigError: no number, an unknown unit, 0, or not a whole number, as ``7.5`` without its B.
     """
-    match = re.fullmatch(rf"\s*({_NUMBER}(?:e\d+)?)\s*([kmbt])?\s*", text, re.I)
+    match = re.fullmatch(rf"\s*({_NUMBER}(?:e\d+)?)\s*([kmbt]?)\s*", text, re.I)
     number = Fraction(0)
     if match is not None and float(match[1]) < math.inf:
-        number = Fraction(match[1]) * _COUNTS[(match[2] or "").lower()]
+        number = Fraction(match[1]) * _COUNTS[match[2].lower()]
     if not number or number.denominator != 1:
         raise ConfigError(f"{key}: {text!r} is not a number such as 7.5B, 350M or 7500000000.")
     return int(number)
