@@ -51,7 +51,8 @@ def attend_fused(
     if queries_per_key > 1 and attention_mask is None and not has_flash_attention(dtype, query.shape[-1], query.device):
         key = key.to(dtype).repeat_interleave(queries_per_key, dim=1)
         value = value.to(dtype).repeat_interleave(queries_per_key, dim=1)
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
         # transformers takes the number of queries per key from the module, and would repeat the keys once more.
         module = None
     return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=is_causal, **options)

@@ -89,24 +89,28 @@ def weight_bytes(folder: Path, dtype: str) -> int:
         dtype: in which floats are loaded: ``float32``, ``bfloat16``, ``float16``, or ``auto`` for the dtype in the file.
     """
     total = 0
-    # Bytes of a float; None for ``auto``.
-    loaded_width = LOADED_WIDTHS.get(dtype)
     for file in folder.glob("model*.safetensors"):
         try:
             header: dict[str, Any] = json.loads(read_safetensors_header(file))
             header.pop("__metadata__", None)
             for entry in header.values():
-                start, end = entry["data_offsets"]
-                width = STORED_WIDTHS.get(entry["dtype"], 1)
-                elements = (end - start) // width
-                # Floats of 8 bits are quantised weights, which are not converted.
-                is_float = width > 1 and "F" in entry["dtype"]
-                if is_float and loaded_width:
-                    width = loaded_width
-                total += elements * width
+                total += _loaded_bytes(entry, LOADED_WIDTHS.get(dtype))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{file}: it is not a file of weights that can be read: {error}.") from None
     return total
+
+
+# Return the bytes of a tensor once it is loaded. ``entry`` describes it in the header. ``float_width`` is the bytes of a float
+# in the dtype in which floats are loaded; None keeps the dtype of the file.
+def _loaded_bytes(entry: dict[str, Any], float_width: int | None) -> int:
+    start, end = entry["data_offsets"]
+    width = STORED_WIDTHS.get(entry["dtype"], 1)
+    elements = (end - start) // width
+    # Floats of 8 bits are quantised weights, which are not converted.
+    is_float = width > 1 and "F" in entry["dtype"]
+    if is_float and float_width:
+        width = float_width
+    return elements * width
 
 
 def too_many_copies(folder: Path | None, dtype: str, copies: int) -> str | None:

@@ -213,7 +213,7 @@ class SignedStore:
         self._store.set(key, self._sign(key, value.encode()).decode() + value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``; an empty one if it is not signed with the secret. So does `multi_get`."""
+        """Return the value of ``key``; an empty one if it is not signed with the secret. This holds for `multi_get` too."""
         return self._verify(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

@@ -132,10 +132,12 @@ def read_mapping(
     try:
         loaded = parse(read_text(path, may_be_pipe=may_be_pipe))
     except (OSError, UnicodeDecodeError) as error:
+        # Only an OSError has a strerror.
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         near = "" if path.exists() else nearest_file(path)
         raise ConfigError(f"{file}: the {kind} cannot be read ({reason}).{near} {advice}".rstrip()) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # Only an error of YAML has a problem and its place.
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{where}: not a valid {kind}: {getattr(error, 'problem', error)}.") from None
