@@ -1,4 +1,4 @@
-"""Write pages of docs/measured/ from the measurements of the tests of whole matrices.
+"""Write pages of docs/measured/ from what the tests measure that run all strategies and recipes.
 
 usage: parity_table.py MEASURED.jsonl FOLDER
 """
@@ -156,126 +156,194 @@ The part `planner` of `python benchmarks/gpu.py all` compares planned and measur
 
 PARITY_FIGURES = {"epsilon": "g", "loss": ".1e", "norm": ".1e", "held_out": ".1e", "weight": ".1e", "fall": ".0%"}
 """Columns of the parity table that a row may lack, with their format."""
+BASES = {"lora_finetune": {}, "qlora": {"load_in_4bit": True}, "int8": {"load_in_8bit": True}}
+"""Case of the parity tests -> the flags of its frozen base."""
+STATE = ("parameters", "gradients", "optimizer")
+
+Record = dict[str, Any]
+"""What a test measured: a line of MEASURED.jsonl. Its key ``table`` names the table to which it belongs."""
+
+
+def main(source: str, target: str) -> None:
+    measured: dict[str, list[Record]] = {}
+    for line in Path(source).read_text().splitlines():
+        record = json.loads(line)
+        measured.setdefault(record["table"], []).append(record)
+    for name, (table, text, columns, make_row) in PAGES.items():
+        rows = [make_row(record) for record in measured.get(table, [])]
+        write(Path(target) / name, text, columns, rows)
+    # This page has a row for each strategy file, with several records of the parity table in it.
+    if "parity" in measured:
+        rows, reasons = quantised_rows(measured["parity"])
+        columns = ["strategy file", "fp32 base", "NF4 base", "int8 base"]
+        write(Path(target) / "quantised.md", QUANTISED, columns, rows, notes=[f"- {reason}" for reason in reasons])
+
+
+def write(file: Path, text: str, columns: list[str], rows: list[list[str]], notes: list[str] | None = None) -> None:
+    """Write a page, unless nothing was measured for it. ``notes`` are lines below the table."""
+    if not rows:
+        return
+    content = page(text, columns, rows)
+    if notes:
+        content = "\n".join([content, *notes, ""])
+    file.write_text(content)
+    print(f"wrote {file}: {len(rows)} rows")
 
 
 def page(text: str, columns: list[str], rows: list[list[str]]) -> str:
     """Return Markdown: the text, the hardware and versions of the measurement, and a table."""
-    found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
-    lines = [f"Hardware: {processor()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. {found}.", ""]
-    lines += [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows)]
+    libraries = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
+    lines = [f"Hardware: {processor()}, {os.cpu_count()} cores, gloo. Date: {date.today()}. {libraries}.", ""]
+    for row in (columns, ["---"] * len(columns), *rows):
+        lines.append(f"| {' | '.join(row)} |")
     return text + "\n" + "\n".join(lines) + "\n"
+
+
+# --- the row of a record, for each table
+def parity_row(record: Record) -> list[str]:
+    row = [record["strategy"], record["recipe"], record["model"], str(record["processes"]), f"{record['rate']:g}"]
+    for key, form in PARITY_FIGURES.items():
+        row.append("" if record[key] is None else f"{record[key]:{form}}")
+    return row
+
+
+def resume_row(record: Record) -> list[str]:
+    differences = [f"{record[key]:.1e}" for key in ("loss", "norm", "moments")]
+    return [record["recipe"], record["writer"], record["reader"], *differences]
+
+
+def imported_row(record: Record) -> list[str]:
+    # Some names of the test end with the number of processes, which follows anyway.
+    names = [record[key].replace("-on-4 on 4", " on 4") for key in ("trainer", "recipe", "reader")]
+    return [*names, f"{record['loss']:.1e}"]
+
+
+def plan_row(record: Record) -> list[str]:
+    # Each figure of the record is (planned, measured).
+    planned_state = sum(record[kind][0] for kind in STATE)
+    measured_state = sum(record[kind][1] for kind in STATE)
+    return [
+        record["strategy"],
+        str(record["ranks"]),
+        record["job"],
+        *(f"{record[kind][1]:,}" for kind in STATE),
+        error(planned_state, measured_state),
+        f"{record['activations saved'][1]:,}",
+        error(*record["activations saved"]),
+        f"{record['sent'][1]:,.0f}",
+        error(*record["sent"]),
+    ]
+
+
+def host_row(record: Record) -> list[str]:
+    figures = [f"{record[key] / record['weights']:.2f}" for key in ("planned", "load", "prepare", "after")]
+    return [record["strategy"], *figures]
+
+
+def traffic_row(record: Record) -> list[str]:
+    planned, measured = record["sent"]
+    figures = [f"{planned / 1e6:.2f}", f"{measured / 1e6:.2f}", error(planned, measured)]
+    return [record["strategy"], record["recipe"], record["ranks"], *figures]
+
+
+def nodes_row(record: Record) -> list[str]:
+    seconds = "-" if record["seconds"] is None else f"{record['seconds']:.1f}"
+    cause = shorten_report(record["named"])
+    return [record["fault"], record["strategy"], record["ranks"], seconds, cause, record["ends"]]
 
 
 def error(planned: float, measured: float) -> str:
     """Return the error relative to the measured figure."""
     if planned == measured:
         return "0"
-    found = planned / measured - 1
-    return "< 0.01%" if abs(found) < 1e-4 else f"{found:+.2%}"
+    ratio = planned / measured - 1
+    return "< 0.01%" if abs(ratio) < 1e-4 else f"{ratio:+.2%}"
 
 
-BASES = {"lora_finetune": {}, "qlora": {"load_in_4bit": True}, "int8": {"load_in_8bit": True}}
-"""Case of the parity tests -> the flags of its base."""
+def shorten_report(report: str) -> str:
+    """Return the message of an error without its class and without folders, which are those of the test."""
+    without_class = re.sub(r"^\w+: ", "", report)
+    return re.sub(r"/\S*/", "", without_class).rstrip(".") or "-"
 
 
-def quantised(measured: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:
-    """Return the rows of quantised.md, and the reasons of what is refused."""
-    found = {(r["strategy"], r["recipe"]): r for r in measured if r["table"] == "parity" and r["recipe"] in BASES}
-    if not any(r["table"] == "parity" for r in measured):
-        return [], []
-    kind = recipe_class(str(ROOT / "recipes" / "lora_finetune.py")).config_class
-    rows, reasons = [], {}
+def quantised_rows(parity: list[Record]) -> tuple[list[list[str]], list[str]]:
+    """Return the rows of quantised.md from the records of the parity table, and the reasons why bases are refused."""
+    records = {(record["strategy"], record["recipe"]): record for record in parity if record["recipe"] in BASES}
+    # Every record has the bytes of the rank that holds most, and those of the one process that it was compared with.
+    bytes_of_one_process = {}
+    for record in records.values():
+        bytes_of_one_process.setdefault(record["recipe"], record["held"][1])
+    rows = []
+    reasons: dict[str, None] = {}
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         row = [file.stem]
         for case, flags in BASES.items():
-            config = kind(model_name_or_path="NAME", dataset_name="NAME", **flags)
-            sources = ConfigSources(dict.fromkeys(kind.model_fields, "default"))
-            plan = resolve_launch_plan(file, cluster(gpus="4", gpu="a100-80gb"), config, sources)
-            problems = [problem.replace(plan.name, "this strategy", 1) for problem in plan.problems]
-            measure = found.get((file.stem, case))
-            reference = next((r["held"][1] for (_, name), r in found.items() if name == case), None)
+            problems = find_problems(file, flags)
+            record = records.get((file.stem, case))
             if problems:
                 row.append("refused")
                 reasons |= dict.fromkeys(problems)
-            elif file.stem == "single" and reference is not None:
-                row.append(f"{reference:,} bytes")
+            elif file.stem == "single" and case in bytes_of_one_process:
+                row.append(f"{bytes_of_one_process[case]:,} bytes")
+            elif record is None:
+                row.append("not run")
             else:
-                row.append("not run" if measure is None else f"{measure['loss']:.1e}, {measure['held'][0]:,} bytes")
+                row.append(f"{record['loss']:.1e}, {record['held'][0]:,} bytes")
         rows.append(row)
     return rows, list(reasons)
 
 
-def reported(named: str) -> str:
-    """Return a report without the kind of error and without folders, which are those of the test."""
-    return re.sub(r"/\S*/", "", re.sub(r"^\w+: ", "", named)).rstrip(".") or "-"
+def find_problems(strategy_file: Path, flags: dict[str, bool]) -> list[str]:
+    """Return why a finetuning with these flags is refused under a strategy, as far as the launch plan tells."""
+    config_class = recipe_class(str(ROOT / "recipes" / "lora_finetune.py")).config_class
+    config = config_class(model_name_or_path="NAME", dataset_name="NAME", **flags)
+    sources = ConfigSources(dict.fromkeys(config_class.model_fields, "default"))
+    plan = resolve_launch_plan(strategy_file, cluster(gpus="4", gpu="a100-80gb"), config, sources)
+    # Several strategies are refused for the same reason, which is listed once.
+    return [problem.replace(plan.name, "this strategy", 1) for problem in plan.problems]
 
 
-def main(source: str, target: str) -> None:
-    measured = [json.loads(line) for line in Path(source).read_text().splitlines()]
-    parity = [
-        [r["strategy"], r["recipe"], r["model"], str(r["processes"]), f"{r['rate']:g}",
-         *("" if r[key] is None else f"{r[key]:{form}}" for key, form in PARITY_FIGURES.items())]
-        for r in measured if r["table"] == "parity"
-    ]  # fmt: skip
-    resume = [
-        [r["recipe"], r["writer"], r["reader"], f"{r['loss']:.1e}", f"{r['norm']:.1e}", f"{r['moments']:.1e}"]
-        for r in measured if r["table"] == "resume"
-    ]  # fmt: skip
-    imported = [
-        # Some names of the test end with the number of processes, which follows anyway.
-        [*(r[key].replace("-on-4 on 4", " on 4") for key in ("trainer", "recipe", "reader")), f"{r['loss']:.1e}"]
-        for r in measured if r["table"] == "imported"
-    ]  # fmt: skip
-    plan = [
-        [r["strategy"], str(r["ranks"]), r["job"], *(f"{r[kind][1]:,}" for kind in ("parameters", "gradients", "optimizer")),
-         error(*(sum(r[kind][k] for kind in ("parameters", "gradients", "optimizer")) for k in (0, 1))),
-         f"{r['activations saved'][1]:,}", error(*r["activations saved"]), f"{r['sent'][1]:,.0f}", error(*r["sent"])]
-        for r in measured if r["table"] == "plan"
-    ]  # fmt: skip
-    host = [
-        [r["strategy"], *(f"{r[key] / r['weights']:.2f}" for key in ("planned", "load", "prepare", "after"))]
-        for r in measured if r["table"] == "host"
-    ]  # fmt: skip
-    nodes = [
-        [r["fault"], r["strategy"], r["ranks"], "-" if r["seconds"] is None else f"{r['seconds']:.1f}", reported(r["named"]),
-         r["ends"]]
-        for r in measured if r["table"] == "nodes"
-    ]  # fmt: skip
-    traffic = [
-        [r["strategy"], r["recipe"], r["ranks"], *(f"{value / 1e6:.2f}" for value in r["sent"]), error(*r["sent"])]
-        for r in measured if r["table"] == "traffic"
-    ]  # fmt: skip
-    bases, reasons = quantised(measured)
-    plan_columns = ["strategy file", "ranks", "job", "weights", "gradients", "optimizer", "state error"]
-    plan_columns += ["activations", "activations error", "sent", "sent error"]
-    columns = [
-        "strategy file",
-        "recipe",
-        "model",
-        "processes",
-        "rate",
-        "epsilon",
-        "loss",
-        "gradient norm",
-        "held-out loss",
-        "weights",
-        "loss fell by",
-    ]
-    for name, text, heads, rows in (
-        ("parity.md", PARITY, columns, parity),
-        ("quantised.md", QUANTISED, ["strategy file", "fp32 base", "NF4 base", "int8 base"], bases),
-        ("resume.md", RESUME, ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"], resume),
-        ("imported_checkpoints.md", IMPORTED, ["saved by", "recipe", "continued by", "loss"], imported),
-        ("host_memory.md", HOST, ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"], host),
-        ("plan_errors.md", PLAN, plan_columns, plan),
-        ("traffic.md", TRAFFIC, ["strategy file", "recipe", "ranks", "planned, MB", "measured, MB", "error"], traffic),
-        ("nodes.md", NODES, ["fault", "strategy file", "ranks", "seconds", "reported cause", "what happens"], nodes),
-    ):
-        if not rows:
-            continue
-        notes = [f"- {reason}" for reason in reasons] if name == "quantised.md" else []
-        (Path(target) / name).write_text("\n".join([page(text, heads, rows), *notes, ""]) if notes else page(text, heads, rows))
-        print(f"wrote {Path(target) / name}: {len(rows)} rows")
+PARITY_COLUMNS = [
+    "strategy file",
+    "recipe",
+    "model",
+    "processes",
+    "rate",
+    "epsilon",
+    "loss",
+    "gradient norm",
+    "held-out loss",
+    "weights",
+    "loss fell by",
+]
+PLAN_COLUMNS = [
+    "strategy file",
+    "ranks",
+    "job",
+    "weights",
+    "gradients",
+    "optimizer",
+    "state error",
+    "activations",
+    "activations error",
+    "sent",
+    "sent error",
+]
+RESUME_COLUMNS = ["recipe", "saved under", "continued under", "loss", "gradient norm", "moments"]
+IMPORTED_COLUMNS = ["saved by", "recipe", "continued by", "loss"]
+HOST_COLUMNS = ["strategy file", "planned", "loading, peak", "preparing, peak", "afterwards"]
+TRAFFIC_COLUMNS = ["strategy file", "recipe", "ranks", "planned, MB", "measured, MB", "error"]
+NODES_COLUMNS = ["fault", "strategy file", "ranks", "seconds", "reported cause", "what happens"]
+PAGES = {
+    "parity.md": ("parity", PARITY, PARITY_COLUMNS, parity_row),
+    "resume.md": ("resume", RESUME, RESUME_COLUMNS, resume_row),
+    "imported_checkpoints.md": ("imported", IMPORTED, IMPORTED_COLUMNS, imported_row),
+    "host_memory.md": ("host", HOST, HOST_COLUMNS, host_row),
+    "plan_errors.md": ("plan", PLAN, PLAN_COLUMNS, plan_row),
+    "traffic.md": ("traffic", TRAFFIC, TRAFFIC_COLUMNS, traffic_row),
+    "nodes.md": ("nodes", NODES, NODES_COLUMNS, nodes_row),
+}
+"""File of a page -> (table of the records, text above the table, columns, function that makes a row of a record)."""
 
 
 if __name__ == "__main__":
