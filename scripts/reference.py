@@ -9,7 +9,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -113,8 +113,8 @@ def flags() -> str:
         if file.stem == "__init__":
             continue
         config = recipe_class(file).config_class
-        own = [name for name, field in config.model_fields.items() if _is_own(name, field)]
-        parts.append(f"## {file.name}\n\n{config_doc(file)}\n\n{fields(config, own)}")
+        recipe_fields = [name for name, field in config.model_fields.items() if _is_of_recipe(name, field)]
+        parts.append(f"## {file.name}\n\n{config_doc(file)}\n\n{fields(config, recipe_fields)}")
     parts.append(
         "## Entries of `datasets`\n\nA mixture is written in the YAML under `datasets:`, a list of entries with these keys.\n\n"
         + fields(DatasetSpec, DatasetSpec.model_fields, dashes="")
@@ -124,35 +124,46 @@ def flags() -> str:
     return "\n".join(parts)
 
 
-def _is_own(name: str, field: Any) -> bool:
-    """Return whether a recipe has the field alone, or with a default of its own."""
+def _is_of_recipe(name: str, field: Any) -> bool:
+    """Return whether a field of a recipe is not in every recipe, or has another default in this recipe."""
     shared = RecipeConfig.model_fields.get(name)
     return shared is None or shared.default != field.default
 
 
 def groups(config: type) -> dict[str, list[str]]:
     """Return the fields of a config class under the headings (``# --- heading``) of its source."""
-    found: dict[str, list[str]] = {}
-    names: list[str] = []
+    names_by_heading: dict[str, list[str]] = {}
+    heading = ""
     for line in inspect.getsource(config).splitlines():
-        if heading := re.match(r"    # --- (.*)", line):
-            names = found[heading[1]] = []
-        elif (field := re.match(r"    (\w+): ", line)) and field[1] in config.model_fields:  # type: ignore[attr-defined]
-            names.append(field[1])
-    return found
+        heading_match = re.match(r"    # --- (.*)", line)
+        field_match = re.match(r"    (\w+): ", line)
+        if heading_match:
+            heading = heading_match[1]
+            names_by_heading[heading] = []
+        # Other lines with a colon are in methods and texts.
+        elif field_match and field_match[1] in config.model_fields:  # type: ignore[attr-defined]
+            names_by_heading[heading].append(field_match[1])
+    return names_by_heading
 
 
 def config_doc(file: Path) -> str:
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    """Return the first line of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    return docstring.partition("\n")[0]
 
 
 def fields(config: Any, names: Iterable[str], dashes: str = "--") -> str:
-    """Return the table of some fields of a pydantic model."""
-    known = {name: config.model_fields[name] for name in names}
-    rows = [
-        [f"`{dashes * (name != 'datasets')}{name}`", kind(field), default(field), sentence(field.description or "")]
-        for name, field in known.items()
-    ]
+    """Return the table of some fields of a pydantic model.
+
+    Args:
+        dashes: what stands before a flag; empty if the fields are keys of a YAML file.
+    """
+    rows = []
+    for name in names:
+        field = config.model_fields[name]
+        # `datasets` is a key of the YAML only.
+        flag = name if name == "datasets" else f"{dashes}{name}"
+        rows.append([f"`{flag}`", kind(field), default(field), sentence(field.description or "")])
     return table(["flag" if dashes else "key", "type", "default", "meaning"], rows)
 
 
@@ -160,16 +171,17 @@ def kind(field: Any) -> str:
     """Return the type of a field as a user writes it: names of classes, choices, and bounds."""
     if "choices" in (field.json_schema_extra or {}):
         return ", ".join(f"`{choice}`" for choice in field.json_schema_extra["choices"])
-    bounds = [
-        f"{sign} {getattr(limit, name):.10g}"
-        for limit in field.metadata
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
-        if hasattr(limit, name)
-    ]
-    return ", ".join([type_words(field.annotation), *bounds])
+    words = [type_words(field.annotation)]
+    # Pydantic keeps a bound as an object with one of these attributes.
+    for constraint in field.metadata:
+        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+            if hasattr(constraint, name):
+                words.append(f"{sign} {getattr(constraint, name):.10g}")
+    return ", ".join(words)
 
 
 def type_words(annotation: Any) -> str:
+    """Return a type in words. ``X | None`` is written as X."""
     if annotation is DatasetSpec:
         return "mappings"
     inner = [type_words(part) for part in get_args(annotation) if part is not type(None)]
@@ -178,10 +190,13 @@ def type_words(annotation: Any) -> str:
         return f"list of {inner[0]}"
     if name == "Literal":
         return ", ".join(f"`{choice}`" for choice in get_args(annotation))
-    return inner[0] if inner else {"str": "text", "bool": "true or false"}.get(name, name)
+    if inner:
+        return inner[0]
+    return {"str": "text", "bool": "true or false"}.get(name, name)
 
 
 def default(field: Any) -> str:
+    """Return the default of a field as a user writes it; empty if it is unset."""
     value = field.default
     if field.is_required():
         return "required"
@@ -189,37 +204,38 @@ def default(field: Any) -> str:
         return ""
     if isinstance(value, bool):
         value = str(value).lower()
-    return f"`{' '.join(value) if isinstance(value, list) else value}`"
+    if isinstance(value, list):
+        value = " ".join(value)
+    return f"`{value}`"
 
 
 # --- strategies
 def strategies() -> str:
     """Return the page of strategy files, made from their headers."""
+    names = sorted(file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml"))
+    prefixes = ("single", "ddp", "zero", "fsdp")
+    # Sorting is stable, so names with the same prefix stay in the order of the alphabet.
+    names.sort(key=lambda name: find_prefix(name, prefixes))
     rows = []
-    order = ("single", "ddp", "zero", "fsdp")
-    for file in sorted((ROOT / "accelerate_configs").glob("*.yaml"), key=lambda f: (prefix(f.stem, order), f.stem)):
-        said = header(file)
-        link = f"[`{file.name}`](../../accelerate_configs/{file.name})"
-        rows.append([link, *(sentence(said[key]) for key in ("Purpose", "Memory", "Traffic", "Choose", "Run on"))])
+    for name in names:
+        values = header(ROOT / "accelerate_configs" / f"{name}.yaml")
+        cells = [sentence(values[key]) for key in ("Purpose", "Memory", "Traffic", "Choose", "Run on")]
+        rows.append([f"[`{name}.yaml`](../../accelerate_configs/{name}.yaml)", *cells])
     heads = ["file in `accelerate_configs/`", "what is spread", "memory", "traffic", "choose it when", "ran on"]
-    return "\n".join(
-        [
-            "# Strategy files\n",
-            NOTE + "\n",
-            STRATEGIES,
-            table(heads, rows),
-        ]
-    )
+    return "\n".join(["# Strategy files\n", NOTE + "\n", STRATEGIES, table(heads, rows)])
 
 
-def prefix(name: str, order: Sequence[str]) -> int:
-    """Return the index in ``order`` of the prefix of ``name``; the length of ``order`` where none matches."""
-    return next((place for place, start in enumerate(order) if name.startswith(start)), len(order))
+def find_prefix(name: str, prefixes: Sequence[str]) -> int:
+    """Return the index of the first prefix with which ``name`` begins; the number of prefixes if there is none."""
+    for index, prefix in enumerate(prefixes):
+        if name.startswith(prefix):
+            return index
+    return len(prefixes)
 
 
 def header(file: Path) -> dict[str, str]:
-    """Return the ``# Key:  value`` lines at the top of a YAML file; a line without a key continues the value before."""
-    found: dict[str, str] = {}
+    """Return the ``# Key:  value`` lines at the top of a YAML file. A line without a key continues the value before it."""
+    values: dict[str, str] = {}
     key = ""
     for line in file.read_text().splitlines():
         if not line.startswith("#"):
@@ -227,10 +243,10 @@ def header(file: Path) -> dict[str, str]:
         match = re.match(r"# (\w[\w ]*): +(.*)", line)
         if match:
             key = match[1]
-            found[key] = match[2]
+            values[key] = match[2]
         else:
-            found[key] += " " + line.removeprefix("#").strip()
-    return found
+            values[key] += " " + line.removeprefix("#").strip()
+    return values
 
 
 # --- runlog
@@ -241,18 +257,18 @@ def runlog() -> str:
         "`output_dir/runlog/` holds files with one JSON object per line, written by rank 0. [The\n"
         "runlog](../guides/runlog.md) explains them.\n"
     )
-    line = StepRecord(step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=0, cursor=(0, 0), ids=[], metrics={"a": 0.0})
-    known = field_docs(StepRecord)
-    rows = [[f"`{name}`", sentence(text)] for name, text in STEP_FIELDS.items() if name != "crc"]
-    rows += [[f"`{name}`", sentence(known[name])] for name in line.to_json()]
-    rows.append(["`crc`", sentence(STEP_FIELDS["crc"])])
-    parts.append(f"## steps.jsonl\n\nOne line per optimizer step.\n\n{table(['field', 'meaning'], rows)}")
-    common = [[f"`{name}`", sentence(text)] for name, text in COMMON_FIELDS.items()]
-    parts.append(f"## events.jsonl\n\nEvery event has these fields.\n\n{table(['field', 'meaning'], common)}")
+    # The fields are in the order in which a record is written.
+    record = StepRecord(step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=0, cursor=(0, 0), ids=[], metrics={"a": 0.0})
+    docs = field_docs(StepRecord)
+    step_fields = {name: text for name, text in STEP_FIELDS.items() if name != "crc"}
+    step_fields |= {name: docs[name] for name in record.to_json()}
+    # The checksum is the last field of a line.
+    step_fields["crc"] = STEP_FIELDS["crc"]
+    parts.append(f"## steps.jsonl\n\nOne line per optimizer step.\n\n{field_table(step_fields)}")
+    parts.append(f"## events.jsonl\n\nEvery event has these fields.\n\n{field_table(COMMON_FIELDS)}")
     parts.append("Fields that have no value in a case are left out, or null.\n")
     for name, event in EVENT_TYPES.items():
-        rows = [[f"`{field}`", sentence(text)] for field, text in event.fields.items()]
-        parts.append(f"### {name}\n\n{event.when}\n\n{table(['field', 'meaning'], rows)}")
+        parts.append(f"### {name}\n\n{event.when}\n\n{field_table(event.fields)}")
     return "\n".join(parts)
 
 
@@ -263,10 +279,12 @@ def checkpoint() -> str:
         "`output_dir/checkpoints/step-NNNNNN/` is a complete checkpoint. [Checkpoints](../guides/checkpoints.md) explains how\n"
         "it is written and read, and the other folders beside it.\n"
     )
-    for name, (words, content) in CHECKPOINT_FILES.items():
-        known = field_docs(Progress) if name == "progress.json" else content
-        rows = [[f"`{field}`", sentence(text)] for field, text in known.items()]
-        parts.append(f"## {name}\n\n{words}\n" + (f"\n{table(['field', 'meaning'], rows)}" if rows else ""))
+    for name, (description, file_fields) in CHECKPOINT_FILES.items():
+        parts.append(f"## {name}\n\n{description}\n")
+        if name == "progress.json":
+            parts.append(field_table(field_docs(Progress)))
+        elif file_fields:
+            parts.append(field_table(file_fields))
     return "\n".join(parts)
 
 
@@ -277,22 +295,31 @@ def field_docs(record: type) -> dict[str, str]:
     Raises:
         ValueError: a field has no docstring.
     """
-    (body,) = [node.body for node in ast.parse(inspect.getsource(record)).body if isinstance(node, ast.ClassDef)]
-    found = {}
-    for node, behind in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            if not (isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)):
-                raise ValueError(f"{record.__name__}.{node.target.id} has no docstring behind it; write one.")
-            found[node.target.id] = " ".join(str(behind.value.value).split())
-    return found
+    class_definition = ast.parse(inspect.getsource(record)).body[0]
+    assert isinstance(class_definition, ast.ClassDef)
+    statements = class_definition.body
+    docs = {}
+    for statement, following in zip(statements, [*statements[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            if not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)):
+                raise ValueError(f"{record.__name__}.{statement.target.id} has no docstring behind it; write one.")
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+def field_table(docs: Mapping[str, str]) -> str:
+    """Return the table of fields with their meanings."""
+    rows = [[f"`{name}`", sentence(text)] for name, text in docs.items()]
+    return table(["field", "meaning"], rows)
 
 
 def sentence(text: str) -> str:
-    """Return text that a cell of a table can hold."""
+    """Return a docstring as a cell of a table in Markdown."""
     return text.replace("``", "`").replace("|", "\\|")
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
