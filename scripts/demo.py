@@ -16,15 +16,18 @@ from pathlib import Path
 
 import psutil
 
-# set before the launcher reads it, or DeepSpeed warns; on a machine with GPUs, the demo runs on the CPU too
+# Without this variable, DeepSpeed warns on a CPU.
 os.environ["DS_ACCELERATOR"] = "cpu"
+# The demo runs on the CPU also on a machine with GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = Path("outputs") / "demo"
 QUESTIONS = ["What language are you written in?", "What is the best season of the year?"]
-STEPS, SAVE_EVERY, KILL_AT = 12, 4, 9
+STEPS = 12
+SAVE_EVERY = 4
+KILL_AT = 9
 COMMAND = (
     "accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes 2 --main_process_port 0 "
     "recipes/lora_finetune.py --model_name_or_path embedded:smollm2 --dataset_name embedded:chatterbot "
@@ -53,9 +56,9 @@ def main() -> int:
         print(f"\n  {question}\n    before: {old}\n    after:  {new}")
 
     title("5. What happened")
-    ok = report()
+    is_as_expected = report()
     print(f"\n{time.monotonic() - start:.0f} s in all")
-    return 0 if ok else 1
+    return 0 if is_as_expected else 1
 
 
 def title(text: str) -> None:
@@ -78,21 +81,23 @@ def answers(adapter: Path | None) -> list[str]:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter)
-    found = []
+    texts = []
     for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        text = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        found.append(" ".join(text.split()))
+        # The output begins with the question.
+        question_tokens = inputs["input_ids"].shape[1]
+        text = tokenizer.decode(output[0, question_tokens:], skip_special_tokens=True)
+        texts.append(" ".join(text.split()))
         if adapter is None:
-            print(f"  {question}\n    {found[-1]}", flush=True)
-    return found
+            print(f"  {question}\n    {texts[-1]}", flush=True)
+    return texts
 
 
 def run(strategy: str, kill_at: int | None = None) -> int:
-    """Launch the recipe; kill launcher and workers once ``kill_at`` steps are logged. Return the last step seen."""
+    """Launch the recipe, and kill launcher and workers when ``kill_at`` steps are logged. Return the last logged step."""
     line = COMMAND.format(strategy=strategy, steps=STEPS, save=SAVE_EVERY, output=OUTPUT)
     print(f"$ {line}\n", flush=True)
     program, *arguments = line.split()
@@ -112,11 +117,13 @@ def run(strategy: str, kill_at: int | None = None) -> int:
 
 
 def last_step() -> int:
+    """Return the last step in the runlog, 0 if there is none."""
     steps = read("steps.jsonl")
     return steps[-1]["step"] if steps else 0
 
 
 def read(name: str) -> list[dict]:
+    """Return the lines of a file of the runlog."""
     from zerobook.runlog.jsonl import stream
 
     return list(stream(ROOT / OUTPUT / "runlog" / name))
@@ -130,33 +137,40 @@ def checkpoints() -> list[Path]:
 
 def report() -> bool:
     """Print figures from the runlog and from the live engines. Return whether all are as expected."""
-    from zerobook.data.sampler import SampleOrder
-
-    events, steps = read("events.jsonl"), read("steps.jsonl")
-    starts = [e for e in events if e["type"] == "run_start"]
-    resumed = next(e for e in events if e["type"] == "resume")
-    evals = [e["loss"] for e in events if e["type"] == "eval"]
-    fall = 1 - evals[-1] / evals[0]
+    events = read("events.jsonl")
+    starts = [event for event in events if event["type"] == "run_start"]
+    resumes = [event for event in events if event["type"] == "resume"]
+    losses = [event["loss"] for event in events if event["type"] == "eval"]
+    fall = 1 - losses[-1] / losses[0]
     for start in starts:
         live = start["live"]
         print(
             f"  attempt {start['attempt']}: live engine says ZeRO stage {live['zero_stage']} on {live['world_size']} processes"
         )
-    kept = [s for s in steps if s["attempt"] == 1 and s["step"] <= resumed["step"]] + [s for s in steps if s["attempt"] == 2]
-    ids = [i for step in kept for i in step["ids"]]
-    order = SampleOrder([starts[0]["data"]["train"]], seed=starts[0]["config"]["seed"]).ids(0, len(ids)).tolist()
-    same = ids == order
-    print(f"  resumed at step {resumed['step']}; {len(ids)} samples came in {'the' if same else 'NOT the'} order "
-          "of a run that was never stopped")  # fmt: skip
-    print(f"  held-out loss on the assistant's tokens: {evals[0]:.3f} -> {evals[-1]:.3f} ({fall:.0%} lower)")
+    has_same_order = report_order(starts[0], resumes[0]["step"])
+    print(f"  held-out loss on the assistant's tokens: {losses[0]:.3f} -> {losses[-1]:.3f} ({fall:.0%} lower)")
     newest = checkpoints()[-1]
-    for what, path in (
-        ("adapter", OUTPUT / "adapter"),
-        ("checkpoint", newest.relative_to(ROOT)),
-        ("runlog", OUTPUT / "runlog"),
-    ):
-        print(f"  {what + ':':<12}{path}")
-    return same and fall >= 0.25 and [s["live"]["zero_stage"] for s in starts] == [2, 3]
+    print(f"  adapter:    {OUTPUT / 'adapter'}")
+    print(f"  checkpoint: {newest.relative_to(ROOT)}")
+    print(f"  runlog:     {OUTPUT / 'runlog'}")
+    stages = [start["live"]["zero_stage"] for start in starts]
+    return has_same_order and fall >= 0.25 and stages == [2, 3]
+
+
+def report_order(first_start: dict, resume_step: int) -> bool:
+    """Print and return whether the samples of both attempts came in the order of a run that was never stopped."""
+    from zerobook.data.sampler import SampleOrder
+
+    ids = []
+    for step in read("steps.jsonl"):
+        # The second attempt repeats the steps of the first one after the checkpoint.
+        if step["attempt"] == 2 or step["step"] <= resume_step:
+            ids += step["ids"]
+    order = SampleOrder([first_start["data"]["train"]], seed=first_start["config"]["seed"])
+    is_same = ids == order.ids(0, len(ids)).tolist()
+    article = "the" if is_same else "NOT the"
+    print(f"  resumed at step {resume_step}; {len(ids)} samples came in {article} order of a run that was never stopped")
+    return is_same
 
 
 if __name__ == "__main__":

@@ -23,7 +23,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "outputs" / "demo-spike"
-STEPS, BATCH, FIRST, BAD, SEED = 100, 8, 76, 8, 42
+STEPS = 100
+BATCH = 8
+FIRST_BAD_STEP = 76
+LAST_BAD_STEP = 83
+SEED = 42
 COMMAND = (
     "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 --main_process_port 0 "
     "recipes/causal_lm.py --model_name_or_path outputs/demo-spike/model --train_file outputs/demo-spike/{data}.jsonl "
@@ -39,7 +43,7 @@ def main() -> int:
     OUTPUT.mkdir(parents=True)
     title("1. Dialogues, eight steps' worth of them spoilt")
     make_model()
-    bad = make_data()
+    bad_rows = make_data()
     title("2. Training on them, with the spike monitor that every run has")
     run("mended", "spoilt", "rollback")
     title("3. The same, while the monitor only logs")
@@ -50,9 +54,9 @@ def main() -> int:
     command = [str(Path(sys.executable).with_name("zerobook")), "runlog", "show", str(OUTPUT / "mended")]
     print("$ zerobook runlog show outputs/demo-spike/mended", flush=True)
     subprocess.run(command, check=True, cwd=ROOT)
-    ok = report(bad)
+    is_as_expected = report(bad_rows)
     print(f"\nThe page: {OUTPUT / 'mended' / 'runlog' / 'report.html'}\n{time.monotonic() - start:.0f} s in all")
-    return 0 if ok else 1
+    return 0 if is_as_expected else 1
 
 
 def title(text: str) -> None:
@@ -70,68 +74,87 @@ def make_model() -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded.smollm2())
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        hidden_size=96, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(tokenizer),
-        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     LlamaForCausalLM(config).save_pretrained(OUTPUT / "model")
     tokenizer.save_pretrained(OUTPUT / "model")
     modes_by_umask(OUTPUT / "model")
 
 
 def make_data() -> set[int]:
-    """Write the dialogues, unchanged and with the answers of some spoilt. Return the numbers of the spoilt rows."""
+    """Write the dialogues twice, unchanged and with some spoilt answers. Return the numbers of the spoilt rows."""
     import numpy as np
 
     from zerobook.data import embedded
     from zerobook.data.sampler import Permutation
 
-    chats = [row["messages"] for row in embedded.rows("chatterbot")]
-    chats = [chat for chat in chats if len(chat) == 2 and all(5 < len(m["content"]) < 100 for m in chat)]
+    chats = []
+    for row in embedded.rows("chatterbot"):
+        lengths = [len(message["content"]) for message in row["messages"]]
+        if len(lengths) == 2 and min(lengths) > 5 and max(lengths) < 100:
+            chats.append(row["messages"])
     rng = random.Random(SEED)
     rng.shuffle(chats)
-    held_out, train = chats[:120], chats[120:]
-    order = Permutation(len(train), seed=SEED, epoch=0)(np.arange((FIRST - 1) * BATCH, (FIRST - 1 + BAD) * BATCH))
-    bad = {int(row) for row in order}
+    held_out = chats[:120]
+    train = chats[120:]
+    # The rows that a run takes in these steps follow from the seed.
+    positions = np.arange((FIRST_BAD_STEP - 1) * BATCH, LAST_BAD_STEP * BATCH)
+    order = Permutation(len(train), seed=SEED, epoch=0)
+    bad_rows = {int(row) for row in order(positions)}
     words = ["zyx", "qqq", "##", "}{", "\u00e6\u00e6", "0x0"]
     spoilt = []
     for number, chat in enumerate(train):
-        noise = {"role": "assistant", "content": " ".join(rng.choice(words) for _ in range(40))}
-        spoilt.append([chat[0], noise] if number in bad else chat)
+        noise = " ".join(rng.choice(words) for _ in range(40))
+        if number in bad_rows:
+            chat = [chat[0], {"role": "assistant", "content": noise}]
+        spoilt.append(chat)
     for name, rows in (("sound", train), ("spoilt", spoilt), ("held-out", held_out)):
-        (OUTPUT / f"{name}.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in rows))
-    last = FIRST + BAD - 1
-    print(f"{len(train)} dialogues to train on, {len(held_out)} held out. The {len(bad)} that steps {FIRST} to {last} take "
-          f"get answers like {' '.join(words)}")  # fmt: skip
-    return bad
+        lines = [json.dumps({"messages": chat}) + "\n" for chat in rows]
+        (OUTPUT / f"{name}.jsonl").write_text("".join(lines))
+    print(
+        f"{len(train)} dialogues to train on, {len(held_out)} held out. The {len(bad_rows)} that steps {FIRST_BAD_STEP} to "
+        f"{LAST_BAD_STEP} take get answers like {' '.join(words)}"
+    )
+    return bad_rows
 
 
 def run(name: str, data: str, policy: str) -> None:
+    """Train on a file of `make_data`, with this ``--on_spike``. ``name`` is that of the output folder."""
     line = COMMAND.format(name=name, data=data, policy=policy, steps=STEPS, seed=SEED)
     print(f"$ {line}\n", flush=True)
     program, *arguments = line.split()
     subprocess.run([str(Path(sys.executable).with_name(program)), *arguments], cwd=ROOT, check=True)
 
 
-def report(bad: set[int]) -> bool:
+def report(bad_rows: set[int]) -> bool:
     """Print and check what the runlogs show. Return whether all is as expected."""
     from zerobook.runlog.history import History
 
     logs = {name: History.read(OUTPUT / name) for name in ("mended", "harmed", "clean")}
-    loss = {name: log.of("eval")[-1]["loss"] for name, log in logs.items()}
-    seen = {row for step in logs["mended"].steps(current=True) for row in step["ids"]}
+    mended, harmed, clean = (log.of("eval")[-1]["loss"] for log in logs.values())
+    trained_rows = set()
+    for step in logs["mended"].steps(current=True):
+        trained_rows.update(step["ids"])
+    trained_bad_rows = len(bad_rows & trained_rows)
     actions = [event["action"] for event in logs["mended"].of("decision")]
-    checks = {
-        f"the run went back by itself: {', '.join(actions)}": "skip" in actions,
-        f"of the {len(bad)} spoilt rows, {len(bad & seen)} are in the run that was kept": not bad & seen,
-        f"held-out loss {loss['mended']:.3f}; {loss['clean']:.3f} had the rows never been there": loss["mended"]
-        < 1.01 * loss["clean"],
-        f"without the monitor it would have been {loss['harmed']:.3f}": loss["harmed"] > 1.05 * loss["clean"],
-        "nothing had to be done about the run on sound data": not logs["clean"].of("decision"),
-    }
+    checks = [
+        ("skip" in actions, f"the run went back by itself: {', '.join(actions)}"),
+        (trained_bad_rows == 0, f"of the {len(bad_rows)} spoilt rows, {trained_bad_rows} are in the run that was kept"),
+        (mended < 1.01 * clean, f"held-out loss {mended:.3f}; {clean:.3f} had the rows never been there"),
+        (harmed > 1.05 * clean, f"without the monitor it would have been {harmed:.3f}"),
+        (not logs["clean"].of("decision"), "nothing had to be done about the run on sound data"),
+    ]
     print()
-    for words, true in checks.items():
-        print(f"  {'yes' if true else 'NO '}  {words}")
-    return all(checks.values())
+    for is_true, sentence in checks:
+        print(f"  {'yes' if is_true else 'NO '}  {sentence}")
+    return all(is_true for is_true, _ in checks)
 
 
 if __name__ == "__main__":
