@@ -181,20 +181,22 @@ def tables(trainer: str) -> str:
     for example in examples(trainer):
         lines = lines_of(trainer, example)
         used_keys |= example.keys()
-        theirs = settings(example)
-        ours: dict[str, Any] = {}
+        flags: dict[str, Any] = {}
         for line in lines:
-            ours |= line.flags
+            flags |= line.flags
         unmet = [line for line in lines if line.kind in (NOT_POSSIBLE, UNKNOWN)]
-        says = " ".join(dict.fromkeys(linked(line.say) for line in unmet or lines if line.say))
         if unmet:
-            missing.append([theirs, says])
-        elif list(example) == list(ours) and not says:
-            same += [f"`{key}`" for key in ours]
+            missing.append([settings(example), explanations(unmet)])
+            continue
+        text = explanations(lines)
+        if list(example) == list(flags) and not text:
+            same += [f"`{key}`" for key in flags]
         else:
             no_key = "no effect" if lines[0].kind == NO_EFFECT else "no key"
-            translated.append([theirs, settings(ours) or no_key, says])
-    parts = [textwrap.fill(f"The same name and meaning in both: {', '.join(dict.fromkeys(same))}.", WIDTH) + "\n"]
+            translated.append([settings(example), settings(flags) or no_key, text])
+    # Several examples may have the same key.
+    same_keys = ", ".join(dict.fromkeys(same))
+    parts = [textwrap.fill(f"The same name and meaning in both: {same_keys}.", WIDTH) + "\n"]
     parts.append(table([f"in {name}", "here", "what it means, and what changes"], translated))
     parts.append(f"Not possible here:\n\n{table([f'in {name}', 'what to do'], missing)}")
     parts.append(counts(trainer, used_keys))
@@ -202,13 +204,12 @@ def tables(trainer: str) -> str:
 
 
 def examples(trainer: str) -> list[dict[str, Any]]:
-    """Return the configs, those that the trainer has alone before the shared ones."""
-    own = yaml.safe_load(EXAMPLES[trainer])
-    return [*own, *yaml.safe_load(SHARED)]
+    """Return the example configs of a trainer: first those with keys that only this trainer has."""
+    return [*yaml.safe_load(EXAMPLES[trainer]), *yaml.safe_load(SHARED)]
 
 
 def lines_of(trainer: str, example: dict[str, Any]) -> list[Line]:
-    """Return the lines of the account of an example."""
+    """Return the account of an example: a line for each key, which says what becomes of it."""
     with tempfile.TemporaryDirectory() as folder:
         for name, content in FILES.items():
             file = Path(folder) / name
@@ -220,18 +221,26 @@ def lines_of(trainer: str, example: dict[str, Any]) -> list[Line]:
         return import_config(example, Path(folder) / "config.yaml", trainer, recipe=recipe).lines
 
 
+def explanations(lines: list[Line]) -> str:
+    """Return what the lines say, each sentence once."""
+    sentences = [linked(line.say) for line in lines if line.say]
+    return " ".join(dict.fromkeys(sentences))
+
+
 def settings(values: dict[str, Any]) -> str:
     """Return keys with values as a cell shows them."""
     return "<br>".join(f"`{key}: {_shown(value)}`" for key, value in values.items())
 
 
 def _shown(value: Any) -> str:
+    """Return a value as YAML in one line, without quotes."""
+    # PyYAML ends a text that is a single scalar with a line of three dots.
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1000).strip()
     return text.removesuffix("\n...").replace("'", "")
 
 
 def linked(say: str) -> str:
-    """Return a sentence with its paths of pages as links."""
+    """Return a sentence in which paths of pages are links."""
     return sentence(re.sub(r"docs/how-to/(\w+\.md)", r"[\1](\1)", say))
 
 

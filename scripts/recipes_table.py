@@ -20,6 +20,8 @@ from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigSources, parse
 from zerobook.plan.hardware import Cluster, cluster
 from zerobook.training.recipe_file import recipe_class
+from zerobook.utils.subprocess_launch import flags
+from zerobook.utils.units import counted
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # scripts/ is not part of the installed package
@@ -32,7 +34,8 @@ DATA = {
     "abisee/cnn_dailymail": (287_113, 0),
     "knkarthick/samsum": (14_732, 0),
 }
-"""Data -> training samples, and tokens where samples are packed. The tokens are assumptions: those of Llama's tokenizer."""
+"""Data -> (training samples, tokens). The tokens count only if samples are packed. They are assumed, for Llama's tokenizer."""
+WITH_VALIDATION_SPLIT = ("abisee/cnn_dailymail", "knkarthick/samsum")
 METHODS = {"causal_lm": "full", "seq2seq_chatbot": "full", "lora_finetune": "LoRA"}
 TEXT = """\
 # Configs for well-known models
@@ -74,7 +77,7 @@ class RecipeFile:
 
     @property
     def launch(self) -> list[str]:
-        """The words after ``accelerate launch``."""
+        """The words of the launch line after ``accelerate launch``."""
         return shlex.split(self.header["Launch"])[2:]
 
     @property
@@ -91,18 +94,18 @@ class RecipeFile:
 
     @cached_property
     def hardware(self) -> Cluster:
-        said = re.fullmatch(
+        match = re.fullmatch(
             r"(\d+) nodes? of (\d+) x ([\w-]+), (\w+) of host RAM a node(?:, (\w+) between nodes)?", self.header["Hardware"]
         )
-        assert said, f"{self.name}: {self.header['Hardware']}"
-        nodes, gpus, gpu, host, network = said.groups()
+        assert match, f"{self.name}: {self.header['Hardware']}"
+        nodes, gpus, gpu, host, network = match.groups()
         return cluster(nodes=nodes, gpus=gpus, gpu=gpu, host_memory=host, interconnect=network)
 
     def read(self, **changes: Any) -> tuple[RecipeConfig, ConfigSources]:
-        """Return the config and the sources of its values; ``changes`` are flags."""
-        flags = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+        """Return the config and the sources of its values. ``changes`` are flags that override the file."""
+        words = flags(changes)
         kind = recipe_class(str(ROOT / "recipes" / f"{self.recipe}.py"))
-        config, sources, _ = parse(kind.config_class, ["--config", str(self.file), *flags], data=False)
+        config, sources, _ = parse(kind.config_class, ["--config", str(self.file), *words], data=False)
         return config, sources
 
     def global_batch(self, config: RecipeConfig) -> int:
@@ -113,11 +116,13 @@ class RecipeFile:
         (data,) = config.dataset_specs()
         samples, tokens = DATA[data.path]
         rows = tokens / config.row_length if config.packing else samples
-        held_out = 0 if data.path in ("abisee/cnn_dailymail", "knkarthick/samsum") else config.validation_split_percentage
-        return math.ceil(rows * (1 - held_out / 100) * config.num_train_epochs / self.global_batch(config))
+        # Data with a validation split of its own gives no training rows to the held-out data.
+        if data.path not in WITH_VALIDATION_SPLIT:
+            rows *= 1 - config.validation_split_percentage / 100
+        return math.ceil(rows * config.num_train_epochs / self.global_batch(config))
 
     def plan(self) -> Any:
-        """Return the planned row of the config's own strategy file on its hardware."""
+        """Return what the planner computes for the config's strategy file and hardware."""
         from zerobook.plan.job import make_job
         from zerobook.plan.rows import plan_row
         from zerobook.plan.traced_job import TracedJob
@@ -127,39 +132,55 @@ class RecipeFile:
         return plan_row(self.strategy, TracedJob.of(make_job(kind(config)), "cuda"), self.hardware, sources)
 
     def figures(self, row: Any) -> str:
-        """Return the header's line ``Plan`` for a planned row."""
+        """Return the header's line ``Plan`` for the result of `plan`."""
         assert row.fits, f"{self.name}: {row.problems or row.exceeded}"
-        steps, where = self.steps(self.read()[0]), self.hardware
+        config, _ = self.read()
+        steps = self.steps(config)
+        device = self.hardware.device
         hours = steps * row.time.step / 3600
-        price = hours * where.ranks * PRICES[where.device.name]
-        # Of like runs, a tenth need more than the GPU has.
+        price = hours * self.hardware.ranks * PRICES[device.name]
+        # Tight: a tenth of such runs need more memory than the GPU has.
         tight = " (tight)" if row.tight else ""
-        memory = f"{row.memory.total / 1e9:.1f} of {where.device.memory / 1e9:.0f} GB{tight} a GPU"
+        memory = f"{row.memory.total / 1e9:.1f} of {device.memory / 1e9:.0f} GB{tight} a GPU"
         return f"{memory}; {steps:,} steps of {row.time.step:.1f} s: {duration(hours)}, ${price:,.2f}"
 
     def write(self, figures: str) -> None:
-        text = re.sub(r"^# Plan: .*$", lambda _: f"# Plan:      {figures}", self.file.read_text(), count=1, flags=re.M)
+        """Replace the header's line ``Plan``."""
+        line = f"# Plan:      {figures}"
+        text = re.sub(r"^# Plan: .*$", lambda _: line, self.file.read_text(), count=1, flags=re.M)
         self.file.write_text(text)
 
     def table_row(self) -> list[str]:
-        said = self.header
-        memory, _, rest = said["Plan"].partition(" a GPU; ")
-        time, _, price = rest.partition(": ")[2].partition(", ")
+        # The line is written by `figures`: MEMORY a GPU; STEPS: TIME, PRICE
+        memory, _, rest = self.header["Plan"].partition(" a GPU; ")
+        _, _, time_and_price = rest.partition(": ")
+        time, _, price = time_and_price.partition(", ")
         config, _ = self.read()
         method = "QLoRA" if getattr(config, "load_in_4bit", False) else METHODS[self.recipe]
-        status = said["Status"] + (f"; published: {said['Published']}" if "Published" in said else "")
-        link = f"[{self.name}](../../recipes/configs/{self.name})"
-        return [link, str(config.model_name_or_path), method, f"`{self.strategy.stem}`", self.hardware.name,
-                str(self.global_batch(config)), memory, time, price, status]  # fmt: skip
+        status = self.header["Status"]
+        if "Published" in self.header:
+            status += f"; published: {self.header['Published']}"
+        return [
+            f"[{self.name}](../../recipes/configs/{self.name})",
+            str(config.model_name_or_path),
+            method,
+            f"`{self.strategy.stem}`",
+            self.hardware.name,
+            str(self.global_batch(config)),
+            memory,
+            time,
+            price,
+            status,
+        ]
 
 
 def duration(hours: float) -> str:
-    minutes = round(60 * hours)
-    return f"{minutes} minute{'s' * (minutes != 1)}" if hours < 3 else f"{hours:.1f} hours"
+    """Return a duration in minutes, or in hours from three hours on."""
+    return counted(round(60 * hours), "minute") if hours < 3 else f"{hours:.1f} hours"
 
 
 def files() -> list[RecipeFile]:
-    """Return the configs for well-known models, which stand in folders, one for each family."""
+    """Return the configs for well-known models. They are in a folder for each family of models."""
     return [RecipeFile(file) for file in sorted((ROOT / "recipes" / "configs").glob("*/*.yaml"))]
 
 
@@ -170,10 +191,11 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--plan"]:
-        named = [RecipeFile(Path(name).resolve()) for name in arguments[1:]]
-        for file in named or files():
-            file.write(figures := file.figures(file.plan()))
+    if arguments and arguments[0] == "--plan":
+        requested = [RecipeFile(Path(name).resolve()) for name in arguments[1:]]
+        for file in requested or files():
+            figures = file.figures(file.plan())
+            file.write(figures)
             print(f"{file.name}: {figures}", flush=True)
     PAGE.write_text(page())
     print(f"wrote {PAGE}")

@@ -16,6 +16,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerobook.plan.hardware import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the tables are not part of the installed package
@@ -30,42 +34,55 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, help="at most; unset: 2 on a CPU, all GPUs")
     parser.add_argument("--out", type=Path, help="folder for the results; unset: docs/measured/ and benchmarks/results/")
-    asked = parser.parse_args()
+    flags = parser.parse_args()
 
     from benchmarks.published import pages, suite
     from benchmarks.published.bench import Bench
-    from zerobook.cli.plan import here
     from zerobook.errors import ConfigError
     from zerobook.launch import ops
-    from zerobook.utils.units import parse_bytes
 
     try:
-        wanted = set(asked.tables.upper())
-        if not wanted or wanted - set("ABCDEFG"):
-            raise ConfigError(f"--tables: {asked.tables!r}: there are the tables A to G.")
-        if wanted != set("ABCDEFG") and asked.out is None:
-            raise ConfigError(f"--tables {asked.tables}: docs/measured/ holds all of one run. Give --out FOLDER for a part.")
-        if asked.processes is not None and asked.processes < 1:
-            raise ConfigError(f"--processes: {asked.processes} is not a number of processes; give 1 or more.")
-        where = here(None if asked.processes is None else str(asked.processes))
-        if where.cpu and asked.scale == "full":
-            raise ConfigError("--scale full: the published sizes want a GPU, and there is none here. Take --scale tiny.")
-        budget = parse_bytes(asked.device_memory, "--device_memory") if asked.device_memory else None
+        machine, memory_budget = check(flags)
     except ConfigError as error:
         print(f"\n{error}\n", file=sys.stderr)
         return 2
-    failed = [what for _, what in ops.compile_ops() if what.startswith("FAILED")]
-    if failed:  # under a budget, the compiler itself could fail for lack of memory, which says nothing about the run
-        print(f"\nDeepSpeed's ops could not be compiled: {'; '.join(failed)}\n", file=sys.stderr)
+    # Compile before the runs. In a run with a limit of memory, the compiler itself could reach the limit.
+    failures = [outcome for _, outcome in ops.compile_ops() if outcome.startswith("FAILED")]
+    if failures:
+        print(f"\nDeepSpeed's ops could not be compiled: {'; '.join(failures)}\n", file=sys.stderr)
         return 2
-    ranks = asked.processes or (2 if where.cpu else where.gpus)
+    ranks = flags.processes or (2 if machine.cpu else machine.gpus)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, suite.progress() as say:
-        bench = Bench(Path(folder), asked.scale == "tiny", ranks, where, budget, say)
-        tables = suite.run(bench, asked.tables.upper())
-    result = pages.record(tables, asked.scale, where, ranks, seconds=time.monotonic() - start)
-    pages.write(result, tables, asked.out or ROOT)
+    with tempfile.TemporaryDirectory() as folder, suite.progress() as show_progress:
+        bench = Bench(Path(folder), flags.scale == "tiny", ranks, machine, memory_budget, show_progress)
+        tables = suite.run(bench, flags.tables.upper())
+    result = pages.record(tables, flags.scale, machine, ranks, seconds=time.monotonic() - start)
+    pages.write(result, tables, flags.out or ROOT)
     return 1 if any(table.died for table in tables) else 0
+
+
+def check(flags: argparse.Namespace) -> tuple[Cluster, int | None]:
+    """Return this machine, and the memory of a device in bytes, None if ``--device_memory`` is not set.
+
+    Raises:
+        ConfigError: the flags cannot be used, or not on this machine.
+    """
+    from zerobook.cli.plan import here
+    from zerobook.errors import ConfigError
+    from zerobook.utils.units import parse_bytes
+
+    letters = set(flags.tables.upper())
+    if not letters or letters - set("ABCDEFG"):
+        raise ConfigError(f"--tables: {flags.tables!r}: there are the tables A to G.")
+    if letters != set("ABCDEFG") and flags.out is None:
+        raise ConfigError(f"--tables {flags.tables}: docs/measured/ holds all of one run. Give --out FOLDER for a part.")
+    if flags.processes is not None and flags.processes < 1:
+        raise ConfigError(f"--processes: {flags.processes} is not a number of processes; give 1 or more.")
+    machine = here(None if flags.processes is None else str(flags.processes))
+    if machine.cpu and flags.scale == "full":
+        raise ConfigError("--scale full: the published sizes want a GPU, and there is none here. Take --scale tiny.")
+    memory_budget = parse_bytes(flags.device_memory, "--device_memory") if flags.device_memory else None
+    return machine, memory_budget
 
 
 if __name__ == "__main__":
