@@ -14,10 +14,11 @@ import shlex
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -43,7 +44,7 @@ OF_THIS_MACHINE = {
     "GPU": "this machine has no GPU",
     "CUDA": "this machine has no GPU",
 }
-"""Part of a problem that doctor reports -> the reason, where it is this machine's and not the config's."""
+"""Part of a problem that doctor reports -> its reason on this machine. The config is not the reason of these problems."""
 
 
 @dataclass
@@ -78,28 +79,34 @@ def main() -> None:
 
 
 def examine(folder: Path, hardware: Hardware) -> Project:
-    """Import all configs of a folder."""
+    """Import all configs of a folder, and return the counts."""
     root = git(folder, "rev-parse", "--show-toplevel")
     commit = f"{git(folder, 'rev-parse', '--short', 'HEAD')} ({git(folder, 'log', '-1', '--format=%cs')})"
     project = Project(f"{Path(root).name}/{folder.resolve().relative_to(root)}", commit)
     for file in sorted(folder.rglob("*")):
         if file.suffix in (".yaml", ".yml"):
             project.files += 1
-            import_one(project, lambda file=file: config_of(file), hardware)
+            import_one(project, partial(config_of, file), hardware)
         elif file.suffix == ".sh":
             for words in commands(file):
                 project.files += 1
-                import_one(project, lambda words=words, file=file: command_of(words, file), hardware)
+                import_one(project, partial(command_of, words, file), hardware)
     return project
 
 
 def git(folder: Path, *words: str) -> str:
+    """Return the output of a git command in a folder."""
     return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def config_of(file: Path) -> Command:
+    """Return a config file as a command that has no flags.
+
+    Raises:
+        Refused: it is not the config of a training.
+    """
     config = read_mapping(str(file), "config", load_bounded)
-    # One of accelerate is a strategy file already, and others are of no trainer.
+    # A config of accelerate is a strategy file already.
     if "distributed_type" in config:
         raise Refused(NOT_A_CONFIG, "")
     try:
@@ -110,8 +117,11 @@ def config_of(file: Path) -> Command:
 
 
 def command_of(words: list[str], file: Path) -> Command:
+    """Return a command of a shell script. If the command names no config file, the script is its file."""
     command = read_command(words)
-    return command._replace(file=file if command.file == Path("command") else command.file)
+    if command.file == Path("command"):
+        return command._replace(file=file)
+    return command
 
 
 def commands(script: Path) -> Iterator[list[str]]:
@@ -129,8 +139,8 @@ def commands(script: Path) -> Iterator[list[str]]:
             yield words
 
 
-def import_one(project: Project, read, hardware: Hardware) -> None:
-    """Import one config, and count what became of it."""
+def import_one(project: Project, read: Callable[[], Command], hardware: Hardware) -> None:
+    """Import the config that ``read`` returns, and count the result in ``project``."""
     try:
         command = read()
         imported = import_config(*command[:3], recipe=command.recipe)
@@ -142,15 +152,17 @@ def import_one(project: Project, read, hardware: Hardware) -> None:
         return
     project.imported += 1
     project.exit_0 += imported.names_data and not imported.changes_training
+    # All kinds, in the order of the columns, also those that do not occur.
     project.kinds.update(dict.fromkeys(HEADINGS, 0))
     project.kinds.update(line.kind for line in imported.lines)
-    lines = [line for line in imported.lines if line.kind in (NOT_POSSIBLE, UNKNOWN)]
-    project.missing.update({re.sub(r"\[\d+\]", "[]", line.key) for line in lines})
+    unmet = [line.key for line in imported.lines if line.kind in (NOT_POSSIBLE, UNKNOWN)]
+    # The keys of all entries of a list count as one key.
+    project.missing.update({re.sub(r"\[\d+\]", "[]", key) for key in unmet})
     count_problems(project, doctor(imported, hardware))
 
 
 def doctor(imported: Imported, hardware: Hardware) -> list[str]:
-    """Return the problems of the launch."""
+    """Return the problems that ``zerobook doctor`` finds in the launch of an imported config."""
     with tempfile.TemporaryDirectory() as folder:
         with redirect_stdout(StringIO()):
             write_import(imported, Path(folder))
@@ -160,22 +172,24 @@ def doctor(imported: Imported, hardware: Hardware) -> list[str]:
 
 
 def count_problems(project: Project, problems: list[str]) -> None:
-    reasons = Counter()
-    others = Counter()
+    """Count a config's problems in ``project``, each kind once."""
+    machine_reasons = set()
+    others = set()
     for problem in problems:
-        reason = next((reason for part, reason in OF_THIS_MACHINE.items() if part in problem), None)
-        if reason:
-            reasons[reason] = 1
+        reasons = [reason for part, reason in OF_THIS_MACHINE.items() if part in problem]
+        if reasons:
+            machine_reasons.add(reasons[0])
         else:
             # Names and numbers differ from config to config.
-            others[re.sub(r"[^\s:]*[/\d][^\s:]*", "...", problem)[:110]] = 1
+            others.add(re.sub(r"[^\s:]*[/\d][^\s:]*", "...", problem)[:110])
     project.passes += not problems
     project.problems.update(others)
     if not others:
-        project.machine_problems.update(reasons)
+        project.machine_problems.update(machine_reasons)
 
 
 def page(projects: list[Project]) -> str:
+    """Return the page as Markdown."""
     lines = [
         "# Imported configs",
         "",
@@ -208,11 +222,12 @@ def page(projects: list[Project]) -> str:
 
 
 def ranked(counts: Counter[str]) -> list[tuple[str, int]]:
-    """Return the names with their counts, the largest first, and equal ones by name."""
+    """Return (name, count), the largest count first. Equal counts are in the order of the names."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def listed(title: str, counts: Counter[str]) -> list[str]:
+    """Return the lines of a list with a title; no lines if there is nothing to list."""
     if not counts:
         return []
     entries = [f"- {name}: {count}" for name, count in ranked(counts)]

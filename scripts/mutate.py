@@ -32,7 +32,8 @@ STAGES = ("named", "fast", "launch")
 FAST_TESTS = ["-n", "2", "--dist", "loadfile", "-m", "not launch and not full"]
 LAUNCHED_TESTS = ["-m", "launch and not full"]
 STAGE_SECONDS = 3600
-NO_TESTS = 5  # pytest's exit status where nothing was selected
+NO_TESTS = 5
+"""Exit status of pytest if no test is selected."""
 
 COMPARISONS = {
     ast.Lt: "<=",
@@ -88,18 +89,18 @@ def main() -> int:
 
 
 def choose_mutants(seed: int, count: int) -> list[Mutant]:
-    """Return ``count`` random changes, at most one a line, so that long lines do not weigh more."""
+    """Return ``count`` random changes, at most one in a line, so that long lines are not chosen more often."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for folder in FOLDERS:
         for path in sorted((ROOT / "zerobook" / folder).rglob("*.py")):
-            for mutant in mutants_of(path):
+            for mutant in find_mutants(path):
                 by_line.setdefault((mutant.path, mutant.line), []).append(mutant)
     chooser = random.Random(seed)
     lines = chooser.sample(sorted(by_line), count)
     return [chooser.choice(by_line[line]) for line in lines]
 
 
-def mutants_of(path: Path) -> Iterator[Mutant]:
+def find_mutants(path: Path) -> Iterator[Mutant]:
     """Yield every change of a file whose result is still Python."""
     source = path.read_bytes()
     tree = ast.parse(source)
@@ -118,7 +119,10 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def _reachable(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk a tree without annotations, decorators, raised errors and texts, whose changes no behaviour shows."""
+    """Yield the nodes of a tree, without annotations, decorators, assertions, raised errors and f-strings.
+
+    Tests do not see changes of these.
+    """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert)):
             continue
@@ -129,7 +133,7 @@ def _reachable(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _replacement(node: ast.AST) -> str | None:
-    """Return what stands for a node after its change, in parentheses where it is an expression; None without a change."""
+    """Return the code that replaces a node, in parentheses if it is an expression; None if the node is not changed."""
     match node:
         case ast.Compare(ops=[operator]) if type(operator) in COMPARISONS:
             return f"({ast.unparse(node.left)} {COMPARISONS[type(operator)]} {ast.unparse(node.comparators[0])})"
@@ -148,7 +152,7 @@ def _replacement(node: ast.AST) -> str | None:
 
 
 def copy_repository(copy: Path) -> Path:
-    """Copy the working tree, with links to what is not tracked and slow to make."""
+    """Copy the working tree, with links to folders that are not tracked and slow to make. Return the copy."""
     files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
     for name in files:
         source = ROOT / name

@@ -36,13 +36,13 @@ _REACTIONS = {
     "reset": "note it",
     "chronic": "advise a lower learning rate",
 }
-"""Kind of a finding that needs no action -> what a run does about it."""
+"""Kind of a finding that needs no action -> what a run does about it, to be read after "would"."""
 
 
 class Judgement(NamedTuple):
-    """A finding, and what a run with ``--on_spike rollback`` would do about it, in words and as the action, if there is one.
+    """A finding, and what a run with ``--on_spike rollback`` would do about it: in words, and the recovery action if any.
 
-    ``number`` is that of the point at which it was noticed, from 0.
+    ``number`` counts from 0 the point at which the finding was noticed.
     """
 
     number: int
@@ -52,14 +52,14 @@ class Judgement(NamedTuple):
 
 
 class Hindsight(NamedTuple):
-    """``far_above_best`` is the warning at the run's end, as of `SpikeMonitor.far_above_best`."""
+    """All judgements on a curve, and the warning at its end, as `SpikeMonitor.far_above_best` returns it."""
 
     judgements: list[Judgement]
     far_above_best: dict[str, list[float | None]]
 
 
 def points_of(records: Iterable[dict[str, Any]]) -> list[Point]:
-    """Return the detector's points of records with step, loss, grad_norm and learning_rate."""
+    """Return records with step, loss, grad_norm and learning_rate as points for the detector."""
     points = []
     for record in records:
         values = {name: record[name] for name in ("step", "loss", "grad_norm", "learning_rate")}
@@ -68,9 +68,10 @@ def points_of(records: Iterable[dict[str, Any]]) -> list[Point]:
 
 
 def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Sequence[float] = ()) -> Hindsight:
-    """Return what is found on a curve, and what would be done about it.
+    """Return what the spike monitor finds on a curve, and what would be done about it.
 
-    The curve is as it is: what comes after a rollback does not change. So nothing more is done until it is calm again.
+    A rollback that would have been done does not change the rest of the curve. So after it, nothing more is done until the
+    detector is calm again.
 
     Args:
         saved_steps: steps of the checkpoints that the run would have had, in order.
@@ -84,20 +85,21 @@ def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Seq
         detector={},
         policy={},
     )
-    # The log may hold several runs.
+    # This detector allows for a log with several runs in it.
     monitor.detector = LogDetector()
     judgements: list[Judgement] = []
+    # Steps of the checkpoints so far: all, those that may become proven good, and those that are.
     saved: list[int] = []
-    # Checkpoints that may become proven good, and those that are.
     candidates: list[int] = []
     proven: list[int] = []
+    # Whether an action would have been taken since the detector was last calm.
     is_treated = False
     for number, point in enumerate(points):
         findings = monitor.update(point).findings
         if number == len(points) - 1:
             findings = [*findings, *monitor.detector.finish()]
         for finding in findings:
-            # The detector arms at many harmless points.
+            # The detector arms at many harmless points, so that is left out.
             if finding.kind == "armed" or (finding.needs_action and is_treated):
                 continue
             action = None
@@ -106,15 +108,16 @@ def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Seq
                 action = monitor.decide(finding, proven, unproven, None)
                 monitor.policy.record(action)
                 is_treated = True
-            # A checkpoint from shortly before a spike may hold the cause.
+            # A checkpoint from shortly before a spike may hold the cause, so it never becomes proven good.
             if finding.kind == "spike":
                 candidates = [step for step in candidates if step < finding.onset - LEAD]
-            judgements.append(Judgement(number, finding, _REACTIONS.get(finding.kind) or _describe(action), action))
-        saves = [step for step in saved_steps[len(saved) :] if step <= point.step]
-        saved += saves
+            reaction = _REACTIONS.get(finding.kind) or _describe(action)
+            judgements.append(Judgement(number, finding, reaction, action))
+        new_saves = [step for step in saved_steps[len(saved) :] if step <= point.step]
+        saved += new_saves
         if monitor.detector.is_calm:
             is_treated = False
-            candidates += saves
+            candidates += new_saves
             newest_proven = points[max(0, number - monitor.settings.patience - LEAD)].step
             proven += [step for step in candidates if step <= newest_proven]
             candidates = [step for step in candidates if step > newest_proven]
@@ -123,8 +126,9 @@ def judge_run(points: Sequence[Point], saved_steps: Sequence[int], held_out: Seq
 
 
 def _describe(action: RecoveryAction | None) -> str:
-    """Return what a run would do, to be read after "would"."""
+    """Return what a run would do, to be read after "would". ``action`` is None only for findings in `_REACTIONS`."""
     assert action is not None
+    # The steps that the action skips; if it does not skip yet, those that a later skip would leave out.
     first, last = action.steps or (max(1, action.onset - LEAD + 1), action.noticed)
     samples = f"leave out the samples of steps {first} to {last}"
     reactions: dict[str, str] = {

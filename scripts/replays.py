@@ -33,10 +33,11 @@ BLOOM = {
     31250: (2.215699, 0.267),
     31251: (2.235667, 0.205),
 }
-"""Iteration -> lm loss and gradient norm that the chronicles list."""
+"""Iteration -> (loss, gradient norm), as the chronicles list them."""
 BLOOM_SAVES = (31000, 31100, 31200)
 """The run saved every 100 iterations since 22 March 2022."""
-FIRST, LAST = 31000, 31350
+FIRST = 31000
+LAST = 31350
 
 
 def bloom() -> list[dict[str, Any]]:
@@ -46,22 +47,24 @@ def bloom() -> list[dict[str, Any]]:
     loss and norm fall exponentially.
     """
     noise = random.Random(0)
-    (high, high_norm), (low, low_norm) = BLOOM[31222], BLOOM[31250]
+    high_loss, high_norm = BLOOM[31222]
+    low_loss, low_norm = BLOOM[31250]
     records = []
     for step in range(FIRST, LAST + 1):
         loss = 2.21 + noise.gauss(0, 0.02)
         norm = 0.2 * math.exp(noise.gauss(0, 0.15))
         if 31222 < step < 31250:
             share = (step - 31222) / 28
-            loss = high * (low / high) ** share
+            loss = high_loss * (low_loss / high_loss) ** share
             norm = high_norm * (low_norm / high_norm) ** share
-        loss, norm = BLOOM.get(step, (loss, norm))
+        if step in BLOOM:
+            loss, norm = BLOOM[step]
         records.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 5.28e-5})
     return records
 
 
 def page() -> str:
-    """Return the page. The table ends at the first rollback: what comes after it in the curve would not have happened."""
+    """Return the page. Its table ends at the first rollback, since the curve would have been another one after it."""
     rows = ["| noticed at | began at | what | why | Zerobook would |", "|---|---|---|---|---|"]
     for _, finding, reaction, action in judge_run(points_of(bloom()), BLOOM_SAVES).judgements:
         rows.append(f"| {finding.step:,} | {finding.onset:,} | {finding.kind} | {finding.reason} | {reaction} |")

@@ -29,7 +29,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_kind_of_change_is_made_and_leaves_python(module: Path):
     source = module.read_bytes()
 
-    mutants = list(mutate.mutants_of(module))
+    mutants = list(mutate.find_mutants(module))
 
     changes = {(mutant.before, mutant.text) for mutant in mutants}
     assert {
@@ -46,7 +46,7 @@ def test_each_kind_of_change_is_made_and_leaves_python(module: Path):
 
 
 def test_a_change_that_a_test_sees_is_found_and_taken_back(module: Path, monkeypatch: pytest.MonkeyPatch):
-    broken = next(mutant for mutant in mutate.mutants_of(module) if mutant.before == "rows + 1")
+    broken = next(mutant for mutant in mutate.find_mutants(module) if mutant.before == "rows + 1")
     # In place of pytest, which would take a process.
     monkeypatch.setattr(mutate, "_passes", lambda copy, options: "(rows - 1)" not in module.read_text())
 
