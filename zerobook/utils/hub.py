@@ -120,7 +120,7 @@ def folder(name: str, revision: str) -> Path | None:
     try:
         file = try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
-        # This cannot be a name on the hub, as the name of an embedded model.
+        # The hub allows no such name. An embedded model has one.
         return None
     return Path(file).parent if isinstance(file, str) else None
 

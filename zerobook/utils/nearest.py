@@ -9,7 +9,11 @@ from zerobook.utils import other_trainers
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "", *, most: int = 1) -> str:
-    """Return `` Did you mean ...?`` with up to ``most`` of ``names`` that are spelt like ``name``, or an empty string."""
+    """Return `` Did you mean ...?`` with up to ``most`` of ``names`` that are spelt like ``name``, or an empty string.
+
+    Args:
+        prefix: what stands before the first name, such as ``--``.
+    """
     matches = difflib.get_close_matches(name, list(names), n=most, cutoff=0.6)
     return f" Did you mean {prefix}{', '.join(matches)}?" if matches else ""
 

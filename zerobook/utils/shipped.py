@@ -33,6 +33,7 @@ def shipped(name: str) -> Path:
 def names(folder: str) -> set[str]:
     """Return the names of the shipped files in one of the folders of `SUFFIXES`, such as ``zero3`` and ``published/zero2``."""
     root = shipped(folder)
+    # A file whose name begins with an underscore, such as __init__.py, cannot be launched.
     return {file.relative_to(root).with_suffix("").as_posix() for file in root.glob(f"**/[!_]*{SUFFIXES[folder]}")}
 
 

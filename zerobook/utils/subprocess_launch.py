@@ -64,9 +64,11 @@ def run(
         deadline = time.monotonic() + limit
         try:
             while process.poll() is None and time.monotonic() < deadline:
-                # Keep the last list of workers that is not empty: when a launcher crashes, its workers get another parent.
                 with suppress(psutil.NoSuchProcess):
-                    workers = psutil.Process(process.pid).children(recursive=True) or workers
+                    children = psutil.Process(process.pid).children(recursive=True)
+                    # The workers of a launcher that has crashed get another parent, so keep the earlier list of them.
+                    if children:
+                        workers = children
                 time.sleep(POLL_SECONDS)
             code = process.poll()
             if code is None:
@@ -78,9 +80,10 @@ def run(
 
 
 def runs_on_gpu(environment: Mapping[str, str]) -> bool:
-    """Return whether a run with these variables uses a GPU."""
+    """Return whether a run with these environment variables uses a GPU."""
     from zerobook.utils.environment import is_true
 
+    # torch takes seconds to import, so look at the variables first.
     if environment.get("CUDA_VISIBLE_DEVICES") == "" or is_true(environment.get("ACCELERATE_USE_CPU")):
         return False
     import torch

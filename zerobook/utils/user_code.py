@@ -77,8 +77,8 @@ def load_class(key: str, spec: str, base: type[T]) -> type[T]:
         loaded = load(key, spec)
     except ConfigError:
         raise
+    # The user's code may raise any other exception when it is imported.
     except Exception as error:
-        # The user's code may raise any exception.
         raise ConfigError(f"{key}: {spec.rpartition(':')[0]} does not run: {type(error).__name__}: {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(f"{key}: {spec}: {loaded!r} does not derive from {base.__module__}.{base.__name__}.")
