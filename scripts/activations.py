@@ -11,9 +11,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,19 +33,27 @@ PAGE = ROOT / "docs" / "measured" / "activations.md"
 SHAPE = BatchShape(1, 256, 0, padded=False)
 MODES = ("none", "full", "every:2", "selective", "offload")
 SMOLLM2 = {
-    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
-}  # fmt: skip
-EXPERTS = {
-    "model_type": "mixtral", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True, "num_local_experts": 8,
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+EXPERTS = SMOLLM2 | {
+    "model_type": "mixtral",
+    "num_hidden_layers": 4,
+    "num_local_experts": 8,
     "num_experts_per_tok": 2,
-}  # fmt: skip
+}
 JOBS = {
     "all weights of a model with the dimensions of SmolLM2-135M": ("causal_lm", SMOLLM2),
     "LoRA adapters of rank 16 on a base with the dimensions of SmolLM2-135M": ("lora_finetune", SMOLLM2),
     "a Mixtral with 4 layers of these dimensions, 8 experts, 2 for each token": ("causal_lm", EXPERTS),
 }
+"""Title of a table -> (recipe, config of the model)."""
 TEXT = """# Activation checkpointing: measured
 
 <!-- written by scripts/activations.py -->
@@ -70,56 +78,75 @@ Hardware: {hardware}. Date: {date}. {versions}.
 def main(page: Path = PAGE) -> None:
     torch.set_num_threads(1)
     hardware = f"{processor()}, {os.cpu_count()} cores, one of them used"
-    found = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
-    parts = [TEXT.format(rows=SHAPE.rows, tokens=SHAPE.source, hardware=hardware, date=date.today(), versions=found)]
-    head = ["`--activation_checkpointing`", "kept", "plan error", "in host memory", "operations"]
-    for name, (recipe, facts) in JOBS.items():
-        rows = [head, ["---"] * len(head), *table(recipe, facts)]
-        parts.append(f"## {name[:1].upper()}{name[1:]}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
+    libraries = ", ".join(f"{name} {version}" for name, version in versions().items() if name != "zerobook")
+    parts = [TEXT.format(rows=SHAPE.rows, tokens=SHAPE.source, hardware=hardware, date=date.today(), versions=libraries)]
+    columns = ["`--activation_checkpointing`", "kept", "plan error", "in host memory", "operations"]
+    for title, (recipe, model_config) in JOBS.items():
+        rows = [columns, ["---"] * len(columns), *measure_modes(recipe, model_config)]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        # Not `capitalize`, which would write LoRA in small letters.
+        heading = f"{title[0].upper()}{title[1:]}"
+        parts.append(f"## {heading}\n\n" + "\n".join(lines) + "\n")
     page.write_text("\n".join(parts))
     print(f"wrote {page}")
 
 
-def table(recipe: str, facts: dict) -> Iterator[list[str]]:
-    """Yield a row for each mode."""
-    kind, plain = recipe_class(str(ROOT / "recipes" / f"{recipe}.py")), 0.0
+def measure_modes(recipe: str, model_config: dict[str, Any]) -> list[list[str]]:
+    """Return the row of each mode of activation checkpointing."""
+    recipe_type = recipe_class(str(ROOT / "recipes" / f"{recipe}.py"))
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
-        file.write_text(json.dumps(facts))
+        file.write_text(json.dumps(model_config))
+        flops_without = None
         for mode in MODES:
-            work = make_job(kind(kind.config_class(model_name_or_path=str(file), activation_checkpointing=mode)))
-            planned, on_gpu, found = (planned_trace(work, "cpu"), planned_trace(work, "cuda"), measured(work))
-            plain = plain or planned.work.flops
-            yield [
-                f"`{mode}`", size(found.saved_bytes), error(planned.saved_bytes, found.saved_bytes),
-                size(on_gpu.host_bytes) if on_gpu.host_bytes else "", f"{planned.work.flops / plain:.2f}",
-            ]  # fmt: skip
+            config = recipe_type.config_class(model_name_or_path=str(file), activation_checkpointing=mode)
+            job = make_job(recipe_type(config))
+            planned = plan_trace(job, "cpu")
+            planned_on_gpu = plan_trace(job, "cuda")
+            measured = measure_trace(job)
+            # The first mode is none.
+            if flops_without is None:
+                flops_without = planned.work.flops
+            rows.append(
+                [
+                    f"`{mode}`",
+                    size(measured.saved_bytes),
+                    error(planned.saved_bytes, measured.saved_bytes),
+                    size(planned_on_gpu.host_bytes) if planned_on_gpu.host_bytes else "",
+                    f"{planned.work.flops / flops_without:.2f}",
+                ]
+            )
+    return rows
 
 
-def planned_trace(work: Job, kernels: str) -> Trace:
-    with work.build(SHAPE) as (model, batch):
-        return trace_step(model, batch, work.objective.loss, "no", device=kernels)
+def plan_trace(job: Job, kernels: str) -> Trace:
+    """Return the trace of the planner, from tensors without contents. ``kernels`` are those of ``cpu`` or ``cuda``."""
+    with job.build(SHAPE) as (model, batch):
+        return trace_step(model, batch, job.objective.loss, "no", device=kernels)
 
 
-def measured(work: Job) -> Trace:
-    """Return the trace of real tensors."""
+def measure_trace(job: Job) -> Trace:
+    """Return the trace of a forward and backward pass with real tensors."""
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(work.model_config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(job.model_config, dtype=torch.float32)
     model.config.use_cache = False
-    recompute.enable(model, work.config.activation_checkpointing)
-    model = work.recipe.adapt(model).train()
-    batch = {key: torch.ones_like(value) for key, value in work.recipe.example_batch(SHAPE).items()}
-    return trace_step(model, batch, work.objective.loss, "no")
+    recompute.enable(model, job.config.activation_checkpointing)
+    model = job.recipe.adapt(model).train()
+    batch = {key: torch.ones_like(value) for key, value in job.recipe.example_batch(SHAPE).items()}
+    return trace_step(model, batch, job.objective.loss, "no")
 
 
 def size(amount: float) -> str:
+    """Return an amount of bytes as text."""
     return f"{amount / 2**20:,.1f} MiB"
 
 
-def error(planned: float, found: float) -> str:
-    return f"{planned / found - 1:+.2%}" if planned != found else "0"
+def error(planned: float, measured: float) -> str:
+    """Return the error relative to the measured figure."""
+    return f"{planned / measured - 1:+.2%}" if planned != measured else "0"
 
 
 if __name__ == "__main__":
