@@ -12,6 +12,7 @@ monitor. About 15 seconds a run on two cores.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import statistics
 import sys
@@ -81,12 +82,21 @@ def train(case: Case, seed: int, on_spike: str, folder: Path) -> Outcome:
 
 
 def outcome_of(run: Run) -> Outcome:
-    evaluations = [event["loss"] for event in run.events if event["type"] == "eval"]
-    actions = [event["action"] for event in run.events if event["type"] == "decision" and event["action"] != "none"]
-    rollbacks = [event for event in run.events if event["type"] == "rollback" and event["phase"] == "intent"]
-    abandoned_steps = sum(event["from_step"] - event["to_step"] for event in rollbacks)
-    # A run that stopped for a person has no final evaluation.
-    loss = evaluations[-1] if evaluations and run.returncode == 0 else float("nan")
+    """Return the last held-out loss, the actions and the abandoned steps of a run, from its events."""
+    loss = math.nan
+    actions = []
+    abandoned_steps = 0
+    for event in run.events:
+        if event["type"] == "eval":
+            loss = event["loss"]
+        elif event["type"] == "decision" and event["action"] != "none":
+            actions.append(event["action"])
+        # A rollback has two events, before and after it.
+        elif event["type"] == "rollback" and event["phase"] == "intent":
+            abandoned_steps += event["from_step"] - event["to_step"]
+    # A run that stopped, so that a person decides, has no final evaluation.
+    if run.returncode != 0:
+        loss = math.nan
     return Outcome(loss, tuple(actions), abandoned_steps)
 
 
@@ -97,14 +107,19 @@ def row(case: Case, outcomes: list[tuple[Outcome, Outcome]], clean: list[float])
         outcomes: without and with the monitor, for each seed.
         clean: losses of the runs of the same seeds without a fault and a monitor.
     """
-    ratios: list[str] = []
-    for which in (0, 1):
-        losses = [pair[which].loss / loss for pair, loss in zip(outcomes, clean, strict=True)]
-        ratios.append(f"{statistics.median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})")
-    actions = "; ".join(", ".join(pair[1].actions) or "none" for pair in outcomes)
-    abandoned_steps = ", ".join(str(pair[1].abandoned_steps) for pair in outcomes)
+    without_monitor = [without for without, _ in outcomes]
+    with_monitor = [outcome for _, outcome in outcomes]
+    actions = "; ".join(", ".join(outcome.actions) or "none" for outcome in with_monitor)
+    abandoned_steps = ", ".join(str(outcome.abandoned_steps) for outcome in with_monitor)
     fault = "none" if case.fault is None else f"{FAULTS[case.fault]}, {case.place}"
-    return f"| {case.steps} | {fault} | {ratios[0]} | {ratios[1]} | {actions} | {abandoned_steps} |"
+    cells = [str(case.steps), fault, loss_ratios(without_monitor, clean), loss_ratios(with_monitor, clean)]
+    return f"| {' | '.join([*cells, actions, abandoned_steps])} |"
+
+
+def loss_ratios(outcomes: list[Outcome], clean: list[float]) -> str:
+    """Return the median, the smallest and the largest ratio of a loss to the loss of the clean run of its seed."""
+    ratios = [outcome.loss / loss for outcome, loss in zip(outcomes, clean, strict=True)]
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 def main() -> int:
