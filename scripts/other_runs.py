@@ -199,13 +199,13 @@ class OtherRun:
         page = log.path / PAGE if log.path.is_dir() else log.path.with_name(f"{name}.{PAGE}")
         columns = [f"{quantity} from {column}" for quantity, column in log.columns.items()]
         held_out = {"held out": log.held_out} if log.held_out else {}
-        chart = figures.steps_chart(log.records, log.last_current_steps(), held_out, self.events())
+        chart = figures.make_steps_chart(log.records, log.last_current_steps(), held_out, self.events())
         text = render_page(
             name=name,
             state=self.summary(),
             facts={"read as": log.file_format, "columns": ", ".join(columns)},
             cards=self.cards(),
-            charts={"curves": figures.as_json(chart)},
+            charts={"curves": figures.chart_as_json(chart)},
             hint="",
             tables=[self.table()],
             days=[],

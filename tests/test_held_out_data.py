@@ -147,7 +147,7 @@ def test_a_resume_with_other_held_out_data_warns_and_compares_the_new_losses_alo
     assert store.step_of(resolve_resume(after.output, "best").checkpoint) == lowest
     results = run_results(History.read(after.output))
     assert (results["best_step"], results["best_loss"]) == (lowest, losses[lowest])
-    assert {name: set(curve) for name, curve in figures.held_out(History.read(after.output)).items()} == {
+    assert {name: set(curve) for name, curve in figures.held_out_curves(History.read(after.output)).items()} == {
         "other data held out": {1, 2}, "held out": {3, 4},
     }  # fmt: skip
 

@@ -263,8 +263,8 @@ def test_speed_memory_and_held_out_losses_are_drawn(tmp_path):
     train(3, 4, 1.0)
     log.close()
     history = History.read(tmp_path)
-    assert figures.held_out(history) == {"held out: chats": {2: 2.5, 4: 1.5}, "held out: news": {2: 3.5, 4: 2.5}}
-    assert figures.scores(history) == {"arithmetic": {2: 0.2, 4: 0.1}, "rougeL": {2: 20.0, 4: 10.0}}
+    assert figures.held_out_curves(history) == {"held out: chats": {2: 2.5, 4: 1.5}, "held out: news": {2: 3.5, 4: 2.5}}
+    assert figures.score_curves(history) == {"arithmetic": {2: 0.2, 4: 0.1}, "rougeL": {2: 20.0, 4: 10.0}}
     text = report.write(tmp_path).read_text()
     for name in ("arithmetic", "rougeL", "supervised tokens/s", "all tokens/s", "waiting for data", "MFU", "host memory",
                  "this run", "GPU 0 memory", "GPU 0 busy", "held out: chats"):  # fmt: skip
@@ -322,7 +322,7 @@ def test_a_line_over_time_loses_no_peak_and_not_its_end(tmp_path):
         log.event("metrics", durable=False, steps=[step, step], loss=2.0, tokens_per_second=1.0, data_wait=0.0)
     log.close()
 
-    charts = figures.charts(History.read(tmp_path))
+    charts = figures.make_charts(History.read(tmp_path))
 
     curves = {curve["name"]: curve for panel in charts["machine"]["panels"] for curve in panel["curves"]}
     assert max(curves["this run"]["y"]) == 9.0
@@ -392,7 +392,7 @@ def test_what_was_found_on_an_abandoned_branch_is_marked_there(tmp_path):
     log.event("checkpoint", state="complete", step=4, path="x", seconds=0.1)
     log.close()
 
-    curves = {curve["name"]: curve for curve in figures.charts(History.read(tmp_path))["curves"]["panels"][0]["curves"]}
+    curves = {curve["name"]: curve for curve in figures.make_charts(History.read(tmp_path))["curves"]["panels"][0]["curves"]}
 
     assert curves["the run as it is"]["y"] == [2.0, 2.0, 1.5, 1.5] and curves["abandoned: branch 0"]["y"] == [5.0, 9.0]
     assert (curves["spike"]["x"], curves["spike"]["y"]) == ([3], [5.0])
@@ -455,7 +455,7 @@ def test_an_event_that_is_declared_once_is_in_the_terminal_and_on_the_page(tmp_p
         assert main(["runlog", "show", str(tmp_path), "events"]) == 0
         shown = capsys.readouterr().out
         page = report.write(tmp_path).read_text()
-        drawn = figures.charts(History.read(tmp_path))
+        drawn = figures.make_charts(History.read(tmp_path))
     finally:
         EVENT_TYPES.clear()
         EVENT_TYPES.update(before)

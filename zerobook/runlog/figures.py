@@ -13,7 +13,7 @@ from itertools import cycle, pairwise
 from typing import Any
 
 from zerobook.runlog.events import EVENT_TYPES, Event, ending_types, sentence
-from zerobook.runlog.history import History, when
+from zerobook.runlog.history import History, event_time, is_finished_rollback
 from zerobook.utils.terminal import plain
 
 POINTS = 2_000
@@ -48,7 +48,7 @@ class Curve:
     symbol: str = ""
     """character that is drawn for a mark"""
     texts: list[str] = field(default_factory=list)
-    """of each mark, what is said beside the pointer"""
+    """of each mark, the text that is shown beside the pointer"""
 
 
 @dataclass(kw_only=True)
@@ -71,37 +71,37 @@ class Chart:
     is_time: bool = False
 
 
-def charts(history: History) -> dict[str, dict[str, Any]]:
-    """Return the charts as JSON values by name: ``curves``, ``timeline``, and ``machine``, ``scores`` and ``steps`` where
-    there are any."""
-    drawn = {
-        "curves": steps_chart(history.steps(), history.last_current_steps(), held_out(history), history.events),
-        "timeline": _timeline(history),
-        "machine": _machine(history),
-        "scores": _scores(history),
-        "steps": _step_times(history),
+def make_charts(history: History) -> dict[str, dict[str, Any]]:
+    """Return name -> chart as JSON values, for each chart that the log has values for."""
+    charts = {
+        "curves": make_steps_chart(history.steps(), history.last_current_steps(), held_out_curves(history), history.events),
+        "timeline": _make_timeline(history),
+        "machine": _make_machine_chart(history),
+        "scores": _make_scores_chart(history),
+        "steps": _make_step_times_chart(history),
     }
-    return {name: as_json(chart) for name, chart in drawn.items() if chart is not None}
+    return {name: chart_as_json(chart) for name, chart in charts.items() if chart is not None}
 
 
-def as_json(chart: Chart) -> dict[str, Any]:
+def chart_as_json(chart: Chart) -> dict[str, Any]:
+    """Return a chart as JSON values. Changes the names and values of its curves to what the page can show."""
     for panel in chart.panels:
         for curve in panel.curves:
-            # Names may come from data.
+            # Names may come from data, with control characters.
             curve.name = plain(curve.name, lines=False)
-            curve.y = [_rounded(value) for value in curve.y]
+            curve.y = [_round_value(value) for value in curve.y]
     return asdict(chart)
 
 
-def _rounded(value: float | None) -> float | None:
-    """Return a value with the digits that can be seen; None if it is not finite, which JSON cannot say."""
+def _round_value(value: float | None) -> float | None:
+    """Return a value with six digits, more than can be seen; None if it is not finite, since JSON has no such numbers."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")
 
 
 # --- curves over steps
-def steps_chart(
+def make_steps_chart(
     records: Iterable[dict[str, Any]],
     last_current_step: dict[int, float],
     held_out_losses: dict[str, dict[int, float]],
@@ -110,38 +110,38 @@ def steps_chart(
     """Return the chart of loss, gradient norm and learning rate over steps.
 
     Args:
-        records: of steps, with the values that `SERIES` names, and the branch.
+        records: records of steps, with the values that `SERIES` names, and the branch.
         last_current_step: branch -> its last step that is still part of the run.
         held_out_losses: name -> step -> loss.
-        events: those that have a mark are drawn on the loss.
+        events: the log's events. Those whose type has a mark are drawn on the loss.
     """
-    current, abandoned = _series(records, last_current_step)
+    current, abandoned = _read_columns(records, last_current_step)
     loss = Panel(title="loss", curves=[], height=300)
     norm = Panel(title="gradient norm", curves=[], is_log=True)
     rate = Panel(title="learning rate", curves=[])
-    # Many branches share the points, so that the page stays small.
+    # Branches share a number of points, so that the page stays small. A branch has at least 40, so that its form is seen.
     points_of_branch = max(40, ABANDONED_POINTS // max(1, len(abandoned)))
     abandoned_losses: dict[int, dict[int, Any]] = {}
     for branch, columns in sorted(abandoned.items()):
         title = f"abandoned: branch {branch}"
-        loss.curves.append(_curve(columns, "loss", title, "orange", points_of_branch))
-        norm.curves.append(_curve(columns, "grad_norm", title, "orange", points_of_branch))
+        loss.curves.append(_make_curve(columns, "loss", title, "orange", points_of_branch))
+        norm.curves.append(_make_curve(columns, "grad_norm", title, "orange", points_of_branch))
         abandoned_losses[branch] = dict(zip(columns["step"], columns["loss"], strict=True))
     for panel, name in ((loss, "loss"), (norm, "grad_norm"), (rate, "learning_rate")):
-        panel.curves.append(_curve(current, name, "the run as it is", "blue", POINTS))
-    # A log axis has no place for values of 0.
+        panel.curves.append(_make_curve(current, name, "the run as it is", "blue", POINTS))
+    # A gradient norm may be 0, which a log axis cannot show.
     norm.is_log = all(value > 0 for curve in norm.curves for value in curve.y if value is not None)
-    # A loss that falls far would be flat at its end on a linear axis.
+    # On a linear axis, the end of a loss that falls far would look flat. The last curve is that of the current steps.
     losses = [value for value in loss.curves[-1].y if value is not None]
     loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
     for (name, curve), colour in zip(held_out_losses.items(), cycle(HELD_OUT_COLOURS), strict=False):
         loss.curves.append(Curve(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind="dotted"))
-    loss.curves += _marks(events, dict(zip(current["step"], current["loss"], strict=True)), abandoned_losses)
+    loss.curves += _make_marks(events, dict(zip(current["step"], current["loss"], strict=True)), abandoned_losses)
     return Chart(panels=[loss, norm, rate])
 
 
-def _series(records: Iterable[dict[str, Any]], last_current_step: dict[int, float]) -> tuple[Columns, dict[int, Columns]]:
-    """Return (the steps that are part of the run, the abandoned steps by branch)."""
+def _read_columns(records: Iterable[dict[str, Any]], last_current_step: dict[int, float]) -> tuple[Columns, dict[int, Columns]]:
+    """Return the values of (the steps that are part of the run, in order; branch -> its abandoned steps)."""
     current: Columns = {name: [] for name in SERIES}
     abandoned: dict[int, Columns] = {}
     for record in records:
@@ -151,7 +151,7 @@ def _series(records: Iterable[dict[str, Any]], last_current_step: dict[int, floa
             columns = abandoned.setdefault(branch, {name: [] for name in SERIES})
         for name in SERIES:
             columns[name].append(record[name])
-    # After a rollback, steps that were done again stand behind later ones.
+    # Steps that were done again after a rollback may stand behind later steps in the file.
     if any(before > after for before, after in pairwise(current["step"])):
         order = sorted(range(len(current["step"])), key=current["step"].__getitem__)
         for name, column in current.items():
@@ -159,13 +159,16 @@ def _series(records: Iterable[dict[str, Any]], last_current_step: dict[int, floa
     return current, abandoned
 
 
-def _curve(columns: Columns, name: str, title: str, colour: str, most: int) -> Curve:
+def _make_curve(columns: Columns, name: str, title: str, colour: str, most: int) -> Curve:
     steps, values = thin(columns["step"], columns[name], most)
     return Curve(name=title, x=steps, y=values, colour=colour)
 
 
 def thin(steps: Sequence[float], values: Sequence[float | None], most: int = POINTS) -> tuple[list[float], list[float | None]]:
-    """Return at most ``most`` of the points: of each chunk the lowest and the highest, in order. Drops non-finite values."""
+    """Return (steps, values) of at most ``most`` of the points, without values that are not finite.
+
+    Of more points, each chunk keeps its lowest and its highest one, so that no spike is lost.
+    """
     points = []
     for step, value in zip(steps, values, strict=True):
         if value is not None and math.isfinite(value):
@@ -183,12 +186,12 @@ def _extremes(points: list[tuple[float, float]], chunk_length: int) -> list[tupl
         chunk = points[start : start + chunk_length]
         lowest = min(chunk, key=lambda point: point[1])
         highest = max(chunk, key=lambda point: point[1])
-        # In the order of their steps; a level chunk has one point.
+        # Sorted by step. If all values of the chunk are equal, the two are the same point, and the set has one.
         extremes += sorted({lowest, highest})
     return extremes
 
 
-def held_out(history: History) -> dict[str, dict[int, float]]:
+def held_out_curves(history: History) -> dict[str, dict[int, float]]:
     """Return the held-out losses that are part of the run as it is now: name -> step -> nats per supervised token.
 
     There is one curve for each dataset if there are several, or else one curve. Losses from before a resume with other
@@ -201,24 +204,29 @@ def held_out(history: History) -> dict[str, dict[int, float]]:
         if event.get("held_out_fingerprint") != evaluations[-1].get("held_out_fingerprint"):
             title = "other data held out"
         losses = {f"{title}: {name}": result.get("loss") for name, result in event.get("datasets", {}).items()}
-        # An evaluation of one dataset names no datasets.
-        for name, loss in (losses or {title: event["loss"]}).items():
+        # An evaluation of one dataset has no field ``datasets``.
+        if not losses:
+            losses[title] = event["loss"]
+        for name, loss in losses.items():
             if loss is not None:
                 curves.setdefault(name, {})[event["step"]] = loss
     return curves
 
 
-def _marks(events: Iterable[Event], current_losses: dict[int, Any], abandoned_losses: dict[int, dict[int, Any]]) -> list[Curve]:
-    """Return the marks of events, at the loss of their step.
+def _make_marks(
+    events: Iterable[Event], current_losses: dict[int, Any], abandoned_losses: dict[int, dict[int, Any]]
+) -> list[Curve]:
+    """Return the marks of events, at the loss of their step, as one curve for each type of event.
 
     Args:
         current_losses: step -> loss.
-        abandoned_losses: branch -> step -> loss. What was found there is marked there.
+        abandoned_losses: branch -> step -> loss. An event of an abandoned step is marked at the loss of its own branch.
     """
+    # Type of event, in words -> curve.
     marks: dict[str, Curve] = {}
     for event in events:
         event_type = EVENT_TYPES.get(event["type"])
-        # An earlier version may have written events that are not known any more.
+        # The log of another version may have types of events that this version does not know.
         if event_type is None or event_type.mark is None:
             continue
         mark = event_type.mark
@@ -230,20 +238,21 @@ def _marks(events: Iterable[Event], current_losses: dict[int, Any], abandoned_lo
         losses = abandoned_losses.get(event["branch"], {})
         curve.x.append(step)
         curve.y.append(losses.get(step, current_losses.get(step)))
-        curve.texts += _texts([event])
+        curve.texts.append(_label(event))
     return list(marks.values())
 
 
-def _texts(events: Iterable[Event]) -> list[str]:
-    return [f"[{event['seq']}] {sentence(event)}"[:MOST_TEXT] for event in events]
+# The text beside the pointer when it is at the mark of an event.
+def _label(event: Event) -> str:
+    return f"[{event['seq']}] {sentence(event)}"[:MOST_TEXT]
 
 
 # --- scores over steps
 MOST_SCORES = 12
-"""Scores that are drawn; the log has all."""
+"""Maximum number of scores that are drawn. The log has all."""
 
 
-def scores(history: History) -> dict[str, dict[int, float]]:
+def score_curves(history: History) -> dict[str, dict[int, float]]:
     """Return the scores of tasks and generated texts that are part of the run as it is now: name -> step -> value."""
     curves: dict[str, dict[int, float]] = {}
     for event in history.current_evaluations():
@@ -253,66 +262,68 @@ def scores(history: History) -> dict[str, dict[int, float]]:
     return curves
 
 
-def _scores(history: History) -> Chart | None:
+def _make_scores_chart(history: History) -> Chart | None:
     """Return the chart of scores over steps, one panel each; None if there are none."""
     panels = []
-    for name, curve in list(scores(history).items())[:MOST_SCORES]:
-        drawn = Curve(name=name, x=list(curve), y=list(curve.values()), colour="blue")
-        panels.append(Panel(title=plain(name, lines=False), curves=[drawn], height=90))
+    for name, values in list(score_curves(history).items())[:MOST_SCORES]:
+        curve = Curve(name=name, x=list(values), y=list(values.values()), colour="blue")
+        panels.append(Panel(title=plain(name, lines=False), curves=[curve], height=90))
     return Chart(panels=panels) if panels else None
 
 
 # --- attempts over time
-def _timeline(history: History) -> Chart:
+def _make_timeline(history: History) -> Chart:
     """Return the chart of steps over wall-clock time: attempts side by side, rollbacks as drops."""
     curves = []
     for attempt, colour in zip(history.attempts(), cycle(LINE_COLOURS), strict=False):
         points = []
         for event in attempt:
-            is_rollback = event["type"] == "rollback" and event["phase"] == "outcome"
             if event["type"] == "metrics":
-                points.append((_seconds(event), event["steps"][1]))
+                points.append((_timestamp(event), event["steps"][1]))
             # A rollback goes back to an earlier step, where the line drops.
-            elif event["type"] == "run_start" or is_rollback:
-                points.append((_seconds(event), event["step"]))
+            elif event["type"] == "run_start" or is_finished_rollback(event):
+                points.append((_timestamp(event), event["step"]))
         name = f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}"
-        curves.append(_line(name, points, colour))
+        curves.append(_make_time_curve(name, points, colour))
     spikes = [event for event in history.of("spike") if event["kind"] == "spike"]
-    # A run that finished is not a failure.
+    # The end of a run that is done is not marked.
     failures = history.of(*(set(ending_types()) - {"run_end"}))
-    curves += [_moments(spikes, "spike", "▲"), _moments(failures, "stopped", "✕")]
-    drawn = [curve for curve in curves if curve.x]
-    return Chart(panels=[Panel(title="step", curves=drawn, height=230, lowest=0)], is_time=True)
+    curves += [_make_time_marks(spikes, "spike", "▲"), _make_time_marks(failures, "stopped", "✕")]
+    curves = [curve for curve in curves if curve.x]
+    return Chart(panels=[Panel(title="step", curves=curves, height=230, lowest=0)], is_time=True)
 
 
-def _seconds(event: Event) -> float:
-    return round(when(event).timestamp(), 1)
+# Seconds since 1970. A tenth of a second is enough for a chart, and keeps the page small.
+def _timestamp(event: Event) -> float:
+    return round(event_time(event).timestamp(), 1)
 
 
-def _moments(events: list[Event], name: str, symbol: str) -> Curve:
+def _make_time_marks(events: list[Event], name: str, symbol: str) -> Curve:
     steps = [event.get("step") for event in events]
-    times = list(map(_seconds, events))
-    return Curve(name=name, x=times, y=steps, colour="red", kind="marks", symbol=symbol, texts=_texts(events))
+    times = list(map(_timestamp, events))
+    return Curve(name=name, x=times, y=steps, colour="red", kind="marks", symbol=symbol, texts=list(map(_label, events)))
 
 
-def _line(name: str, points: list[tuple[float, float]], colour: str) -> Curve:
-    values = [value for _, value in points]
-    drawn_times, drawn_values = thin([time for time, _ in points], values, TIME_POINTS)
-    return Curve(name=name, x=drawn_times, y=drawn_values, colour=colour)
+# ``points`` are (time, value).
+def _make_time_curve(name: str, points: list[tuple[float, float]], colour: str) -> Curve:
+    times = [time for time, _ in points]
+    thinned_times, thinned_values = thin(times, [value for _, value in points], TIME_POINTS)
+    return Curve(name=name, x=thinned_times, y=thinned_values, colour=colour)
 
 
 # --- speed and memory over time
-WAITS = 0.1
+MOST_DATA_WAIT = 0.1
 """Share of the time spent waiting for data from which the page warns."""
 
 
-def data_bound(history: History) -> str:
-    """Return a warning if the newest attempt waited for data; an empty string otherwise."""
+def warn_of_data_wait(history: History) -> str:
+    """Return a warning if the newest attempt waited long for data; an empty string otherwise."""
     log_points = history.of("metrics")
-    # The first log point of an attempt includes its start.
-    waits = [event["data_wait"] for event in log_points if event["attempt"] == log_points[-1]["attempt"]][1:]
+    waits = [event["data_wait"] for event in log_points if event["attempt"] == log_points[-1]["attempt"]]
+    # The first log point of an attempt includes its start, where the data workers are started.
+    waits = waits[1:]
     share = sum(waits) / len(waits) if waits else 0.0
-    if share < WAITS:
+    if share < MOST_DATA_WAIT:
         return ""
     return (
         f"The devices waited for data for {share:.0%} of the training time. Raise --dataloader_num_workers, or prepare the "
@@ -320,7 +331,7 @@ def data_bound(history: History) -> str:
     )
 
 
-def _machine(history: History) -> Chart | None:
+def _make_machine_chart(history: History) -> Chart | None:
     """Return the chart of speed, data wait, memory and utilization over time; None if nothing was measured."""
     log_points = history.of("metrics")
     samples = history.of("machine")
@@ -341,10 +352,10 @@ def _machine(history: History) -> Chart | None:
     for index in range(number_of_gpus):
         # Samples of an attempt on another machine may have fewer GPUs.
         present = [event for event in samples if index < len(event["gpus"])]
-        gpu_memory[f"GPU {index} memory"] = _over_time(present, partial(_of_gpu, index, "memory_used", 2**30))
-        shares[f"GPU {index} busy"] = _over_time(present, partial(_of_gpu, index, "utilisation", 1))
+        gpu_memory[f"GPU {index} memory"] = _over_time(present, partial(_read_gpu, index, "memory_used", 2**30))
+        shares[f"GPU {index} busy"] = _over_time(present, partial(_read_gpu, index, "utilisation", 1))
     host_total = max((event["memory_total"] / 2**30 for event in samples), default=None)
-    # All panels share a legend, so the colours go on from one to the next.
+    # All panels share a legend, so no two curves have the same colour until all colours are used.
     colours = cycle(LINE_COLOURS)
     panels = []
     for title, lines, largest in (
@@ -353,13 +364,14 @@ def _machine(history: History) -> Chart | None:
         ("host RAM, GiB", host, host_total),
         ("GPU memory, GiB", gpu_memory, None),
     ):
-        curves = [_line(name, points, next(colours)) for name, points in lines.items() if points]
+        curves = [_make_time_curve(name, points, next(colours)) for name, points in lines.items() if points]
         if curves:
             panels.append(Panel(title=title, curves=curves, lowest=0, largest=largest))
     return Chart(panels=panels, is_time=True) if panels else None
 
 
-def _of_gpu(index: int, quantity: str, unit: float, event: Event) -> float:
+# The event comes last, since `partial` fills in the other arguments, and `_over_time` calls the rest with the event.
+def _read_gpu(index: int, quantity: str, unit: float, event: Event) -> float:
     return float(event["gpus"][index][quantity]) / unit
 
 
@@ -369,7 +381,7 @@ def _over_time(events: Sequence[Event], value: Callable[[Event], float | None]) 
     for event in events:
         number = value(event)
         if number is not None:
-            points.append((_seconds(event), number))
+            points.append((_timestamp(event), number))
     return points
 
 
@@ -387,11 +399,11 @@ PHASES = {
 
 
 def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
-    """Return phase -> (steps, ms per step) of all log points that say so."""
-    # Of steps that were done again, the last time counts.
+    """Return phase -> (steps, ms per step), from the log points that have the seconds of phases."""
+    # A step that was done again replaces the earlier one.
     by_last_step = {event["steps"][1]: event for event in history.of("metrics") if event.get("seconds")}
     log_points = sorted(by_last_step.values(), key=lambda event: event["steps"][1])
-    # At most 400 of them, evenly chosen.
+    # At most 400 log points are drawn: every n-th one.
     log_points = log_points[:: max(1, math.ceil(len(log_points) / 400))]
     steps = [event["steps"][1] for event in log_points]
     times: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -403,8 +415,8 @@ def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:
     return {phase: (steps, values) for phase, values in times.items() if any(values)}
 
 
-def _step_times(history: History) -> Chart | None:
-    """Return the chart of a step's time by phase, stacked; None if no log point says so."""
+def _make_step_times_chart(history: History) -> Chart | None:
+    """Return the chart of a step's time by phase, stacked; None if no log point has the seconds of phases."""
     times = step_times(history)
     if not times:
         return None
@@ -412,11 +424,11 @@ def _step_times(history: History) -> Chart | None:
     for phase, (steps, values) in times.items():
         title, colour = PHASES[phase]
         curves.append(Curve(name=title, x=[*steps], y=[*values], colour=colour, kind="bars"))
-    # Few steps evaluate or save, and these would raise the axis for all.
-    of_every_step = [values for phase, (_, values) in times.items() if phase not in ("evaluate", "save")]
-    totals = sorted(map(sum, zip(*of_every_step, strict=True)))
+    # The y axis ends a quarter above the 90th percentile of the steps. The slowest steps, such as the first one, which
+    # compiles and allocates, would press all others flat. Only few steps evaluate or save, so these phases do not count.
+    frequent_phases = [values for phase, (_, values) in times.items() if phase not in ("evaluate", "save")]
+    totals = sorted(map(sum, zip(*frequent_phases, strict=True)))
     largest = None
-    # The first steps compile and allocate: they would flatten the others.
     if totals and totals[-1] > 0:
         largest = 1.25 * totals[int(0.9 * (len(totals) - 1))]
     return Chart(panels=[Panel(title="ms a step", curves=curves, height=240, lowest=0, largest=largest)])

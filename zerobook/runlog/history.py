@@ -21,6 +21,7 @@ from zerobook.utils import locks
 from zerobook.utils.reading import open_regular
 from zerobook.utils.terminal import say
 
+# A live run writes a ``machine`` event every 30 seconds. A log that has not grown for this time has no writer.
 _RECENT_S = 180.0
 
 
@@ -81,31 +82,46 @@ def _newest_of_type(log: mmap.mmap | bytes, event_type: str) -> Event | None:
 
 
 def is_being_written(folder: Path) -> bool:
-    """Return whether a process holds the log, or may hold it: on a file system without locks this is not known."""
+    """Return whether a process writes the log, or may write it: on a file system without locks this is not known."""
     with open_regular(folder / EVENTS) as handle:
-        # Only a writer refuses a shared lock: readers do not refuse each other.
+        # The lock of a writer is exclusive, so this shared lock is then refused. `lock` returns None if there are no locks.
         if locks.lock(handle.fileno(), shared=True) is not True:
             return True
     return is_written_elsewhere(folder)
 
 
 def is_written_elsewhere(folder: Path) -> bool:
-    """Return whether a process of another host has written the log lately, and has not ended.
+    """Return whether a process of another host has written the log lately, and its attempt has not ended.
 
-    Some network file systems grant a lock to a process of each host. A run that lives writes at least twice a minute.
+    Some network file systems grant a lock to one process of each host, so the lock alone does not show such a writer.
     """
     log = folder / EVENTS
     if time.time() - log.stat().st_mtime > _RECENT_S:
         return False
     newest = last_of(log, ["env", *ending_types()])
-    attempt = newest.pop("env", None)
-    if attempt is None or attempt["host"] == socket.gethostname():
+    # The event ``env`` is written at the start of an attempt, and names the host.
+    env = newest.pop("env", None)
+    if env is None or env["host"] == socket.gethostname():
         return False
-    return all(ending["seq"] < attempt["seq"] for ending in newest.values())
+    # The events that are left ended an attempt, and those before ``env`` an earlier one.
+    return all(ending["seq"] < env["seq"] for ending in newest.values())
 
 
-def when(event: Event) -> datetime:
+def event_time(event: Event) -> datetime:
     return datetime.fromisoformat(event["utc"])
+
+
+def is_finished_rollback(event: Event) -> bool:
+    # A rollback writes two events: its intent, and its outcome once it is done.
+    return event["type"] == "rollback" and event.get("phase") == "outcome"
+
+
+def find_ending(attempt: Iterable[Event]) -> Event | None:
+    """Return the event that ended an attempt, of which ``attempt`` has some or all events; None if it has no such event."""
+    types = ending_types()
+    # A crash with ``of_attempt`` tells how the attempt before ended, which could not write it.
+    endings = [event for event in attempt if event["type"] in types and event.get("of_attempt") is None]
+    return max(endings, key=lambda event: event["seq"], default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +134,12 @@ class Branch:
     end: int
     lives_to: int
     cause: Event | None
-    """the rollback or resume that began it; None for the first"""
+    """the rollback or start of an attempt that began it; None for the start of a new run"""
 
 
 @dataclass
 class History:
-    """The events of a run. `STEPS` is read by `steps` only, since there may be many."""
+    """The events of a run. Its steps may be millions, so only the method `steps` reads them, one by one."""
 
     folder: Path
     events: list[Event]
@@ -141,11 +157,11 @@ class History:
             )
         return cls(folder, events)
 
-    def of(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event["type"] in kinds]
+    def of(self, *event_types: str) -> list[Event]:
+        return [event for event in self.events if event["type"] in event_types]
 
-    def by_seq(self, seq: int) -> Event | None:
-        # The numbers go up. Damaged lines leave gaps between them.
+    def _find_by_seq(self, seq: int) -> Event | None:
+        # The numbers go up, so a binary search finds the event. Damaged lines leave gaps between the numbers.
         index = bisect_left(self.events, seq, key=lambda event: event["seq"])
         if index == len(self.events) or self.events[index]["seq"] != seq:
             return None
@@ -155,7 +171,7 @@ class History:
         """Return the chain of parents, oldest first, ``event`` last."""
         chain = [event]
         while chain[0].get("parent") is not None:
-            cause = self.by_seq(chain[0]["parent"])
+            cause = self._find_by_seq(chain[0]["parent"])
             # The cause may stand on a damaged line.
             if cause is None:
                 break
@@ -177,18 +193,17 @@ class History:
         """Return branch -> (the step it starts from, the event that started it)."""
         starts: dict[int, tuple[int, Event]] = {}
         for event in self.events:
-            # A rollback starts its branch when it is done, and not when it is decided.
-            is_rollback = event["type"] == "rollback" and event.get("phase") == "outcome"
-            # A resume that does no step a second time continues its branch. The first start of a branch is its start.
-            if (event["type"] == "run_start" or is_rollback) and event["branch"] not in starts:
-                starts[event["branch"]] = (event["step"], event)
+            # An attempt that does no step a second time continues the branch of the last one. So a branch may have several
+            # such events, and the first of them started it.
+            if event["type"] == "run_start" or is_finished_rollback(event):
+                starts.setdefault(event["branch"], (event["step"], event))
         return starts
 
     def last_current_steps(self) -> dict[int, float]:
-        """Return branch -> its last step that is still part of the run, because no later branch began before it."""
+        """Return branch -> its last step that is still part of the run; infinity if all of its steps are."""
         last_step = float("inf")
         last_current_steps = {}
-        # From the newest branch to the oldest: a branch ends where any later one began.
+        # From the newest branch to the oldest: the steps of a branch are current up to the first start of any later branch.
         for branch, (start, _) in sorted(self.branch_starts().items(), reverse=True):
             last_current_steps[branch] = last_step
             last_step = min(last_step, start)
@@ -202,7 +217,7 @@ class History:
     def branches(self) -> list[Branch]:
         ends: dict[int, int] = {}
         for event in self.of("metrics"):
-            # The log points are in order, so the last one of a branch stays.
+            # The log points are in order, so the last one of a branch overwrites the others.
             ends[event["branch"]] = event["steps"][1]
         last_steps = self.last_current_steps()
         branches = []
@@ -233,20 +248,17 @@ class History:
                 yield record
 
     def attempts(self) -> list[list[Event]]:
-        """Return the events of each attempt."""
+        """Return the events of each attempt, oldest attempt first."""
         by_attempt: dict[int, list[Event]] = {}
         for event in self.events:
             by_attempt.setdefault(event["attempt"], []).append(event)
         return list(by_attempt.values())
 
     def ending(self, attempt: list[Event]) -> str:
-        """Return how an attempt ended: ``finished``, ``crash``, ``preempted``, ``stop``, ``killed`` or ``running``."""
-        types = ending_types()
-        # An attempt may hold the crash event of the one before it.
-        last = [event for event in attempt if event["type"] in types and event.get("of_attempt") is None]
-        if last:
-            kind = str(last[-1]["type"])
-            return "finished" if kind == "run_end" else kind
+        """Return how an attempt ended (finished, crash, preempted, stop, imported or killed), or ``running`` if it has not."""
+        ending = find_ending(attempt)
+        if ending is not None:
+            return "finished" if ending["type"] == "run_end" else str(ending["type"])
         # Only the newest attempt can still be running.
         if attempt[-1]["attempt"] == self.events[-1]["attempt"] and is_being_written(self.folder):
             return "running"
@@ -285,69 +297,71 @@ def time_spent(history: History) -> TimeSpent:
     spent = TimeSpent()
     if not history.events:
         return spent
-    last_current_step = history.last_current_steps()
+    last_current_steps = history.last_current_steps()
     starts = history.branch_starts()
-    # Monotonic time at which the present block of steps began; None between two attempts.
-    block_start: float | None = None
-    # Evaluations and saves are written within the block of steps in which they took place.
-    seconds_beside_steps = 0.0
+    # Monotonic time from which steps are done that no log point has counted; None before the first step of an attempt.
+    steps_begin: float | None = None
+    # Seconds of evaluations and saves since then.
+    interruptions = 0.0
     previous = history.events[0]
     for event in history.events:
-        # The wall clock may be set while a run trains, so it measures only the time between two attempts.
-        elapsed = event["monotonic"] - previous["monotonic"]
-        if event["attempt"] != previous["attempt"]:
-            elapsed = max(0.0, (when(event) - when(previous)).total_seconds())
-            spent.stopped += elapsed
-            block_start = None
-        spent.total += elapsed
+        if event["attempt"] == previous["attempt"]:
+            spent.total += event["monotonic"] - previous["monotonic"]
+        else:
+            # Monotonic clocks of two attempts are not comparable, so the wall clock measures the time between them. It is
+            # used nowhere else, since it may be set while a run trains.
+            seconds_between = max(0.0, (event_time(event) - event_time(previous)).total_seconds())
+            spent.stopped += seconds_between
+            spent.total += seconds_between
+            steps_begin = None
         previous = event
         event_type = event["type"]
-        is_rollback = event_type == "rollback" and event["phase"] == "outcome"
-        # Evaluations of another trainer, which an import writes, took no time of this run.
-        if event_type == "eval" and block_start is not None:
+        # Evaluations of another trainer, which an import writes without any start, took no time of this run.
+        if event_type == "eval" and steps_begin is not None:
             spent.evaluating += event["seconds"]
-            seconds_beside_steps += event["seconds"]
-        # The steps go on during a save in the background.
+            interruptions += event["seconds"]
+        # The steps go on during a save in the background, so it takes no time of its own.
         elif event_type == "checkpoint" and event.get("seconds") is not None and not event.get("background"):
             spent.saving += event["seconds"]
-            seconds_beside_steps += event["seconds"]
-        elif is_rollback:
+            interruptions += event["seconds"]
+        elif is_finished_rollback(event):
             spent.going_back += event["seconds"]
-        elif event_type == "metrics" and block_start is not None:
-            seconds = max(0.0, event["monotonic"] - block_start - seconds_beside_steps)
-            _add_block(spent, event, seconds, last_current_step, starts)
-        # A resumed attempt loads its checkpoint between the first two.
-        if event_type in ("run_start", "resume", "metrics") or is_rollback:
-            block_start = event["monotonic"]
-            seconds_beside_steps = 0.0
+        elif event_type == "metrics" and steps_begin is not None:
+            seconds_of_steps = max(0.0, event["monotonic"] - steps_begin - interruptions)
+            _add_steps(spent, event, seconds_of_steps, last_current_steps, starts)
+        # Steps follow each of these events. A resumed attempt loads its checkpoint between ``run_start`` and ``resume``.
+        if event_type in ("run_start", "resume", "metrics") or is_finished_rollback(event):
+            steps_begin = event["monotonic"]
+            interruptions = 0.0
     return spent
 
 
-def _add_block(
+def _add_steps(
     spent: TimeSpent,
     log_point: Event,
     seconds: float,
-    last_current_step: dict[int, float],
+    last_current_steps: dict[int, float],
     starts: dict[int, tuple[int, Event]],
 ) -> None:
-    """Divide the seconds of the steps of a log point into those of current steps and those of abandoned steps."""
+    """Add the seconds of the steps of a log point, divided into those of current steps and those of abandoned steps."""
     first, last = log_point["steps"]
     steps = last - first + 1
-    last_current = min(last, last_current_step.get(log_point["branch"], last))
+    last_current = min(last, last_current_steps.get(log_point["branch"], last))
     current_steps = max(0, int(last_current) - first + 1)
     spent.training += seconds * current_steps / steps
-    steps_abandoned = steps - current_steps
-    if steps_abandoned:
-        cause = _cause_of_abandoning(starts, log_point["branch"], last)
-        spent.abandoned[cause] = spent.abandoned.get(cause, 0.0) + seconds * steps_abandoned / steps
-        spent.abandoned_steps[cause] = spent.abandoned_steps.get(cause, 0) + steps_abandoned
+    abandoned_steps = steps - current_steps
+    if abandoned_steps:
+        cause = _find_cause_of_abandoning(starts, log_point["branch"], last)
+        spent.abandoned[cause] = spent.abandoned.get(cause, 0.0) + seconds * abandoned_steps / steps
+        spent.abandoned_steps[cause] = spent.abandoned_steps.get(cause, 0) + abandoned_steps
 
 
-def _cause_of_abandoning(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
-    """Return why a step of a branch is not part of the run any more."""
+def _find_cause_of_abandoning(starts: dict[int, tuple[int, Event]], branch: int, step: int) -> str:
+    """Return why a step of a branch is not part of the run any more. ``starts``: as `History.branch_starts` returns them."""
     for later in sorted(starts):
         start, event = starts[later]
         # The first later branch that starts before the step has abandoned it.
         if later > branch and start < step:
+            # An attempt begins a branch if the last one stopped after its last save: the steps since then are done again.
             return "rollback" if event["type"] == "rollback" else "stop before a save"
     return "unknown"

@@ -10,7 +10,15 @@ from zerobook.runlog import figures
 from zerobook.runlog.events import Event, sentence, style
 from zerobook.runlog.facts import run_facts
 from zerobook.runlog.formatting import figure
-from zerobook.runlog.history import History, TimeSpent, add_log_name_to_errors, folder_of, time_spent, when
+from zerobook.runlog.history import (
+    History,
+    TimeSpent,
+    add_log_name_to_errors,
+    event_time,
+    folder_of,
+    is_finished_rollback,
+    time_spent,
+)
 from zerobook.runlog.summary import summary
 from zerobook.runlog.tables import (
     attempt_table,
@@ -30,9 +38,9 @@ PAGE = "report.html"
 
 
 def write(run: str | Path) -> Path:
-    """Write the page beside the log. Return its path."""
+    """Write the page beside the log, and return its path. ``run``: the run's ``output_dir`` or the log's folder."""
     folder = folder_of(run)
-    # The page is rendered before the file is opened, so an error leaves the last page.
+    # The page is rendered before the file is opened, so an error leaves the page that was there.
     with add_log_name_to_errors(folder):
         content = render(History.read(folder))
     page = folder / PAGE
@@ -41,14 +49,14 @@ def write(run: str | Path) -> Path:
 
 
 def render(history: History) -> str:
-    """Return the page."""
+    """Return the page of a run as HTML."""
     return render_page(
         name=history.folder.resolve().parent.name,
         state=summary(history.folder),
         facts=run_facts(history),
         cards=_cards(history, time_spent(history)),
-        charts=figures.charts(history),
-        hint=figures.data_bound(history),
+        charts=figures.make_charts(history),
+        hint=figures.warn_of_data_wait(history),
         tables=[
             time_table(history),
             rollback_table(history),
@@ -64,17 +72,18 @@ def render(history: History) -> str:
 
 
 def render_page(**values: Any) -> str:
-    """Return a page made of the values that its template names. It may be of a run that has no runlog."""
+    """Return a page as HTML. ``values`` are all that report.html.j2 names, also of a run that has no runlog."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_printable)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=_make_printable)
     template = environment.get_template("report.html.j2")
     return template.render(**values, written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S"))
 
 
-def _printable(value: Any) -> Any:
-    """Return a value of the page without control characters, which its source may show in a terminal."""
+def _make_printable(value: Any) -> Any:
+    """Return a value of the page without control characters, which would act on a terminal that shows the page's source."""
+    # Strings of the subclass `markupsafe.Markup` are HTML already, such as the JSON of a chart. They stay as they are.
     return plain(value) if type(value) is str else value
 
 
@@ -93,7 +102,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     memory = history.of("memory")
     if memory:
         cards.append((f"{memory[-1]['trained_parameters']:,}", "trained parameters"))
-    rollbacks = [event for event in history.of("rollback") if event["phase"] == "outcome"]
+    rollbacks = [event for event in history.events if is_finished_rollback(event)]
     samples_left_out = sum(event["samples"] for event in history.of("skip"))
     cards.append((str(len(rollbacks)), "rollbacks"))
     cards.append((str(samples_left_out), "samples left out"))
@@ -102,6 +111,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     return cards
 
 
+# The cards (text, label) with the speed at a log point.
 def _speed_cards(log_point: Event) -> list[tuple[str, str]]:
     cards = [(f"{log_point['tokens_per_second']:,.0f}", "supervised tokens/s")]
     if "all_tokens_per_second" in log_point:
@@ -110,19 +120,20 @@ def _speed_cards(log_point: Event) -> list[tuple[str, str]]:
     mfu = log_point.get("mfu")
     if tflops is not None:
         cards.append((format(tflops, ".3g"), "TFLOPS per device"))
-    # Without the peak of the device, its share is not known.
-    if mfu is not None or tflops is not None:
-        cards.append(("n/a" if mfu is None else f"{mfu:.1%}", "MFU"))
+    if mfu is not None:
+        cards.append((f"{mfu:.1%}", "MFU"))
+    elif tflops is not None:
+        # MFU is the share of the device's peak, which is not known for every device.
+        cards.append(("n/a", "MFU"))
     return cards
 
 
 # --- the list of events
 def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Return day -> entries of its events."""
+    """Return (day, entries of its events) of each day, in order."""
     days: dict[str, list[dict[str, Any]]] = {}
     for event in notable_events(history):
-        time = when(event)
-        days.setdefault(time.strftime("%A, %d %B %Y"), []).append(
-            {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "style": style(event)}
-        )
+        time = event_time(event)
+        entry = {"seq": event["seq"], "time": time.strftime("%H:%M:%S"), "text": sentence(event), "style": style(event)}
+        days.setdefault(time.strftime("%A, %d %B %Y"), []).append(entry)
     return list(days.items())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zerobook.runlog.events import Event, ending_in_words, ending_types, sentence
 from zerobook.runlog.formatting import far_above_best, figure
-from zerobook.runlog.history import is_being_written, last_of, when
+from zerobook.runlog.history import event_time, find_ending, is_being_written, last_of
 from zerobook.runlog.writer import EVENTS
 from zerobook.utils.terminal import plain
 from zerobook.utils.units import duration
@@ -15,18 +15,19 @@ from zerobook.utils.units import duration
 
 def summary(folder: Path) -> str:
     """Return the state of a run in a sentence or two. Reads a few lines only, however long the log is."""
+    # Type -> its newest event.
     newest = last_of(folder / EVENTS, ("run_start", "metrics", "eval", "checkpoint", "decision", "machine", *ending_types()))
     start = newest.get("run_start")
     if start is None:
         return "It has not begun to train."
     # Events of earlier attempts say nothing about the state now.
     of_attempt = {name: event for name, event in newest.items() if event["attempt"] == start["attempt"]}
-    ending = _ending(of_attempt)
+    ending = find_ending(of_attempt.values())
     log_point = of_attempt.get("metrics")
     step = log_point["steps"][1] if log_point else start["step"]
     total = start["total_steps"]
     branch = max(event["branch"] for event in of_attempt.values())
-    words = f"{_state(folder, of_attempt, ending)}: step {step} of {total} ({step / max(total, 1):.0%}), "
+    words = f"{_describe_state(folder, of_attempt, ending)}: step {step} of {total} ({step / max(total, 1):.0%}), "
     words += f"attempt {start['attempt']}, branch {branch}"
     if log_point:
         words += f", loss {figure(log_point['loss'], '.4f')}, {log_point['tokens_per_second']:,.0f} supervised tokens/s"
@@ -35,7 +36,8 @@ def summary(folder: Path) -> str:
         words += f" {sentence(ending)}"
     elif ending is not None and ending.get("far_above_best"):
         words += f" {far_above_best(ending['far_above_best'])}"
-    # The evaluation and the decision may be of an earlier attempt. One of a later step was abandoned by a rollback.
+    # The evaluation and the decision may be of an earlier attempt. An evaluation of a later step than ``step`` is of steps
+    # that were abandoned.
     evaluation = newest.get("eval", {})
     if "loss" in evaluation and evaluation["step"] <= step:
         words += f" Held-out loss {figure(evaluation['loss'], '.4f')} at step {evaluation['step']}."
@@ -44,21 +46,11 @@ def summary(folder: Path) -> str:
     return plain(words, lines=False)
 
 
-def _ending(of_attempt: dict[str, Event]) -> Event | None:
-    """Return the event that ended an attempt; None if it has none."""
-    endings = [of_attempt[name] for name in ending_types() if name in of_attempt]
-    if not endings:
-        return None
-    newest = max(endings, key=lambda event: event["seq"])
-    # A crash that names an attempt is of the one before.
-    return None if newest.get("of_attempt") else newest
-
-
-def _state(folder: Path, of_attempt: dict[str, Event], ending: Event | None) -> str:
+def _describe_state(folder: Path, of_attempt: dict[str, Event], ending: Event | None) -> str:
     if ending is not None:
         return ending_in_words(ending)
     if is_being_written(folder):
         newest = max(of_attempt.values(), key=lambda event: event["seq"])
-        age = (datetime.now(UTC) - when(newest)).total_seconds()
+        age = (datetime.now(UTC) - event_time(newest)).total_seconds()
         return f"Training (last event {duration(max(0.0, age))} ago)"
     return "ENDED WITHOUT AN EVENT (killed, out of memory, or a power failure)"

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from zerobook.runlog.events import Event, ending_types, is_quiet, sentence
+from zerobook.runlog.events import Event, is_quiet, sentence
 from zerobook.runlog.formatting import figure
-from zerobook.runlog.history import Branch, History, time_spent, when
+from zerobook.runlog.history import Branch, History, event_time, find_ending, time_spent
 from zerobook.utils.units import duration
 
 MOST_RANGES = 60
@@ -45,17 +45,17 @@ def time_table(history: History) -> Table:
 def spike_table(history: History) -> Table:
     rows = []
     for spike in history.of("spike"):
-        decision = next((effect for effect in history.effects(spike) if effect["type"] == "decision"), {"action": ""})
+        actions = [effect["action"] for effect in history.effects(spike) if effect["type"] == "decision"]
         loss = f"{figure(spike['base'], '.4g')} -> {figure(spike['peak'], '.4g')}"
         rows.append(
             [
-                _seq(spike),
+                _format_seq(spike),
                 str(spike["branch"]),
                 str(spike["onset"]),
                 str(spike["points"]),
                 spike["kind"],
                 loss,
-                decision["action"],
+                actions[0] if actions else "",
             ]
         )
     return Table("Spikes", ["seq", "branch", "step", "points", "what", "loss", "what was done"], rows)
@@ -71,7 +71,9 @@ def rollback_table(history: History) -> Table:
         took = "it has not ended"
         if outcomes:
             took = f"{duration(outcomes[0]['seconds'])}, branch {outcomes[0]['branch']}"
-        rows.append([_seq(intent), str(intent["from_step"]), str(intent["to_step"]), intent["action"], intent["why"], took])
+        rows.append(
+            [_format_seq(intent), str(intent["from_step"]), str(intent["to_step"]), intent["action"], intent["why"], took]
+        )
     return Table("Rollbacks", ["seq", "from step", "to step", "action", "why", "took"], rows)
 
 
@@ -79,7 +81,9 @@ def skipped_table(history: History) -> Table:
     rows = []
     for event in history.of("skip"):
         first, last = event["steps"]
-        rows.append([_seq(event), f"{first} to {last}", str(event["samples"]), _format_ranges(event["ranges"]), event["why"]])
+        rows.append(
+            [_format_seq(event), f"{first} to {last}", str(event["samples"]), _format_ranges(event["ranges"]), event["why"]]
+        )
     return Table("Data left out", ["seq", "steps", "samples", "sample numbers", "why"], rows)
 
 
@@ -93,7 +97,7 @@ def _format_ranges(ranges: list[list[int]]) -> str:
 
 
 def checkpoint_table(history: History) -> Table:
-    proven_by = _proven_by(history)
+    proven_by = _find_proofs(history)
     last_current_steps = history.last_current_steps()
     rows = []
     for event in history.of("checkpoint"):
@@ -104,12 +108,13 @@ def checkpoint_table(history: History) -> Table:
             state = "of an abandoned branch"
         elif event["seq"] in proven_by:
             state = f"proven good [{proven_by[event['seq']]}]"
-        rows.append([_seq(event), str(event["step"]), str(event["branch"]), duration(event.get("seconds") or 0), state])
+        rows.append([_format_seq(event), str(event["step"]), str(event["branch"]), duration(event.get("seconds") or 0), state])
     return Table("Checkpoints", ["seq", "step", "branch", "took", "state"], rows)
 
 
-def _proven_by(history: History) -> dict[int, int]:
-    """Return seq of a checkpoint's event -> seq of the event that says it is good."""
+def _find_proofs(history: History) -> dict[int, int]:
+    """Return the number of the event of a save -> the number of the event that says that the checkpoint is proven good."""
+    # Step -> the number of its newest save.
     newest_of_step: dict[int, int] = {}
     proven_by: dict[int, int] = {}
     for event in history.of("checkpoint"):
@@ -131,14 +136,14 @@ def branch_table(history: History) -> Table:
                 str(branch.attempt),
                 str(branch.start),
                 str(branch.end),
-                _current_steps(branch),
+                _describe_current_part(branch),
                 cause,
             ]
         )
     return Table("Branches", ["branch", "attempt", "from", "to", "current up to", "why it began"], rows)
 
 
-def _current_steps(branch: Branch) -> str:
+def _describe_current_part(branch: Branch) -> str:
     if branch.lives_to >= branch.end:
         return "all of it"
     if branch.lives_to <= branch.start:
@@ -147,31 +152,29 @@ def _current_steps(branch: Branch) -> str:
 
 
 def attempt_table(history: History) -> Table:
-    types = ending_types()
     rows = []
     for attempt in history.attempts():
         starts = [event for event in attempt if event["type"] == "run_start"]
         start = starts[0] if starts else attempt[0]
-        # The wall clock may have been set meanwhile.
+        # The wall clock may have been set during the attempt.
         seconds = attempt[-1]["monotonic"] - attempt[0]["monotonic"]
-        # An attempt may hold the crash event of the one before it.
-        endings = [event for event in attempt if event["type"] in types and not event.get("of_attempt")]
+        ending = find_ending(attempt)
         why = ""
-        if endings and endings[-1]["type"] != "run_end":
-            why = sentence(endings[-1])
-        rows.append([_seq(start), str(start["attempt"]), duration(seconds), history.ending(attempt), why])
+        if ending is not None and ending["type"] != "run_end":
+            why = sentence(ending)
+        rows.append([_format_seq(start), str(start["attempt"]), duration(seconds), history.ending(attempt), why])
     return Table("Attempts", ["seq", "attempt", "lasted", "ended", "why"], rows)
 
 
 def change_table(history: History) -> Table:
     rows = []
     for event in history.of("config_diff", "launch_diff", "env_diff", "verify"):
-        rows.append([_seq(event), str(event["attempt"]), sentence(event)])
+        rows.append([_format_seq(event), str(event["attempt"]), sentence(event)])
     return Table("Changes: settings, launch, environment, and steps done again", ["seq", "attempt", "what"], rows)
 
 
 def decisions(history: History) -> list[list[Event]]:
-    """Return each decision with what was seen before it and its results, in order."""
+    """Return for each decision a list of events: those that led to it, the decision, and what it caused."""
     return [[*history.causes(decision), *history.effects(decision)] for decision in history.of("decision")]
 
 
@@ -179,17 +182,20 @@ def decision_table(history: History) -> Table:
     rows = []
     for number, events in enumerate(decisions(history), 1):
         for event in events:
-            rows.append([str(number), _seq(event), sentence(event)])
+            rows.append([str(number), _format_seq(event), sentence(event)])
     return Table("Decisions", ["decision", "seq", "what"], rows)
 
 
 def notable_events(history: History) -> list[Event]:
-    """Return the events that lists show: what happened, what was done about it, and the result."""
+    """Return the events that lists show. Events of frequent measurements, such as log points, are left out."""
     return [event for event in history.events if not is_quiet(event)]
 
 
 def event_table(history: History) -> Table:
-    rows = [[_seq(event), when(event).strftime("%Y-%m-%d %H:%M:%S"), sentence(event)] for event in notable_events(history)]
+    rows = [
+        [_format_seq(event), event_time(event).strftime("%Y-%m-%d %H:%M:%S"), sentence(event)]
+        for event in notable_events(history)
+    ]
     return Table("Events", ["seq", "UTC", "what"], rows)
 
 
@@ -206,14 +212,14 @@ def sample_tables(history: History) -> list[Table]:
     return [Table(f"Samples of the evaluation at step {newest['step']}", columns, rows)]
 
 
-def _seq(event: Event) -> str:
+def _format_seq(event: Event) -> str:
     return f"[{event['seq']}]"
 
 
-# --- what ``zerobook runlog show`` takes by name
+# --- the tables that ``zerobook runlog show`` takes by name
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """One side of a run: a table, and the same as JSON values."""
+    """Functions that make a table of a run, and the same content as JSON values."""
 
     table: Callable[[History], Table]
     as_json: Callable[[History], Any]
@@ -231,7 +237,7 @@ def _time_as_json(history: History) -> dict[str, Any]:
     }
 
 
-# JSON is of events as docs/reference/runlog.md describes them, of seconds, or of branches.
+# The JSON values are events, as docs/reference/runlog.md describes them, but for ``time`` (seconds) and ``branches``.
 VIEWS = {
     "spikes": View(table=spike_table, as_json=lambda history: history.of("spike")),
     "decisions": View(table=decision_table, as_json=decisions),
