@@ -28,7 +28,7 @@ from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
 from zerobook.runlog.jsonl import backwards, decode, encode, newest, stream
 from zerobook.runlog.lifecycle import begin, log_failure
-from zerobook.runlog.machine import nearly_full, sample
+from zerobook.runlog.machine import describe_nearly_full, sample
 from zerobook.runlog.tables import attempt_table
 from zerobook.runlog.writer import EVENTS, NullRunLog, RunLog
 from zerobook.utils.terminal import say
@@ -329,7 +329,7 @@ def test_an_error_is_the_last_word_and_other_ranks_leave_a_file(tmp_path):
 def test_the_machine_is_sampled_as_it_is():
     now = sample()
     assert 0 < now["own"] < now["memory_total"] and 0 < now["memory_used"] < now["memory_total"]
-    assert nearly_full(now | {"memory_used": 93, "memory_total": 100}) and not nearly_full(
+    assert describe_nearly_full(now | {"memory_used": 93, "memory_total": 100}) and not describe_nearly_full(
         now | {"memory_used": 90, "memory_total": 100}
     )
 

@@ -17,8 +17,8 @@ import psutil
 
 from zerobook.runlog import compare
 from zerobook.runlog.events import COMMON_FIELDS, Event, ending_types
-from zerobook.runlog.jsonl import backwards
-from zerobook.runlog.machine import Sampler, nearly_full, out_of_memory
+from zerobook.runlog.jsonl import backwards, newest
+from zerobook.runlog.machine import Sampler, advise_on_full_gpu, describe_nearly_full
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
 from zerobook.utils.shipped import clone
@@ -27,18 +27,21 @@ from zerobook.utils.writing import write_whole
 
 
 def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step: int, **facts: Any) -> None:
-    """Write how the last attempt ended if it could not, then ``run_start``, ``env``, and what differs from the last attempt.
+    """Write the first events of an attempt: ``run_start``, ``env``, and what differs from the last attempt.
+
+    If the last attempt wrote no event at its end, because it was killed, a ``crash`` of that attempt is written first.
 
     Args:
         step: step that this attempt continues from; if later steps are recorded, a new branch begins.
+        facts: further fields of ``run_start``.
     """
-    config = _without_passwords(config)
-    facts = _without_passwords(facts)
+    config = _remove_passwords(config)
+    facts = _remove_passwords(facts)
     previous = _read_previous_attempt(log)
     if previous.last is not None and not previous.has_ending:
-        _write_how_it_ended(log, previous.last, previous.machine)
+        _write_crash_of(log, previous.last, previous.machine)
     # Steps that are done again get a branch of their own, so that (branch, step) stays unique.
-    newest_step = next((record for record in backwards(log.folder / STEPS) if record), None)
+    newest_step, _ = newest(log.folder / STEPS)
     if newest_step is not None and newest_step["step"] > step:
         log.branch += 1
     log.event("run_start", step=step, config=config, versions=versions, **facts)
@@ -47,59 +50,67 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     if previous.run_start is not None:
         _write_differences(log, "config_diff", previous.run_start["config"], config)
         _write_differences(log, "launch_diff", compare.launch(previous.run_start), compare.launch(facts))
-        # The versions are in ``run_start``, and the rest of the environment in ``env``.
+        # The environment consists of the event ``env`` and the versions, which are in ``run_start``.
         previous_env = {**(previous.env or {}), **previous.run_start["versions"]}
         _write_differences(log, "env_diff", previous_env, {**env, **versions})
 
 
-def _without_passwords(value: Any) -> Any:
-    """Return ``value`` without passwords in addresses, however deep they stand: a log is shown to others."""
+def _remove_passwords(value: Any) -> Any:
+    """Return a copy of ``value`` without the passwords in addresses, at any depth, since a log is shown to other people."""
     if isinstance(value, str):
         return without_passwords(value)
     if isinstance(value, dict):
-        return {key: _without_passwords(item) for key, item in value.items()}
+        return {key: _remove_passwords(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_passwords(item) for item in value]
+        return [_remove_passwords(item) for item in value]
     return value
 
 
 @dataclass
 class _PreviousAttempt:
-    """The newest events from before an attempt, each None if there is none."""
+    """The newest event from before an attempt (``last``), and the newest one of three types; each None if there is none."""
 
-    last: Event | None = None
-    machine: Event | None = None
-    run_start: Event | None = None
-    env: Event | None = None
-    has_ending: bool = False
-    """whether the attempt of ``last`` ended with an event of its own, which a note may follow"""
+    last: Event | None
+    machine: Event | None
+    run_start: Event | None
+    env: Event | None
+    has_ending: bool
+    """whether the attempt of ``last`` wrote an event at its end"""
 
 
 def _read_previous_attempt(log: RunLog) -> _PreviousAttempt:
-    previous = _PreviousAttempt()
+    last = None
+    # Type -> its newest event.
+    newest_events: dict[str, Event] = {}
+    has_ending = False
     for event in backwards(log.folder / EVENTS):
+        # None stands for a damaged line.
         if event is None or event["attempt"] == log.attempt:
             continue
-        event_type = event["type"]
-        if previous.last is None:
-            previous.last = event
-        # A crash that a later attempt wrote is of another attempt than its own.
-        is_of_last_attempt = event["attempt"] == previous.last["attempt"] and not event.get("of_attempt")
-        if is_of_last_attempt and event_type in ending_types():
-            previous.has_ending = True
-        if event_type in ("machine", "run_start", "env") and getattr(previous, event_type) is None:
-            setattr(previous, event_type, event)
-        # What is older is of no use.
-        if previous.run_start is not None:
+        if last is None:
+            last = event
+        # A crash with ``of_attempt`` tells how an earlier attempt ended, and not the one that wrote it.
+        is_of_last_attempt = event["attempt"] == last["attempt"] and not event.get("of_attempt")
+        if is_of_last_attempt and event["type"] in ending_types():
+            has_ending = True
+        newest_events.setdefault(event["type"], event)
+        # Only the newest events of each type are needed, and an attempt begins with ``run_start``.
+        if event["type"] == "run_start":
             break
-    return previous
+    return _PreviousAttempt(
+        last=last,
+        machine=newest_events.get("machine"),
+        run_start=newest_events.get("run_start"),
+        env=newest_events.get("env"),
+        has_ending=has_ending,
+    )
 
 
-def _write_how_it_ended(log: RunLog, last: Event, machine: Event | None) -> None:
-    """Write the crash of an attempt that could not write it, as far as its ``last`` event and ``machine`` sample tell."""
+def _write_crash_of(log: RunLog, last: Event, machine: Event | None) -> None:
+    """Write the crash of an attempt that was killed, as far as its ``last`` event and its newest ``machine`` event tell."""
     reason = "it ended without an event: killed from outside, out of memory, or a power failure"
-    full_memory = machine and nearly_full(machine)
-    if full_memory:
+    full_memory = None if machine is None else describe_nearly_full(machine)
+    if full_memory is not None:
         reason = f"it ended without an event, probably killed for lack of memory: {full_memory} at its last sample"
     log.event(
         "crash",
@@ -114,7 +125,7 @@ def _write_how_it_ended(log: RunLog, last: Event, machine: Event | None) -> None
 def _write_differences(log: RunLog, event_type: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Write an event with the keys that differ, if any do."""
     differing = compare.differences(before, now)
-    # Fields that every event has differ always.
+    # The events that are compared have numbers and times, which always differ.
     for key in COMMON_FIELDS:
         differing.pop(key, None)
     if differing:
@@ -130,12 +141,12 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "host_memory": psutil.virtual_memory().total,
-        "gpus": _gpus(),
+        "gpus": _gpu_names(),
         "git": None if repository is None else git_state(repository),
     }
 
 
-def _gpus() -> list[str]:
+def _gpu_names() -> list[str]:
     import torch
 
     if not torch.cuda.is_available():
@@ -146,8 +157,8 @@ def _gpus() -> list[str]:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the git repository of ``folder``, and how many files differ from it; None without a repository."""
     try:
-        commit = _ask_git(folder, "rev-parse", "HEAD")
-        changed = _ask_git(folder, "status", "--porcelain")
+        commit = _run_git(folder, "rev-parse", "HEAD")
+        changed = _run_git(folder, "status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit, "changed_files": len(changed.splitlines())}
@@ -156,15 +167,15 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 def code_state(file: Path) -> dict[str, Any]:
     """Return the name of a recipe's file, and the state of the git repository that tracks it, if one does."""
     try:
-        _ask_git(file.parent, "ls-files", "--error-unmatch", file.name)
+        _run_git(file.parent, "ls-files", "--error-unmatch", file.name)
     except (OSError, subprocess.SubprocessError):
-        # A package in an environment can lie in a repository that knows nothing of it.
+        # A recipe of a package in a virtual environment may lie inside a repository that does not track it.
         return {"file": file.name}
     return {"file": file.name, **(git_state(file.parent) or {})}
 
 
-def _ask_git(folder: Path, *words: str) -> str:
-    # A git that hangs, as on a network drive, does not block the run.
+def _run_git(folder: Path, *words: str) -> str:
+    # The time limit keeps a git command that hangs, as on a network drive, from blocking the run.
     return subprocess.check_output(["git", "-C", str(folder), *words], stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
 
 
@@ -179,24 +190,26 @@ def log_failure(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None
         try:
             yield
         finally:
-            # No sample follows the event that ends the attempt.
-            if sampler:
+            # Stopped first, so that no sample follows the event that ends the attempt.
+            if sampler is not None:
                 sampler.stop()
     except (Exception, KeyboardInterrupt) as error:
-        # torch's error by its name: logs are written and read without torch.
+        # The class is torch.OutOfMemoryError. Its name is compared, so that this module need not import torch.
         if type(error).__name__ == "OutOfMemoryError":
-            error.add_note(out_of_memory())
-        # A log is shown to others.
+            error.add_note(advise_on_full_gpu())
+        # A log is shown to other people.
         trace = without_passwords(traceback.format_exc())
         if rank != 0:
-            # On a full disk, the error that ended the training would be lost behind this one.
+            # The disk may be full. An error of this write would replace the error that ended the training.
             with suppress(OSError):
                 write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", trace)
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:
-            reason = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
-            log.event("crash", reason=without_passwords(reason), error=type(error).__name__, traceback=trace[-4000:])
+            error_type = type(error).__name__
+            # Notes such as the advice above are not part of the error's own text.
+            reason = " ".join([str(error) or error_type, *getattr(error, "__notes__", [])])
+            log.event("crash", reason=without_passwords(reason), error=error_type, traceback=trace[-4000:])
         raise
 
 
@@ -204,7 +217,8 @@ def log_hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: 
     """Write that this process ends because a rank blocks the run: rank 0 into the log, another rank into a file.
 
     Args:
-        text: the whole report, with stacks.
+        reason: one sentence.
+        text: the report, with the stacks of this process's threads.
     """
     if rank != 0:
         write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", text)

@@ -25,7 +25,7 @@ PROCESS_CGROUPS = Path("/proc/self/cgroup")
 FULL = 0.92
 """Share of memory in use from which a warning is given."""
 SECONDS = 30.0
-SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 """Variable from which torch 2.13 and versions before it read the CUDA allocator's settings. If it is not set, 2.13 reads
 PYTORCH_ALLOC_CONF."""
 
@@ -34,17 +34,9 @@ def sample() -> dict[str, Any]:
     """Return the state of the machine now, in bytes, shares and degrees Celsius.
 
     ``memory_used`` and ``memory_total`` are the host's, or those of the container or the job where its limit is lower; ``own``
-    is the resident memory of this process and its children. ``allocator`` has the figures of the function `allocator`.
+    is the resident memory of this process and its children. ``allocator``: as `read_allocator` returns it.
     """
-    memory = psutil.virtual_memory()
-    used = memory.total - memory.available
-    total = memory.total
-    limit, folder = _memory_limit()
-    if limit < total:
-        # The kernel frees cached files before it kills a process, so they do not count as used.
-        cached = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
-        used = int(_text(folder / "memory.current") or 0) - int(cached[1] if cached else 0)
-        total = limit
+    used, total = _read_host_memory()
     resident = 0
     this_process = psutil.Process()
     for process in [this_process, *this_process.children(recursive=True)]:
@@ -56,18 +48,32 @@ def sample() -> dict[str, Any]:
         "memory_total": total,
         "swap_used": psutil.swap_memory().used,
         "own": resident,
-        "gpus": _gpus(),
-        "allocator": allocator(),
+        "gpus": _read_gpus(),
+        "allocator": read_allocator(),
     }
 
 
-def allocator() -> dict[str, int] | None:
-    """Return the bytes that torch's CUDA allocator holds in this process; None if it has none.
+def _read_host_memory() -> tuple[int, float]:
+    """Return (used, total) bytes of the memory that this process can use."""
+    memory = psutil.virtual_memory()
+    limit, folder = _read_memory_limit()
+    if limit >= memory.total:
+        return memory.total - memory.available, memory.total
+    used = int(_read_text(folder / "memory.current") or 0)
+    # The kernel frees cached files before it kills a process, so they do not count as used.
+    cached = re.search(r"^inactive_file (\d+)$", _read_text(folder / "memory.stat"), re.MULTILINE)
+    if cached is not None:
+        used -= int(cached[1])
+    return used, limit
 
-    ``allocated`` is used by tensors, ``reserved`` was taken from the device for them: the difference is free for tensors that
-    fit into its gaps. ``_peak`` is the maximum of each so far.
+
+def read_allocator() -> dict[str, int] | None:
+    """Return the bytes that torch's CUDA allocator holds in this process; None if CUDA is not in use.
+
+    ``allocated`` is used by tensors, and ``reserved`` was taken from the device for them. The difference is free for tensors
+    that fit into its gaps. ``allocated_peak`` and ``reserved_peak`` are the maxima so far.
     """
-    # Neither torch nor the device is started only to be asked.
+    # A process that has not imported torch, or has not initialised CUDA, does neither for these figures.
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -81,18 +87,19 @@ def allocator() -> dict[str, int] | None:
     return amounts
 
 
-def out_of_memory() -> str:
+def advise_on_full_gpu() -> str:
     """Return advice for a GPU without memory for another tensor, with the memory that torch's allocator held."""
-    amounts = allocator()
+    amounts = read_allocator()
     words = []
     if amounts is not None:
         reserved = amounts["reserved"] / 2**30
         allocated = amounts["allocated"] / 2**30
         words.append(f"torch had reserved {reserved:.1f} GiB, {allocated:.1f} GiB of it for tensors.")
-    if "expandable_segments:True" not in os.environ.get(SETTINGS, os.environ.get("PYTORCH_ALLOC_CONF", "")):
+    settings = os.environ.get(ALLOCATOR_VARIABLE, os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    if "expandable_segments:True" not in settings:
         words.append(
-            f"If much is reserved and not used, start the run with {SETTINGS}=expandable_segments:True: the allocator then "
-            "leaves fewer gaps."
+            f"If much is reserved and not used, start the run with {ALLOCATOR_VARIABLE}=expandable_segments:True: the "
+            "allocator then leaves fewer gaps."
         )
     words.append(
         "Otherwise take a smaller --per_device_train_batch_size with more --gradient_accumulation_steps, "
@@ -101,30 +108,32 @@ def out_of_memory() -> str:
     return " ".join(words)
 
 
-def nearly_full(record: dict[str, Any]) -> str | None:
-    """Return ``host memory 23.1 of 24.0 GiB`` if a sample is above `FULL`; else None."""
+def describe_nearly_full(record: dict[str, Any]) -> str | None:
+    """Return ``host memory 23.1 of 24.0 GiB`` if at least the share `FULL` was in use at a sample; else None."""
     if record["memory_used"] < FULL * record["memory_total"]:
         return None
     return f"host memory {record['memory_used'] / 2**30:.1f} of {record['memory_total'] / 2**30:.1f} GiB"
 
 
-def _memory_limit() -> tuple[float, Path]:
+def _read_memory_limit() -> tuple[float, Path]:
     """Return the lowest memory limit of this process's cgroups (version 2), in bytes, and the folder of that cgroup.
 
-    In a container, the limit is that of the top folder. A Slurm job has a folder below it.
+    A cgroup limits the processes of the cgroups below it too. The limit of a container is in the top folder, and that of a
+    Slurm job in a folder below it. Without any limit, it is infinite.
     """
-    own = re.search("^0::/(.*)$", _text(PROCESS_CGROUPS), re.MULTILINE)
-    folder = CGROUPS / (own[1] if own else "")
+    # The line of version 2 is ``0::`` with the path of the process's cgroup.
+    path = re.search("^0::/(.*)$", _read_text(PROCESS_CGROUPS), re.MULTILINE)
+    folder = CGROUPS / (path[1] if path else "")
     limits: list[tuple[float, Path]] = [(math.inf, CGROUPS)]
     for cgroup in (folder, *folder.parents):
-        limit = _text(cgroup / "memory.max")
+        limit = _read_text(cgroup / "memory.max")
         # If there is no limit, the text is ``max``.
         if limit.isdigit():
             limits.append((int(limit), cgroup))
     return min(limits)
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     """Return the text of a file, empty if it cannot be read."""
     try:
         return file.read_text().strip()
@@ -132,13 +141,13 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _read_gpus() -> list[dict[str, Any]]:
     try:
         import pynvml
     except ImportError:
         return []
     gpus = []
-    # A GPU that answers no question, such as one that has fallen off the bus, ends the list.
+    # A GPU that cannot be read, for example because it has fallen off the bus, ends the list.
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for index in range(pynvml.nvmlDeviceGetCount()):
@@ -156,7 +165,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 class Sampler:
-    """Writes a ``machine`` event every `SECONDS`, from a thread, until `stop`."""
+    """Writes a ``machine`` event every ``seconds``, from a thread, until `stop`."""
 
     def __init__(self, log: RunLog, seconds: float = SECONDS):
         self.log = log
@@ -168,15 +177,15 @@ class Sampler:
 
     def _run(self) -> None:
         while True:
-            self.once()
-            # `stop` ends the wait at once.
+            self._write_sample()
+            # The wait returns True, at once, when `stop` has set the event.
             if self._end.wait(self.seconds):
                 return
 
-    def once(self) -> None:
+    def _write_sample(self) -> None:
         record = sample()
         seq = self.log.event("machine", durable=False, **record)
-        usage = nearly_full(record)
+        usage = describe_nearly_full(record)
         # The warning is repeated only after the memory was less full in between.
         if usage and not self._warned:
             self.log.event("memory_warning", parent=seq, reason=usage)
@@ -189,5 +198,5 @@ class Sampler:
 
     def stop(self) -> None:
         self._end.set()
-        # A sample that hangs does not keep the run from ending.
+        # A sample may hang, for example in the driver of a GPU. The run still ends, since the thread is a daemon.
         self._thread.join(timeout=5)
