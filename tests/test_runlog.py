@@ -26,7 +26,7 @@ from zerobook.errors import CheckpointError, LockedError, RunLogError
 from zerobook.runlog import machine, writer
 from zerobook.runlog.check import problems
 from zerobook.runlog.history import History, last_of, time_spent
-from zerobook.runlog.jsonl import backwards, decode, encode, newest, stream
+from zerobook.runlog.jsonl import backwards, decode, encode, read_newest, stream
 from zerobook.runlog.lifecycle import begin, log_failure
 from zerobook.runlog.machine import describe_nearly_full, sample
 from zerobook.runlog.tables import attempt_table
@@ -230,7 +230,7 @@ def kill_at_random_moments(tmp_path, times, seed):
         said = process.stdout.read().split(b"\n")[:-1]
         process.wait(timeout=30)
         if said:
-            last, _ = newest(tmp_path / "runlog" / "events.jsonl")
+            last, _ = read_newest(tmp_path / "runlog" / "events.jsonl")
             assert last is not None and int(said[-1]) <= last["seq"], "an acknowledged event is lost"
     return tmp_path / "runlog"
 

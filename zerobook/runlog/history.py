@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zerobook.errors import RunLogError
 from zerobook.runlog.events import Event, ending_types
-from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, mapped, stream
+from zerobook.runlog.jsonl import BadLine, Damage, check_format, decode, map_content, stream
 from zerobook.runlog.writer import EVENTS, STEPS
 from zerobook.utils import locks
 from zerobook.utils.reading import open_regular
@@ -52,7 +52,7 @@ def add_log_name_to_errors(folder: Path) -> Iterator[None]:
 
 def last_of(file: Path, event_types: Iterable[str]) -> dict[str, Event]:
     """Return the newest event of each type, without reading the events between them."""
-    with open_regular(file) as handle, mapped(handle) as log:
+    with open_regular(file) as handle, map_content(handle) as log:
         newest = {event_type: _newest_of_type(log, event_type) for event_type in event_types}
     return {event_type: event for event_type, event in newest.items() if event is not None}
 

@@ -21,22 +21,24 @@ from zerobook.utils.reading import open_regular
 from zerobook.utils.writing import refuse_link
 
 FORMAT = 2
-_TAIL = len(b',"crc":"00000000"}')
+# Length in bytes of what follows the other members of a line.
+_CHECKSUM_LENGTH = len(b',"crc":"00000000"}')
 RENAMED_FIELDS = {
     "decision": {"measure": "action", "ladder": "policy"},
     "rollback": {"measure": "action"},
 }
-"""Type of event -> its fields in earlier logs, and their names now."""
+"""Type of event -> name of a field in earlier logs -> its name now."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Return one line, with its CRC and newline. Types that JSON does not know are written as text."""
-    # The closing brace is cut off, since the checksum is the last member.
-    body = orjson.dumps(record, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)[:-1]
+    """Return a record as one line, with its checksum and newline. Types that JSON does not know are written as text."""
+    # The closing brace is cut off, since the checksum follows as the last member.
+    body = orjson.dumps(record, default=_to_json_type, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)[:-1]
     return b'%b,"crc":"%08x"}\n' % (body, zlib.crc32(body))
 
 
-def _plain(value: Any) -> Any:
+# orjson calls this for a value of a type that it cannot write.
+def _to_json_type(value: Any) -> Any:
     return list(value) if isinstance(value, set | range) else str(value)
 
 
@@ -45,11 +47,16 @@ class BadLine(ValueError):
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Return the record of one line, which is given without its newline. Raises `BadLine` with the reason."""
-    body = line[:-_TAIL]
-    tail = line[-_TAIL:]
+    """Return the record of one line, without its checksum. Raises `BadLine` with the reason.
+
+    Args:
+        line: the line without its newline.
+    """
+    body = line[:-_CHECKSUM_LENGTH]
+    tail = line[-_CHECKSUM_LENGTH:]
     if not tail.startswith(b',"crc":"'):
         raise BadLine("it has no checksum at its end")
+    # Eight characters stand before the digits, and there are eight digits.
     if tail[8:16] != b"%08x" % zlib.crc32(body):
         raise BadLine("its checksum does not fit")
     try:
@@ -57,7 +64,7 @@ def decode(line: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise BadLine(f"it is no JSON: {error}") from None
     del record["crc"]
-    # Logs of earlier versions stay readable, and a run may have both names in one log.
+    # Earlier versions used other names. A run that an earlier version began has both names in its log.
     for old_name, name in RENAMED_FIELDS.get(record.get("type"), {}).items():
         if old_name in record:
             record[name] = record.pop(old_name)
@@ -72,11 +79,10 @@ class Damage(NamedTuple):
 
 
 def stream(file: Path, damaged: list[Damage] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of all sound lines of a runlog file, oldest first, one at a time, with little memory.
+    """Yield the records of all sound lines of a runlog file, oldest first. Holds only one line in memory.
 
     Args:
-        damaged: list that gets the damaged lines. A last line without a newline, which is still being written or was torn, is
-            ignored.
+        damaged: list to which the damaged lines are appended; a last line without a newline does not count as damaged.
     """
     if not file.exists():
         return
@@ -96,19 +102,23 @@ def backwards(file: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the records, newest first, and None for a damaged line. Reads no more of the file than needed."""
     if not file.exists():
         return
-    with open_regular(file) as handle, mapped(handle) as content:
+    with open_regular(file) as handle, map_content(handle) as content:
         # A last line without a newline is still being written, or was torn.
         line_end = content.rfind(b"\n")
         while line_end >= 0:
             line_start = content.rfind(b"\n", 0, line_end) + 1
-            yield _record_or_none(content[line_start:line_end])
+            try:
+                yield decode(content[line_start:line_end])
+            except BadLine:
+                yield None
+            # The byte before a line is the newline of the line before it. It is -1 before the first line.
             line_end = line_start - 1
 
 
 @contextmanager
-def mapped(handle: BinaryIO) -> Iterator[mmap.mmap | bytes]:
-    """Return a context with the content of a file, without reading all of it."""
-    # An empty file cannot be mapped.
+def map_content(handle: BinaryIO) -> Iterator[mmap.mmap | bytes]:
+    """Return a context with the content of a file, of which only the parts that are used are read."""
+    # mmap raises an error for an empty file.
     if not os.fstat(handle.fileno()).st_size:
         yield b""
         return
@@ -116,14 +126,7 @@ def mapped(handle: BinaryIO) -> Iterator[mmap.mmap | bytes]:
         yield content
 
 
-def _record_or_none(line: bytes) -> dict[str, Any] | None:
-    try:
-        return decode(line)
-    except BadLine:
-        return None
-
-
-def newest(file: Path) -> tuple[dict[str, Any] | None, int]:
+def read_newest(file: Path) -> tuple[dict[str, Any] | None, int]:
     """Return (record of the newest sound line, number of damaged lines after it)."""
     damaged = 0
     for record in backwards(file):
@@ -135,6 +138,7 @@ def newest(file: Path) -> tuple[dict[str, Any] | None, int]:
 
 def check_format(events: Path) -> None:
     """Raise `RunLogError` if a newer version wrote the log."""
+    # The first event of a log has its format, but it may stand on a damaged line, which is no reason to refuse the log.
     first = next(stream(events), None)
     if first and first.get("format", FORMAT) > FORMAT:
         raise RunLogError(
@@ -144,14 +148,18 @@ def check_format(events: Path) -> None:
 
 
 def repair(file: Path) -> dict[str, Any] | None:
-    """Move the bytes after the last newline to ``FILE.torn``. Return what was done; None if there are none."""
+    """Move the bytes after the last newline, those of a torn line, to ``FILE.torn``.
+
+    Returns:
+        the fields of an event ``repaired``; None if there are no such bytes.
+    """
     if not file.exists():
         return None
-    with open_regular(file) as handle, mapped(handle) as content:
+    with open_regular(file) as handle, map_content(handle) as content:
         torn = content[content.rfind(b"\n") + 1 :]
     if not torn:
         return None
-    # The bytes are saved before the file is cut, so that a crash between the two loses nothing.
+    # The bytes are saved before they are cut off, so that a crash between the two steps loses nothing.
     with open(file.with_name(file.name + ".torn"), "ab", opener=refuse_link) as torn_file:
         torn_file.write(torn + b"\n")
     os.truncate(file, file.stat().st_size - len(torn))

@@ -17,7 +17,7 @@ import psutil
 
 from zerobook.runlog import compare
 from zerobook.runlog.events import COMMON_FIELDS, Event, ending_types
-from zerobook.runlog.jsonl import backwards, newest
+from zerobook.runlog.jsonl import backwards, read_newest
 from zerobook.runlog.machine import Sampler, advise_on_full_gpu, describe_nearly_full
 from zerobook.runlog.writer import EVENTS, STEPS, RunLog
 from zerobook.utils.bars import tqdm
@@ -41,7 +41,7 @@ def begin(log: RunLog, *, config: dict[str, Any], versions: dict[str, str], step
     if previous.last is not None and not previous.has_ending:
         _write_crash_of(log, previous.last, previous.machine)
     # Steps that are done again get a branch of their own, so that (branch, step) stays unique.
-    newest_step, _ = newest(log.folder / STEPS)
+    newest_step, _ = read_newest(log.folder / STEPS)
     if newest_step is not None and newest_step["step"] > step:
         log.branch += 1
     log.event("run_start", step=step, config=config, versions=versions, **facts)
@@ -206,10 +206,9 @@ def log_failure(log: RunLog, output_dir: str | Path, rank: int) -> Iterator[None
         elif isinstance(error, KeyboardInterrupt):
             log.event("stop", reason="interrupted from the keyboard")
         else:
-            error_type = type(error).__name__
             # Notes such as the advice above are not part of the error's own text.
-            reason = " ".join([str(error) or error_type, *getattr(error, "__notes__", [])])
-            log.event("crash", reason=without_passwords(reason), error=error_type, traceback=trace[-4000:])
+            reason = " ".join([str(error) or type(error).__name__, *getattr(error, "__notes__", [])])
+            log.event("crash", reason=without_passwords(reason), error=type(error).__name__, traceback=trace[-4000:])
         raise
 
 
@@ -218,7 +217,7 @@ def log_hang(log: RunLog, output_dir: str | Path, rank: int, reason: str, text: 
 
     Args:
         reason: one sentence.
-        text: the report, with the stacks of this process's threads.
+        text: the whole report, with the stacks of threads.
     """
     if rank != 0:
         write_whole(Path(output_dir) / "runlog" / f"crash-rank-{rank}.txt", text)

@@ -1,6 +1,6 @@
-"""Append-only JSON Lines, one ``write`` a line, so that a crash can tear the last line at most.
+"""The writer of a runlog: append-only JSON Lines. A crash can tear the last line at most.
 
-Nothing heavy is imported here: the log opens in milliseconds, without torch.
+Nothing heavy such as torch is imported here, so that a log opens in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerobook.errors import LockedError
-from zerobook.runlog.jsonl import FORMAT, check_format, encode, newest, repair
+from zerobook.runlog.jsonl import FORMAT, check_format, encode, read_newest, repair
 from zerobook.utils import locks
 from zerobook.utils.terminal import say
 from zerobook.utils.writing import refuse_link
@@ -23,7 +23,7 @@ from zerobook.utils.writing import refuse_link
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
 GRACE_S = 15.0
-"""Seconds to wait for a lock: processes of a killed run, mostly loaders, hold its log until they end."""
+"""Seconds to wait for a lock. Processes that a killed run leaves behind, mostly data workers, hold its log until they end."""
 
 
 class RunLog:
@@ -53,20 +53,23 @@ class RunLog:
         check_format(self.folder / EVENTS)
         # Both files are locked by now, so no other process writes the torn lines that are moved away.
         repaired = [repair(self.folder / name) for name in (EVENTS, STEPS)]
-        last, damaged = newest(self.folder / EVENTS)
-        # A damaged line had a number, too, which is not given out again.
+        last, damaged = read_newest(self.folder / EVENTS)
+        # The events of damaged lines had numbers, which are not used a second time.
         self.seq: int = damaged
         self.attempt: int = 1
         self.branch: int = 0
-        if last:
+        if last is not None:
             self.seq += last["seq"] + 1
-            self.attempt = last["attempt"] + attempt
+            self.attempt = last["attempt"] + 1 if attempt else last["attempt"]
             self.branch = last["branch"]
-        self._lock = threading.RLock()  # samples of the machine come from a thread
+        # A thread writes the samples of the machine. `_write` holds the lock when it calls `event` again.
+        self._lock = threading.RLock()
+        # (file name, lines) of each write that the disk has not taken yet, oldest first.
         self._backlog: deque[tuple[str, bytes]] = deque(maxlen=self.BACKLOG)
+        # Number of writes that did not fit into the backlog.
         self._lost = 0
         if last is None:
-            # `check_format` reads it from the first line.
+            # `check_format` reads the format from the first line.
             self.event("runlog", format=FORMAT)
         elif damaged:
             self.event("repaired", file=EVENTS, damaged_lines_at_the_end=damaged)
@@ -74,12 +77,14 @@ class RunLog:
             if facts is not None:
                 self.event("repaired", **facts)
 
+    # Positional only, since events of spikes have a fact ``kind``.
     def event(self, kind: str, /, *, parent: int | None = None, durable: bool = True, **facts: Any) -> int:
-        """Append one event; returns its seq.
+        """Append one event, and return its number ``seq``.
 
         Args:
-            parent: seq of the event that caused it.
+            parent: seq of the event that caused this one.
             durable: wait until the event is on disk. If False, it outlives this process, but not a loss of power.
+            facts: the fields of this type of event.
         """
         with self._lock:
             record: dict[str, Any] = {
@@ -109,27 +114,28 @@ class RunLog:
             file.close()
 
     def _write(self, name: str, lines: bytes, durable: bool) -> None:
-        was_full = bool(self._backlog)
-        # A full backlog drops its oldest entry for each new one.
+        was_waiting = bool(self._backlog)
+        # A full backlog drops its oldest entry for the new one.
         if len(self._backlog) == self.BACKLOG:
             self._lost += 1
         self._backlog.append((name, lines))
         try:
-            # The oldest lines are written first, so the numbers in the file go up.
+            # The oldest lines are written first, so the numbers in the file go up. An entry leaves the backlog after its
+            # write, so that an error of the disk keeps it.
             while self._backlog:
-                file, waiting = self._backlog[0]
-                self._files[file].append(waiting, durable)
+                file_name, waiting_lines = self._backlog[0]
+                self._files[file_name].append(waiting_lines, durable)
                 self._backlog.popleft()
         except OSError as error:
-            # The first line that cannot be written warns, and no line after it.
-            if not was_full:
+            # One warning is enough until the disk takes lines again.
+            if not was_waiting:
                 say(
                     f"WARNING: {self.folder}: the runlog cannot be written ({error.strerror}); training goes on, and "
                     f"{self.BACKLOG:,} lines are held in memory until there is room.",
                     file=sys.stderr,
                 )
             return
-        if was_full:
+        if was_waiting:
             lost = self._lost
             self._lost = 0
             message = f"{self.folder}: the runlog is written again"
@@ -158,14 +164,14 @@ class NullRunLog(RunLog):
 
 
 class _File:
-    """A file for appending that one process holds. An error of the disk never leaves half a line in it."""
+    """A file that only one process can open for appending. An error of the disk never leaves half a line in it."""
 
     def __init__(self, path: Path):
         self.path = path
         self.handle = refuse_link(str(path), os.O_RDWR | os.O_APPEND | os.O_CREAT)
         if locks.lock(self.handle, wait=GRACE_S) is False:
             os.close(self.handle)
-            # The lock is on the log itself, which must not be deleted. A copy has no lock.
+            # The advice is a copy, since it has no lock, and the log itself must not be deleted.
             raise LockedError(
                 f"{path}: another process writes this log. Wait for that run, or give this one another --output_dir. If its "
                 "host is gone for good, a network disk may keep its lock for ever: "
@@ -176,14 +182,14 @@ class _File:
         before = os.fstat(self.handle).st_size
         try:
             written = os.write(self.handle, content)
-            # A disk that fills up takes the beginning of the content, without an error.
+            # A disk that fills up takes the beginning of the content, and reports no error. 28 is ENOSPC.
             if written != len(content):
                 raise OSError(28, "No space left on device")
-            # A network disk may say only now that it is full.
+            # A network disk may report only here that it is full.
             if durable:
                 os.fsync(self.handle)
         except OSError:
-            # Half a line in the middle of the file would be damage, and the content is written again later.
+            # The content is written again later. Half a line before it would be damage in the middle of the file.
             os.ftruncate(self.handle, before)
             raise
 
