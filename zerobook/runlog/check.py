@@ -28,7 +28,9 @@ def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
         counts["events"] += 1
         missing = [field for field in REQUIRED_FIELDS if field not in event]
         if missing:
-            problems_of_events.append(f"{EVENTS}, line {counts['events']}: it lacks {', '.join(missing)}.")
+            # Each line before it was read or is damaged.
+            line = counts["events"] + len(damaged_events)
+            problems_of_events.append(f"{EVENTS}, line {line}: it lacks {', '.join(missing)}.")
             continue
         # After a damaged line, a gap in the numbers is not a problem of its own.
         problems_of_events += _problems_after(previous, event, known_damage=bool(damaged_events))
