@@ -35,8 +35,8 @@ class StepRecord:
     """the objective's metrics until the log point: tensors, this rank's part of them; empty from then on"""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the line of ``steps.jsonl``."""
-        line = {
+        """Return the line of ``steps.jsonl``. Call it from the log point on, when the values are floats."""
+        line: dict[str, Any] = {
             "step": self.step,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
@@ -45,15 +45,18 @@ class StepRecord:
             "cursor": [*self.cursor],
             "ids": [int(sample) for sample in self.ids if sample >= 0],
         }
-        return line | ({"metrics": self.metrics} if self.metrics else {})
+        if self.metrics:
+            line["metrics"] = self.metrics
+        return line
 
 
 @dataclass(kw_only=True)
 class EvaluationRecord:
     """One evaluation.
 
-    ``result`` holds ``loss`` (nats per supervised token, over all ranks and datasets), ``tokens``, and the ``perplexity`` of a
-    cross-entropy; ``datasets``, the same by name, if there are several; the scorers' ``metrics``.
+    ``result`` holds ``loss`` (nats per supervised token, over all ranks and datasets), ``tokens``, and ``perplexity`` if the
+    loss is a cross-entropy. If there are several datasets, ``datasets`` holds the same values of each, by name. ``metrics``
+    holds the values of the scorers.
     """
 
     step: int
