@@ -25,15 +25,15 @@ from zerobook.config import OnSpike
 from zerobook.runlog.writer import EVENTS
 from zerobook.utils.writing import write_whole
 
+# Name of the folder, in the folder of the runlog.
 FOLDER = "commands"
-"""Folder in the runlog's folder."""
 MOST_BYTES = 1 << 16
+# Maximum number of files that are listed at one log point, so that many files do not block a run.
 MOST_FILES = 1000
-"""Maximum number of files that are read at one log point, so that many files do not block a run."""
 # Only files with such a name are read and removed. They sort by the time at which they were written.
 _NAME = re.compile(r"([0-9a-f]{16}-[0-9a-f]{8})\.json")
+# Action -> its argument. The other actions have none.
 _ARGUMENTS = {"rollback": "step", "lower_rate": "factor", "skip": "steps", "policy": "on_spike"}
-"""Action -> its argument. The other actions have none."""
 
 
 class Command(BaseModel):
@@ -60,15 +60,18 @@ class Command(BaseModel):
     @model_validator(mode="after")
     def _check_arguments(self) -> Command:
         for action, name in _ARGUMENTS.items():
-            if (getattr(self, name) is not None) != (action == self.action):
-                raise ValueError(f"{name} belongs to {action}, and to nothing else")
+            is_given = getattr(self, name) is not None
+            is_needed = action == self.action
+            if is_given != is_needed:
+                raise ValueError(f"{action} needs {name}, and no other action has it")
         if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
-            raise ValueError("the first step is at least 1, and not behind the last one")
+            raise ValueError("the first step must be at least 1, and not after the last one")
         return self
 
     @property
     def argument(self) -> int | float | str | tuple[int, int] | None:
-        return getattr(self, _ARGUMENTS.get(self.action, ""), None)
+        name = _ARGUMENTS.get(self.action)
+        return None if name is None else getattr(self, name)
 
 
 class Received(NamedTuple):
@@ -81,8 +84,8 @@ class Received(NamedTuple):
 
 
 def make_folder(runlog: Path) -> None:
-    """Make the folder. Nobody but this user can put a file into it."""
-    # Without the folder, the run trains, but takes no commands.
+    """Make the folder of commands. Nobody but this user can put a file into it."""
+    # If the folder cannot be made, the run trains and takes no commands.
     with suppress(OSError):
         (runlog / FOLDER).mkdir(mode=0o700, exist_ok=True)
 
@@ -108,23 +111,23 @@ def _file_of(runlog: Path, command_id: str) -> Path:
 
 
 def is_waiting(runlog: Path) -> bool:
-    """Return whether there is a command."""
-    with _opened(runlog) as folder:
-        return folder is not None and bool(_names(folder))
+    """Return whether there is a command that the run has not taken."""
+    with _open_folder(runlog) as folder:
+        return folder is not None and bool(_list_names(folder))
 
 
 def take_oldest(runlog: Path) -> Received | None:
-    """Take the oldest command out of the folder; None if there is none."""
-    # An error of the disk does not end the training: the command stays, or is lost.
-    with _opened(runlog) as folder, suppress(OSError):
+    """Remove the oldest command from the folder, and return it; None if there is none."""
+    # An error of the disk does not end the training. The command then stays, or is lost.
+    with _open_folder(runlog) as folder, suppress(OSError):
         if folder is None:
             return None
-        for name in _names(folder):
-            user, content, problem = _read(name, folder, owner=os.stat(runlog / EVENTS).st_uid)
+        for name in _list_names(folder):
+            user, content, problem = _read_file(name, folder, owner=os.stat(runlog / EVENTS).st_uid)
             try:
                 os.unlink(name, dir_fd=folder)
             except OSError:
-                # It was withdrawn, or is something that cannot be removed, such as a folder.
+                # The command was withdrawn, or the entry cannot be removed, such as a folder.
                 continue
             command = None
             if problem is None:
@@ -134,12 +137,13 @@ def take_oldest(runlog: Path) -> Received | None:
 
 
 @contextmanager
-def _opened(runlog: Path) -> Iterator[int | None]:
-    """Return a context with the open folder, or with None if there is none. A link is not followed, since files are removed."""
+def _open_folder(runlog: Path) -> Iterator[int | None]:
+    """Return a context with the file descriptor of the folder of commands; None if the folder cannot be opened."""
     try:
+        # A link is refused, since files in another folder would be removed.
         folder = os.open(runlog / FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        # The training goes on without a folder, or a disk.
+        # A missing folder or a broken disk does not end the training.
         yield None
         return
     try:
@@ -148,7 +152,8 @@ def _opened(runlog: Path) -> Iterator[int | None]:
         os.close(folder)
 
 
-def _names(folder: int) -> list[str]:
+# The names of the files of commands, oldest first.
+def _list_names(folder: int) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in islice(entries, MOST_FILES)]
@@ -157,12 +162,12 @@ def _names(folder: int) -> list[str]:
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
-def _read(name: str, folder: int, owner: int) -> tuple[str, bytes, str | None]:
-    """Return the name of the file's owner, the content, and the reason if the file is refused; else None.
+def _read_file(name: str, folder: int, owner: int) -> tuple[str, bytes, str | None]:
+    """Return (name of the file's owner, content, why the file is refused; None if it is not).
 
     Args:
         owner: user id of the runlog's owner. The file must belong to this user, or to the user of this process. The two differ
-            on a file server that maps user ids, which maps those of both files alike.
+            if a file server maps user ids to others. It does so for the files of commands as for the runlog.
     """
     try:
         # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it.
@@ -171,11 +176,11 @@ def _read(name: str, folder: int, owner: int) -> tuple[str, bytes, str | None]:
         return "somebody", b"", f"it cannot be read ({error.strerror})"
     try:
         facts = os.fstat(file)
-        user = _name_of(facts.st_uid)
+        user = _user_name(facts.st_uid)
         if not stat.S_ISREG(facts.st_mode):
             return user, b"", "it is not a regular file"
         if facts.st_uid not in (owner, os.geteuid()):
-            return user, b"", f"only {_name_of(owner)}, who runs this, may command it"
+            return user, b"", f"only {_user_name(owner)}, who runs this, may command it"
         if facts.st_size > MOST_BYTES:
             return user, b"", f"it is larger than {MOST_BYTES} bytes"
         return user, os.read(file, MOST_BYTES), None
@@ -188,13 +193,15 @@ def _parse(content: bytes) -> tuple[Command | None, str | None]:
         return Command.model_validate_json(content), None
     except ValidationError as error:
         detail = error.errors()[0]
-        place = ".".join(map(str, detail["loc"]))
-        return None, f"it is malformed: {f'{place}: ' if place else ''}{detail['msg']}"[:300]
+        field = ".".join(map(str, detail["loc"]))
+        # An error of the command as a whole has no field.
+        problem = f"{field}: {detail['msg']}" if field else detail["msg"]
+        return None, f"it is malformed: {problem}"[:300]
 
 
-def _name_of(user_id: int) -> str:
+def _user_name(user_id: int) -> str:
     try:
         return pwd.getpwuid(user_id).pw_name
     except KeyError:
-        # A container need not know the users of a shared disk.
+        # A container may not know the users of a shared disk.
         return f"user {user_id}"

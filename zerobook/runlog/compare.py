@@ -1,4 +1,4 @@
-"""Differences between two attempts, of one run or of two: settings, launch, versions, and the first step whose loss differs."""
+"""Differences between two attempts, of one run or of two runs: settings, launch, versions, first step whose loss differs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ LAUNCH = {
     "precision": "precision",
     "config_file": "config_file",
 }
-"""Field of a launch plan that is compared -> its name for people. The other fields follow from these, or are in the config."""
+"""Field of a launch plan that is compared -> its name for people. All other fields follow from these and the config."""
 
 
 def launch(run_start: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the launch of a ``run_start`` event as flat facts: strategy, processes, device, precision, DeepSpeed's keys."""
+    """Return the launch of a ``run_start`` event as name -> value: strategy, processes, device, precision, DeepSpeed's keys."""
     plan = run_start.get("plan") or {}
     live = run_start.get("live") or {}
     facts = {LAUNCH[key]: plan[key] for key in LAUNCH if key in plan}
-    # A run that was started without a launch plan tells its strategy among the live facts.
+    # The field ``live`` has the strategy of a run that was started without a launch plan.
     if "strategy" not in facts and "strategy" in live:
         facts["strategy"] = live["strategy"]
-    return facts | _flat("deepspeed", plan.get("deepspeed_config") or {})
+    return facts | _flatten("deepspeed", plan.get("deepspeed_config") or {})
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+# Nested values as ``prefix.key.key`` -> value.
+def _flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{prefix}.{key}"
         if isinstance(value, Mapping):
-            flat |= _flat(path, value)
+            flat |= _flatten(path, value)
         else:
             flat[path] = value
     return flat
@@ -42,17 +43,17 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
     """Return key -> [before, now] of all keys that differ. A tuple equals the list that JSON makes of it."""
     differing = {}
     for key in sorted(set(before) | set(now)):
-        if _json(before.get(key)) != _json(now.get(key)):
+        if _tuple_as_list(before.get(key)) != _tuple_as_list(now.get(key)):
             differing[key] = [before.get(key), now.get(key)]
     return differing
 
 
-def _json(value: Any) -> Any:
+def _tuple_as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
 def first_differing_step(losses: Mapping[int, float | None], other_losses: Mapping[int, float | None]) -> int | None:
-    """Return the first step that both have and whose loss is not the same, bit for bit; None if all are."""
+    """Return the first step that both have and whose losses are not equal bit for bit; None if all losses are equal."""
     for step in sorted(set(losses) & set(other_losses)):
         if losses[step] != other_losses[step]:
             return step

@@ -24,7 +24,8 @@ def model_name(config: Mapping[str, Any]) -> str:
 
 
 def trains_adapters(config: Mapping[str, Any]) -> bool:
-    """Return whether a run trains adapters. ``config`` may be one without the key ``adapter``, of an earlier version."""
+    """Return whether a run trains adapters. ``config`` may be one of an earlier version."""
+    # Earlier versions had no key ``adapter``. Their configs had ``lora_r`` if adapters were trained.
     return bool(config.get("adapter", "lora_r" in config) or config.get("adapter_path"))
 
 
@@ -42,7 +43,7 @@ def run_facts(history: History) -> dict[str, str]:
     if not starts:
         return {}
     config = starts[-1]["config"]
-    # A config may have a rank even if no adapters are trained.
+    # The key has a default, so a config has a rank even if no adapters are trained.
     adapter_rank = config.get("lora_r") if trains_adapters(config) else None
     facts = {
         "model": model_name(config),
@@ -57,7 +58,7 @@ def run_facts(history: History) -> dict[str, str]:
 
 
 def code_version(run_start: Event) -> str:
-    """Return the recipe's file with the git commit that it was run from, as far as they are known."""
+    """Return the recipe's file with the git commit that it was run from, as far as the event has them; else an empty text."""
     code = run_start.get("code") or {}
     if not code.get("commit"):
         return str(code.get("file") or "")
@@ -66,13 +67,12 @@ def code_version(run_start: Event) -> str:
 
 
 def run_results(history: History) -> dict[str, Any]:
-    """Return the results of a run: figures as numbers, None for what was not measured or is not finite.
+    """Return the results of a run by name. A value that was not measured or is not finite is None.
 
-    Returns:
-        ``state``; ``step`` and ``total_steps``; ``loss`` and ``best_loss``, nats per supervised token of the held-out data, the
-        last and the lowest; ``best_step``; ``tokens_per_second``, the median of the log points; ``memory``, bytes of rank 0 at
-        the peak: of torch's allocator on a GPU, else of its process and loaders; ``trained_parameters``; and
-        ``held_out_fingerprint`` of the data that both losses were measured on, None if the log has none.
+    ``state`` is the ending of the newest attempt. ``loss`` and ``best_loss`` are the last and the lowest held-out loss, in nats
+    per supervised token. ``held_out_fingerprint`` is that of the data on which both were measured. ``tokens_per_second`` is the
+    median of the log points. ``memory`` is the peak of rank 0, in bytes: of torch's allocator on a GPU, or else of the process
+    and its data workers. The other values are ``step``, ``total_steps``, ``best_step`` and ``trained_parameters``.
     """
     evaluations = [event for event in history.current_evaluations() if "loss" in event]
     fingerprint = evaluations[-1].get("held_out_fingerprint") if evaluations else None
@@ -94,7 +94,7 @@ def run_results(history: History) -> dict[str, Any]:
     if metrics:
         results["step"] = metrics[-1]["steps"][1]
         speeds = [event["tokens_per_second"] for event in metrics]
-        # The first log point of a run contains its start.
+        # The first log point contains the slow start of the run. It counts only if there is no other one.
         results["tokens_per_second"] = statistics.median(speeds[1:] or speeds)
     samples = history.of("machine")
     if samples:
@@ -105,13 +105,14 @@ def run_results(history: History) -> dict[str, Any]:
     return results
 
 
+# Bytes, from a ``machine`` event.
 def _peak_memory(machine: Event) -> int:
     allocator = machine.get("allocator")
     return allocator["reserved_peak"] if allocator else machine["own"]
 
 
 def short_name(name: str, most_characters: int = 24) -> str:
-    """Return the last part of a long path.
+    """Return a name, or only the last part if it is a long path.
 
     >>> short_name("outputs/run"), short_name("/data/of/a/long/name/train.jsonl")
     ('outputs/run', '.../train.jsonl')

@@ -16,21 +16,21 @@ from zerobook.runlog.events import EVENT_TYPES, Event, ending_types, sentence
 from zerobook.runlog.history import History, event_time, is_finished_rollback
 from zerobook.utils.terminal import plain
 
+# Maximum number of points of a curve over steps.
 POINTS = 2_000
-"""Points of a curve at most. The lowest and the highest of each chunk are kept, so no spike is lost."""
+# Maximum number of points of a curve over time.
 TIME_POINTS = 400
-"""Points of a line over time at most."""
+# Number of points of abandoned steps, over all branches.
 ABANDONED_POINTS = 4_000
-"""Points of the steps that were abandoned, of all branches together."""
+# Maximum number of characters of an event's text beside the pointer.
 MOST_TEXT = 300
-"""Characters of an event's sentence beside the pointer."""
 
 HELD_OUT_COLOURS = ("magenta", "teal", "brown", "slate", "violet")
 LINE_COLOURS = ("blue", "orange", "green", "violet", "ochre", "teal", "magenta", "slate")
 
 SERIES = ("step", "loss", "grad_norm", "learning_rate")
+# Name in `SERIES` -> the values of all steps.
 Columns = dict[str, list]
-"""Name in `SERIES` -> the values of all steps."""
 
 
 @dataclass(kw_only=True)
@@ -248,8 +248,8 @@ def _label(event: Event) -> str:
 
 
 # --- scores over steps
+# Maximum number of scores that are drawn. The log has all.
 MOST_SCORES = 12
-"""Maximum number of scores that are drawn. The log has all."""
 
 
 def score_curves(history: History) -> dict[str, dict[int, float]]:
@@ -312,8 +312,8 @@ def _make_time_curve(name: str, points: list[tuple[float, float]], colour: str) 
 
 
 # --- speed and memory over time
+# Share of the time spent waiting for data from which the page warns.
 MOST_DATA_WAIT = 0.1
-"""Share of the time spent waiting for data from which the page warns."""
 
 
 def warn_of_data_wait(history: History) -> str:
@@ -386,6 +386,7 @@ def _over_time(events: Sequence[Event], value: Callable[[Event], float | None]) 
 
 
 # --- phases of a step
+# Phase of a step -> (its name in the figure, colour).
 PHASES = {
     "data": ("waiting for data", "ochre"),
     "forward": ("forward", "blue"),
@@ -395,7 +396,6 @@ PHASES = {
     "evaluate": ("evaluation", "magenta"),
     "save": ("saving", "green"),
 }
-"""Phase of a step -> (its name in the figure, colour)."""
 
 
 def step_times(history: History) -> dict[str, tuple[list[int], list[float]]]:

@@ -22,8 +22,8 @@ from zerobook.utils.terminal import say
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_CGROUPS = Path("/proc/self/cgroup")
+# Share of memory in use from which a warning is given.
 FULL = 0.92
-"""Share of memory in use from which a warning is given."""
 SECONDS = 30.0
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 """Variable from which torch 2.13 and versions before it read the CUDA allocator's settings. If it is not set, 2.13 reads
