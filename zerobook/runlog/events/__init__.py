@@ -1,4 +1,4 @@
-"""The types of events of a runlog. A new one is declared in one of the modules here; nothing else names it."""
+"""The types of events of a runlog. To add a type, declare it in one of the modules here. No list has to be extended."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ COMMON_FIELDS = {
 
 
 def sentence(event: Event) -> str:
-    """Return one event in words, on one line and without control characters. HTML has to escape it."""
+    """Return one event in words, on one line and without control characters. The text is not escaped for HTML."""
     event_type = EVENT_TYPES.get(event["type"])
+    # A log of another version may have types that are not known here.
     if event_type is None or event_type.sentence is None:
         fields = [f"{name} {value}" for name, value in event.items() if name not in COMMON_FIELDS]
         words = f"{event['type']}: {', '.join(fields)}"
@@ -51,12 +52,12 @@ def sentence(event: Event) -> str:
 
 def style(event: Event) -> str:
     """Return the CSS class of the event's entry on the report page; an empty string if it has none."""
-    return _setting(event, "style", "")
+    return _read_setting(event, "style", "")
 
 
 def is_quiet(event: Event) -> bool:
     """Return whether lists of events leave the event out."""
-    return _setting(event, "is_quiet", False)
+    return _read_setting(event, "is_quiet", False)
 
 
 def ending_types() -> tuple[str, ...]:
@@ -65,12 +66,15 @@ def ending_types() -> tuple[str, ...]:
 
 
 def ending_in_words(event: Event) -> str:
-    """Return how a run is called that ended with this event of `ending_types`."""
-    return _setting(event, "ending", "")
+    """Return the status of a run after an event that ended it, such as ``Finished``; an empty string for other events."""
+    return _read_setting(event, "ending", "")
 
 
-def _setting(event: Event, name: str, default: Any) -> Any:
-    """Return an attribute of the event's type, which may be a function of the event; ``default`` for an unknown type."""
+def _read_setting(event: Event, name: str, default: Any) -> Any:
+    """Return the attribute ``name`` of the event's type, or ``default`` if this version does not know the type.
+
+    If the attribute is a function, it is called with the event.
+    """
     event_type = EVENT_TYPES.get(event["type"])
     if event_type is None:
         return default

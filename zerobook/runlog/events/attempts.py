@@ -7,9 +7,9 @@ from zerobook.runlog.formatting import far_above_best, figure, next_step_after_s
 from zerobook.utils.units import counted
 
 
-def _differences(what: str, event: Event) -> str:
+def _describe_differences(title: str, event: Event) -> str:
     changes = [f"{key} {before} -> {now}" for key, (before, now) in event["differing"].items()]
-    return f"{what}: {'; '.join(changes)}."
+    return f"{title}: {'; '.join(changes)}."
 
 
 declare(
@@ -65,7 +65,7 @@ declare(
     fields={"differing": "key: [before, now]"},
 )
 def _config_diff(event: Event) -> str:
-    return _differences("Other settings than before", event)
+    return _describe_differences("Other settings than before", event)
 
 
 @declare(
@@ -74,7 +74,7 @@ def _config_diff(event: Event) -> str:
     fields={"differing": "key: [before, now]"},
 )
 def _launch_diff(event: Event) -> str:
-    return _differences("Another launch than before", event)
+    return _describe_differences("Another launch than before", event)
 
 
 @declare(
@@ -83,7 +83,7 @@ def _launch_diff(event: Event) -> str:
     fields={"differing": "key: [before, now]"},
 )
 def _env_diff(event: Event) -> str:
-    return _differences("Another environment than before", event)
+    return _describe_differences("Another environment than before", event)
 
 
 @declare(
@@ -121,6 +121,7 @@ def _resume(event: Event) -> str:
 )
 def _preempted(event: Event) -> str:
     signal = "Ctrl-C" if event["signal"] == "SIGINT" else event["signal"]
+    # Logs of earlier versions lack the field ``saved``.
     saved = "saved" if event.get("saved", True) else "not saved"
     return f"{signal} received at step {event['step']}: {saved}, left with exit code {event['exit_code']}."
 
@@ -142,7 +143,7 @@ def _preempted(event: Event) -> str:
     style="bad",
 )
 def _stop(event: Event) -> str:
-    # A person who stopped the run needs no advice.
+    # Ctrl-C has no field ``why``, and a command has ``by``. A person who stopped the run needs no advice.
     if "why" not in event or event.get("by"):
         return f"STOPPED: {event.get('why') or event.get('reason')}."
     return f"STOPPED: {event['why']}. {next_step_after_stop(event.get('go_on_from'))}"
@@ -164,6 +165,7 @@ def _stop(event: Event) -> str:
     style="bad",
 )
 def _crash(event: Event) -> str:
+    # A later attempt writes the crash of an attempt that was killed.
     subject = f"Attempt {event['of_attempt']}" if event.get("of_attempt") else "CRASH"
     return f"{subject}: {event['reason'].rstrip('.')}."
 

@@ -27,6 +27,7 @@ def _checkpoint(event: Event) -> str:
         "proven_good": f"Checkpoint of step {step} is proven good: training continued without a spike.",
         "not_saved": f"No checkpoint of step {step}: {event.get('reason')}.",
     }
+    # Earlier versions wrote further states.
     return sentences.get(state, f"Checkpoint of step {step}: {state}.")
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 Event = dict[str, Any]
 """A line of ``events.jsonl``."""
-# A function that describes an event in words.
-Words = Callable[[Event], str]
+# A function that makes a text of an event: a sentence, the name of a CSS class, or the status of the run after the event.
+MakeText = Callable[[Event], str]
 
 EVENT_TYPES: dict[str, EventType] = {}
 """Name of a type -> its declaration. `declare` fills it."""
 
 
-def step_of(event: Event) -> int | None:
+def _get_step(event: Event) -> int | None:
     return event.get("step")
 
 
@@ -27,21 +27,21 @@ class Mark:
     """name of a colour in the page's palette, or any colour of CSS"""
     symbol: str
     """one character, which is drawn"""
-    step: Callable[[Event], int | None] = step_of
-    """returns the step at which the event is drawn; None if it is not drawn"""
+    step: Callable[[Event], int | None] = _get_step
+    """function that returns the step at which an event is drawn; None if it is not drawn"""
 
 
 @dataclass(kw_only=True)
 class EventType:
-    """A type of event. `declare` describes the attributes."""
+    """A type of event. The docstring of `declare` describes the attributes."""
 
     when: str
     fields: dict[str, str]
-    sentence: Words | None
-    style: str | Words
+    sentence: MakeText | None
+    style: str | MakeText
     mark: Mark | None
     is_quiet: bool | Callable[[Event], bool]
-    ending: str | Words
+    ending: str | MakeText
 
 
 def declare(
@@ -49,30 +49,32 @@ def declare(
     *,
     when: str,
     fields: dict[str, str],
-    style: str | Words = "",
+    style: str | MakeText = "",
     mark: Mark | None = None,
     is_quiet: bool | Callable[[Event], bool] = False,
-    ending: str | Words = "",
-) -> Callable[[Words], Words]:
-    """Declare a type of event, as a decorator of the function that describes such an event in words.
+    ending: str | MakeText = "",
+) -> Callable[[MakeText], MakeText]:
+    """Declare a type of event, and return a decorator for the function that describes such an event in a sentence.
 
-    Without such a function, readers of the log see the event's type and fields.
+    If nothing is decorated, lists show the event's type and fields instead of a sentence.
 
     Args:
         when: a sentence on when the event is written, for docs/reference/runlog.md.
         fields: name -> meaning of the fields of this type alone. A field without a value is left out of the event, or null.
         style: CSS class of the event's entry on the report page: ``bad``, ``warn``, ``good``, or empty.
         mark: how the event is drawn on the loss curve; None if it is not drawn.
-        is_quiet: leave the event out of the list of events on the page and in the terminal.
-        ending: only for events that end an attempt: the status of the run after such an event, such as "finished".
+        is_quiet: whether the lists of events on the page and in the terminal leave the event out.
+        ending: status of the run after the event, such as "Finished"; empty if the event does not end an attempt.
 
     Returns:
-        The decorator. Its function may return text from data or users: `sentence` makes it safe for a terminal, not for HTML.
+        The decorator. The decorated function may put text of data or users into its sentence: the function `sentence` of this
+        package makes the text safe for a terminal, but not for HTML.
     """
+    # The type is declared now, so that a type without a sentence needs no decorated function.
     event_type = EventType(when=when, fields=fields, sentence=None, style=style, mark=mark, is_quiet=is_quiet, ending=ending)
     EVENT_TYPES[name] = event_type
 
-    def add_sentence(sentence: Words) -> Words:
+    def add_sentence(sentence: MakeText) -> MakeText:
         event_type.sentence = sentence
         return sentence
 

@@ -16,6 +16,7 @@ _FINDING_FIELDS = {
     "peak": "highest loss since the onset",
     "reason": "the reason in words",
 }
+# Kind of a finding -> the beginning of its sentence.
 _FINDING_TITLES = {
     "armed": "Something may be coming",
     "outlier": "Odd data",
@@ -28,6 +29,7 @@ _FINDING_TITLES = {
     "reset": "The beginning over again",
     "chronic": "Spikes again and again",
 }
+# Action of a decision -> what it does.
 _ACTIONS = {
     "replay": "go back and do the same steps again, with nothing changed",
     "skip": "go back and leave the samples of those steps out",
@@ -84,6 +86,7 @@ def _finding(event: Event) -> str:
 def _command(event: Event) -> str:
     action = event["action"] or "a command"
     argument = event["argument"]
+    # First and last step, of the command ``skip``.
     if isinstance(argument, list):
         argument = "-".join(map(str, argument))
     command = action
@@ -111,9 +114,11 @@ def _command(event: Event) -> str:
     },
 )
 def _decision(event: Event) -> str:
+    words = f"Decision: {_ACTIONS[event['action']]} ({event['rule']}). Why: {event['why']}."
     other_actions = [_ACTIONS[option] for option in event["options"] if option != event["action"]]
-    rest = f" Still left: {'; '.join(other_actions)}." if other_actions else ""
-    return f"Decision: {_ACTIONS[event['action']]} ({event['rule']}). Why: {event['why']}.{rest}"
+    if other_actions:
+        words += f" Still left: {'; '.join(other_actions)}."
+    return words
 
 
 @declare(
@@ -196,8 +201,8 @@ def _lr_change(event: Event) -> str:
 def _verify(event: Event) -> str:
     if event["after"] == "replay":
         if event["reproduced"]:
-            return "Done again from the same state, what happened comes again: the data or the learning rate."
-        return "Done again from the same state, what happened does not come again: hardware, or chance."
+            return "In the replay from the same state, the spike came again, so the data or the learning rate caused it."
+        return "In the replay from the same state, the spike did not come again, so hardware or chance caused it."
     first, last = event["steps"]
     difference = figure(event["largest_relative_difference"], ".1e")
     steps = f"Step {first}" if first == last else f"Steps {first} to {last}"

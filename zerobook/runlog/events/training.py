@@ -102,6 +102,7 @@ def _memory_warning(event: Event) -> str:
     style="warn",
 )
 def _straggler(event: Event) -> str:
+    # The event has all fields of `Slow`.
     slow = Slow(**{field: event[field] for field in Slow._fields})
     return f"Step {event['step']}: {describe_slow(slow)}."
 
