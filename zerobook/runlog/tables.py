@@ -11,8 +11,8 @@ from zerobook.runlog.formatting import figure
 from zerobook.runlog.history import Branch, History, event_time, find_ending, time_spent
 from zerobook.utils.units import duration
 
+# Maximum number of ranges of sample numbers in one cell of a table.
 MOST_RANGES = 60
-"""Ranges of sample numbers that a table lists."""
 
 
 class Table(NamedTuple):
