@@ -25,7 +25,7 @@ def problems(folder: Path) -> tuple[list[str], dict[str, int]]:
     return problems_of_events + problems_of_steps, {"events": events, "steps": steps}
 
 
-# The problems of the file of events, and the number of lines that could be read.
+# Return the problems of the file of events, and the number of lines that could be read.
 def _check_events(file: Path) -> tuple[list[str], int]:
     problems: list[str] = []
     damaged: list[Damage] = []
@@ -43,7 +43,7 @@ def _check_events(file: Path) -> tuple[list[str], int]:
     return damage + problems, readable_lines
 
 
-# The same for the file of steps.
+# Return the problems of the file of steps, and the number of lines that could be read.
 def _check_steps(file: Path) -> tuple[list[str], int]:
     damaged: list[Damage] = []
     times_written: Counter[tuple[int, int]] = Counter()

@@ -43,9 +43,9 @@ class Command(BaseModel):
 
     action: Literal["rollback", "lower_rate", "skip", "save", "stop", "policy"]
     step: int | None = Field(None, ge=1)
-    """of the checkpoint to go back to"""
+    """step of the checkpoint to go back to"""
     factor: float | None = Field(None, gt=0, lt=1)
-    """of the learning rate"""
+    """number by which the learning rate is multiplied"""
     steps: tuple[int, int] | None = None
     """first and last step whose samples are left out"""
     on_spike: OnSpike | None = None
@@ -59,6 +59,7 @@ class Command(BaseModel):
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Command:
+        # Each argument must be given with its action, and with no other one.
         for action, name in _ARGUMENTS.items():
             is_given = getattr(self, name) is not None
             is_needed = action == self.action
@@ -75,7 +76,7 @@ class Command(BaseModel):
 
 
 class Received(NamedTuple):
-    """A command as rank 0 took it. If it is malformed, ``problem`` says why, and ``command`` is None."""
+    """A command as rank 0 took it. If its file is refused or malformed, ``problem`` says why, and ``command`` is None."""
 
     command_id: str
     user: str
@@ -93,20 +94,20 @@ def make_folder(runlog: Path) -> None:
 def send(runlog: Path, command: Command) -> str:
     """Put a command into the folder of a run, and return its id."""
     command_id = f"{time.time_ns():016x}-{secrets.token_hex(4)}"
-    write_whole(_file_of(runlog, command_id), command.model_dump_json(exclude_none=True), durable=True)
+    write_whole(_command_file(runlog, command_id), command.model_dump_json(exclude_none=True), durable=True)
     return command_id
 
 
 def withdraw(runlog: Path, command_id: str) -> bool:
     """Remove a command that was not taken. Return False if the run has taken it: only one process can remove the file."""
     try:
-        _file_of(runlog, command_id).unlink()
+        _command_file(runlog, command_id).unlink()
     except FileNotFoundError:
         return False
     return True
 
 
-def _file_of(runlog: Path, command_id: str) -> Path:
+def _command_file(runlog: Path, command_id: str) -> Path:
     return runlog / FOLDER / f"{command_id}.json"
 
 
@@ -131,7 +132,7 @@ def take_oldest(runlog: Path) -> Received | None:
                 continue
             command = None
             if problem is None:
-                command, problem = _parse(content)
+                command, problem = _parse_command(content)
             return Received(name.removesuffix(".json"), user, command, problem)
     return None
 
@@ -152,7 +153,7 @@ def _open_folder(runlog: Path) -> Iterator[int | None]:
         os.close(folder)
 
 
-# The names of the files of commands, oldest first.
+# Return the names of the files of commands, oldest first.
 def _list_names(folder: int) -> list[str]:
     try:
         with os.scandir(folder) as entries:
@@ -188,7 +189,7 @@ def _read_file(name: str, folder: int, owner: int) -> tuple[str, bytes, str | No
         os.close(file)
 
 
-def _parse(content: bytes) -> tuple[Command | None, str | None]:
+def _parse_command(content: bytes) -> tuple[Command | None, str | None]:
     try:
         return Command.model_validate_json(content), None
     except ValidationError as error:

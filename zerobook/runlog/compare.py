@@ -27,7 +27,7 @@ def launch(run_start: Mapping[str, Any]) -> dict[str, Any]:
     return facts | _flatten("deepspeed", plan.get("deepspeed_config") or {})
 
 
-# Nested values as ``prefix.key.key`` -> value.
+# Return nested values as one dictionary: ``prefix.key.key`` -> value.
 def _flatten(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():

@@ -105,7 +105,7 @@ def run_results(history: History) -> dict[str, Any]:
     return results
 
 
-# Bytes, from a ``machine`` event.
+# Return the peak of rank 0 up to a ``machine`` event, in bytes.
 def _peak_memory(machine: Event) -> int:
     allocator = machine.get("allocator")
     return allocator["reserved_peak"] if allocator else machine["own"]

@@ -119,7 +119,8 @@ def make_steps_chart(
     loss = Panel(title="loss", curves=[], height=300)
     norm = Panel(title="gradient norm", curves=[], is_log=True)
     rate = Panel(title="learning rate", curves=[])
-    # Branches share a number of points, so that the page stays small. A branch has at least 40, so that its form is seen.
+    # All abandoned branches together have `ABANDONED_POINTS`, so that the page stays small. A branch has at least 40 points,
+    # so that its form can be seen.
     points_of_branch = max(40, ABANDONED_POINTS // max(1, len(abandoned)))
     abandoned_losses: dict[int, dict[int, Any]] = {}
     for branch, columns in sorted(abandoned.items()):
@@ -134,8 +135,8 @@ def make_steps_chart(
     # On a linear axis, the end of a loss that falls far would look flat. The last curve is that of the current steps.
     losses = [value for value in loss.curves[-1].y if value is not None]
     loss.is_log = bool(losses) and min(losses) > 0 and max(losses) > 20 * min(losses)
-    for (name, curve), colour in zip(held_out_losses.items(), cycle(HELD_OUT_COLOURS), strict=False):
-        loss.curves.append(Curve(name=name, x=list(curve), y=list(curve.values()), colour=colour, kind="dotted"))
+    for (name, values), colour in zip(held_out_losses.items(), cycle(HELD_OUT_COLOURS), strict=False):
+        loss.curves.append(Curve(name=name, x=list(values), y=list(values.values()), colour=colour, kind="dotted"))
     loss.curves += _make_marks(events, dict(zip(current["step"], current["loss"], strict=True)), abandoned_losses)
     return Chart(panels=[loss, norm, rate])
 
@@ -159,15 +160,16 @@ def _read_columns(records: Iterable[dict[str, Any]], last_current_step: dict[int
     return current, abandoned
 
 
-def _make_curve(columns: Columns, name: str, title: str, colour: str, most: int) -> Curve:
-    steps, values = thin(columns["step"], columns[name], most)
+def _make_curve(columns: Columns, name: str, title: str, colour: str, most_points: int) -> Curve:
+    steps, values = thin(columns["step"], columns[name], most_points)
     return Curve(name=title, x=steps, y=values, colour=colour)
 
 
 def thin(steps: Sequence[float], values: Sequence[float | None], most: int = POINTS) -> tuple[list[float], list[float | None]]:
     """Return (steps, values) of at most ``most`` of the points, without values that are not finite.
 
-    Of more points, each chunk keeps its lowest and its highest one, so that no spike is lost.
+    If there are more points, they are divided into chunks, and of each chunk the lowest and the highest point stay, so that no
+    spike is lost.
     """
     points = []
     for step, value in zip(steps, values, strict=True):
@@ -242,7 +244,7 @@ def _make_marks(
     return list(marks.values())
 
 
-# The text beside the pointer when it is at the mark of an event.
+# Return the text that is shown beside the pointer at the mark of an event.
 def _label(event: Event) -> str:
     return f"[{event['seq']}] {sentence(event)}"[:MOST_TEXT]
 
@@ -289,11 +291,12 @@ def _make_timeline(history: History) -> Chart:
     # The end of a run that is done is not marked.
     failures = history.of(*(set(ending_types()) - {"run_end"}))
     curves += [_make_time_marks(spikes, "spike", "▲"), _make_time_marks(failures, "stopped", "✕")]
+    # A curve without points would only have a name in the legend.
     curves = [curve for curve in curves if curve.x]
     return Chart(panels=[Panel(title="step", curves=curves, height=230, lowest=0)], is_time=True)
 
 
-# Seconds since 1970. A tenth of a second is enough for a chart, and keeps the page small.
+# Return seconds since 1970. A tenth of a second is exact enough for a chart, and keeps the page small.
 def _timestamp(event: Event) -> float:
     return round(event_time(event).timestamp(), 1)
 
@@ -336,24 +339,24 @@ def _make_machine_chart(history: History) -> Chart | None:
     log_points = history.of("metrics")
     samples = history.of("machine")
     speed = {
-        "supervised tokens/s": _over_time(log_points, lambda event: event["tokens_per_second"]),
-        "all tokens/s": _over_time(log_points, lambda event: event.get("all_tokens_per_second")),
+        "supervised tokens/s": _collect_points(log_points, lambda event: event["tokens_per_second"]),
+        "all tokens/s": _collect_points(log_points, lambda event: event.get("all_tokens_per_second")),
     }
     shares = {
-        "waiting for data": _over_time(log_points, lambda event: event["data_wait"]),
-        "MFU": _over_time(log_points, lambda event: event.get("mfu")),
+        "waiting for data": _collect_points(log_points, lambda event: event["data_wait"]),
+        "MFU": _collect_points(log_points, lambda event: event.get("mfu")),
     }
     host = {
-        "host memory": _over_time(samples, lambda event: event["memory_used"] / 2**30),
-        "this run": _over_time(samples, lambda event: event["own"] / 2**30),
+        "host memory": _collect_points(samples, lambda event: event["memory_used"] / 2**30),
+        "this run": _collect_points(samples, lambda event: event["own"] / 2**30),
     }
     gpu_memory = {}
     number_of_gpus = max((len(event["gpus"]) for event in samples), default=0)
     for index in range(number_of_gpus):
         # Samples of an attempt on another machine may have fewer GPUs.
-        present = [event for event in samples if index < len(event["gpus"])]
-        gpu_memory[f"GPU {index} memory"] = _over_time(present, partial(_read_gpu, index, "memory_used", 2**30))
-        shares[f"GPU {index} busy"] = _over_time(present, partial(_read_gpu, index, "utilisation", 1))
+        samples_of_gpu = [event for event in samples if index < len(event["gpus"])]
+        gpu_memory[f"GPU {index} memory"] = _collect_points(samples_of_gpu, partial(_read_gpu, index, "memory_used", 2**30))
+        shares[f"GPU {index} busy"] = _collect_points(samples_of_gpu, partial(_read_gpu, index, "utilisation", 1))
     host_total = max((event["memory_total"] / 2**30 for event in samples), default=None)
     # All panels share a legend, so no two curves have the same colour until all colours are used.
     colours = cycle(LINE_COLOURS)
@@ -370,18 +373,18 @@ def _make_machine_chart(history: History) -> Chart | None:
     return Chart(panels=panels, is_time=True) if panels else None
 
 
-# The event comes last, since `partial` fills in the other arguments, and `_over_time` calls the rest with the event.
+# The event comes last, since `partial` fills in the other arguments, and `_collect_points` calls the rest with the event.
 def _read_gpu(index: int, quantity: str, unit: float, event: Event) -> float:
     return float(event["gpus"][index][quantity]) / unit
 
 
-def _over_time(events: Sequence[Event], value: Callable[[Event], float | None]) -> list[tuple[float, float]]:
-    """Return (time, value) of the events for which ``value`` does not return None."""
+def _collect_points(events: Sequence[Event], read_value: Callable[[Event], float | None]) -> list[tuple[float, float]]:
+    """Return (time, value) of the events for which ``read_value`` does not return None."""
     points = []
     for event in events:
-        number = value(event)
-        if number is not None:
-            points.append((_timestamp(event), number))
+        value = read_value(event)
+        if value is not None:
+            points.append((_timestamp(event), value))
     return points
 
 

@@ -223,6 +223,7 @@ class History:
         branches = []
         for number, (start, event) in sorted(self.branch_starts().items()):
             end = ends.get(number, start)
+            # Nothing causes the first branch, unless the run begins from an imported checkpoint.
             is_first = event["type"] == "run_start" and not event.get("step") and number == 0
             branches.append(
                 Branch(

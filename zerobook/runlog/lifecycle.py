@@ -125,7 +125,7 @@ def _write_crash_of(log: RunLog, last: Event, machine: Event | None) -> None:
 def _write_differences(log: RunLog, event_type: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Write an event with the keys that differ, if any do."""
     differing = compare.differences(before, now)
-    # The events that are compared have numbers and times, which always differ.
+    # An event among the values has a number and times, which always differ.
     for key in COMMON_FIELDS:
         differing.pop(key, None)
     if differing:
@@ -169,7 +169,7 @@ def code_state(file: Path) -> dict[str, Any]:
     try:
         _run_git(file.parent, "ls-files", "--error-unmatch", file.name)
     except (OSError, subprocess.SubprocessError):
-        # A recipe of a package in a virtual environment may lie inside a repository that does not track it.
+        # No repository tracks the file. It may still lie inside of one, for example in a virtual environment.
         return {"file": file.name}
     return {"file": file.name, **(git_state(file.parent) or {})}
 
@@ -232,6 +232,6 @@ def write_page(log: RunLog) -> None:
 
     try:
         tqdm.write(f"report: {write(log.folder)}")
-    # The run itself has ended without an error, so a failure of the page is only a warning.
+    # Without the page, the run has still ended as it did, so a failure of the page is only a warning.
     except Exception as error:
         tqdm.write(f"WARNING: the report could not be written: {type(error).__name__}: {error}")

@@ -54,7 +54,7 @@ def render(history: History) -> str:
         name=history.folder.resolve().parent.name,
         state=summary(history.folder),
         facts=run_facts(history),
-        cards=_cards(history, time_spent(history)),
+        cards=_make_cards(history, time_spent(history)),
         charts=figures.make_charts(history),
         hint=figures.warn_of_data_wait(history),
         tables=[
@@ -66,13 +66,13 @@ def render(history: History) -> str:
             attempt_table(history),
             change_table(history),
         ],
-        days=_days(history),
+        days=_group_by_day(history),
         note=f"Times are UTC. The page has {len(history.events)} events; [n] is an event's number in events.jsonl.",
     )
 
 
 def render_page(**values: Any) -> str:
-    """Return a page as HTML. ``values`` are all that report.html.j2 names, also of a run that has no runlog."""
+    """Return a page as HTML. ``values`` are all variables of report.html.j2. They may be of a run without a runlog."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -87,7 +87,7 @@ def _make_printable(value: Any) -> Any:
     return plain(value) if type(value) is str else value
 
 
-def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
+def _make_cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     """Return the large numbers at the top of the page: (text, label)."""
     starts = history.of("run_start")
     log_points = history.of("metrics")
@@ -98,7 +98,7 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     if losses:
         cards.append((figure(losses[-1], ".4f"), "held-out loss"))
     if log_points:
-        cards += _speed_cards(log_points[-1])
+        cards += _make_speed_cards(log_points[-1])
     memory = history.of("memory")
     if memory:
         cards.append((f"{memory[-1]['trained_parameters']:,}", "trained parameters"))
@@ -111,8 +111,8 @@ def _cards(history: History, spent: TimeSpent) -> list[tuple[str, str]]:
     return cards
 
 
-# The cards (text, label) with the speed at a log point.
-def _speed_cards(log_point: Event) -> list[tuple[str, str]]:
+# Return the cards (text, label) with the speed at a log point.
+def _make_speed_cards(log_point: Event) -> list[tuple[str, str]]:
     cards = [(f"{log_point['tokens_per_second']:,.0f}", "supervised tokens/s")]
     if "all_tokens_per_second" in log_point:
         cards.append((f"{log_point['all_tokens_per_second']:,.0f}", "all tokens/s"))
@@ -129,7 +129,7 @@ def _speed_cards(log_point: Event) -> list[tuple[str, str]]:
 
 
 # --- the list of events
-def _days(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
+def _group_by_day(history: History) -> list[tuple[str, list[dict[str, Any]]]]:
     """Return (day, entries of its events) of each day, in order."""
     days: dict[str, list[dict[str, Any]]] = {}
     for event in notable_events(history):

@@ -20,14 +20,14 @@ def summary(folder: Path) -> str:
     start = newest.get("run_start")
     if start is None:
         return "It has not begun to train."
-    # Events of earlier attempts say nothing about the state now.
-    of_attempt = {name: event for name, event in newest.items() if event["attempt"] == start["attempt"]}
-    ending = find_ending(of_attempt.values())
-    log_point = of_attempt.get("metrics")
+    # Events of earlier attempts say nothing about the present state.
+    attempt_events = {name: event for name, event in newest.items() if event["attempt"] == start["attempt"]}
+    ending = find_ending(attempt_events.values())
+    log_point = attempt_events.get("metrics")
     step = log_point["steps"][1] if log_point else start["step"]
     total = start["total_steps"]
-    branch = max(event["branch"] for event in of_attempt.values())
-    words = f"{_describe_state(folder, of_attempt, ending)}: step {step} of {total} ({step / max(total, 1):.0%}), "
+    branch = max(event["branch"] for event in attempt_events.values())
+    words = f"{_describe_state(folder, attempt_events, ending)}: step {step} of {total} ({step / max(total, 1):.0%}), "
     words += f"attempt {start['attempt']}, branch {branch}"
     if log_point:
         words += f", loss {figure(log_point['loss'], '.4f')}, {log_point['tokens_per_second']:,.0f} supervised tokens/s"
@@ -46,11 +46,11 @@ def summary(folder: Path) -> str:
     return plain(words, lines=False)
 
 
-def _describe_state(folder: Path, of_attempt: dict[str, Event], ending: Event | None) -> str:
+def _describe_state(folder: Path, attempt_events: dict[str, Event], ending: Event | None) -> str:
     if ending is not None:
         return ending_in_words(ending)
     if is_being_written(folder):
-        newest = max(of_attempt.values(), key=lambda event: event["seq"])
+        newest = max(attempt_events.values(), key=lambda event: event["seq"])
         age = (datetime.now(UTC) - event_time(newest)).total_seconds()
         return f"Training (last event {duration(max(0.0, age))} ago)"
     return "ENDED WITHOUT AN EVENT (killed, out of memory, or a power failure)"

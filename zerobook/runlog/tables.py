@@ -63,7 +63,7 @@ def spike_table(history: History) -> Table:
 
 def rollback_table(history: History) -> Table:
     rows = []
-    # The intent has the reason, and the outcome the time that it took.
+    # A rollback writes two events. The intent has the reason, and the outcome has the time that the rollback took.
     for intent in history.of("rollback"):
         if intent["phase"] != "intent":
             continue
@@ -88,7 +88,7 @@ def skipped_table(history: History) -> Table:
 
 
 def _format_ranges(ranges: list[list[int]]) -> str:
-    """Return half-open ranges as text, such as ``5-6, 9``."""
+    """Return ranges as text: [[5, 7], [9, 10]], whose ends are excluded, as ``5-6, 9``."""
     shown = []
     for start, end in ranges[:MOST_RANGES]:
         shown.append(str(start) if end - start == 1 else f"{start}-{end - 1}")
