@@ -13,7 +13,7 @@ LAUNCH = {
     "precision": "precision",
     "config_file": "config_file",
 }
-"""Field of a launch plan that is compared -> its name for people. All other fields follow from these and the config."""
+"""Field of a launch plan that is compared -> its name for people. The other fields follow from these or are in the config."""
 
 
 def launch(run_start: Mapping[str, Any]) -> dict[str, Any]:

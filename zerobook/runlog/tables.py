@@ -237,7 +237,8 @@ def _time_as_json(history: History) -> dict[str, Any]:
     }
 
 
-# The JSON values are events, as docs/reference/runlog.md describes them, but for ``time`` (seconds) and ``branches``.
+# The JSON values are events, as docs/reference/runlog.md describes them. Only those of ``time`` are seconds, and those of
+# ``branches`` have the fields of `Branch`.
 VIEWS = {
     "spikes": View(table=spike_table, as_json=lambda history: history.of("spike")),
     "decisions": View(table=decision_table, as_json=decisions),

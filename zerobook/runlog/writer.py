@@ -34,10 +34,10 @@ class RunLog:
     ``parent`` (seq of its cause, if it has one) and a CRC. ``steps.jsonl`` holds one line per optimizer step: loss
     (nats per supervised token, over all ranks), gradient norm before clipping, learning rate, tokens, sample ids in order.
 
-    On a full disk, lines are held in memory, `BACKLOG` at most, and written once there is space.
+    If the disk is full, at most `BACKLOG` writes are held in memory, and are done once there is space.
 
     Args:
-        attempt: True if this process trains. If False, it adds to the events of the last attempt.
+        attempt: True begins a new attempt, as each process that trains does. False adds events to the last attempt.
 
     Raises:
         LockedError: another process writes this log.
@@ -113,6 +113,7 @@ class RunLog:
         for file in self._files.values():
             file.close()
 
+    # Append lines to the file ``name``, after those that wait in the backlog. On a full disk, they wait there too.
     def _write(self, name: str, lines: bytes, durable: bool) -> None:
         was_waiting = bool(self._backlog)
         # A full backlog drops its oldest entry for the new one.
@@ -131,7 +132,7 @@ class RunLog:
             if not was_waiting:
                 say(
                     f"WARNING: {self.folder}: the runlog cannot be written ({error.strerror}); training goes on, and "
-                    f"{self.BACKLOG:,} lines are held in memory until there is room.",
+                    f"up to {self.BACKLOG:,} writes are held in memory until there is room.",
                     file=sys.stderr,
                 )
             return
@@ -149,6 +150,7 @@ class NullRunLog(RunLog):
     """The runlog of the ranks other than 0, which writes nothing."""
 
     def __init__(self, output_dir: str | Path):
+        # `RunLog.__init__` is not called, since it would open and lock the files.
         self.folder = Path(output_dir) / "runlog"
         self.attempt = 0
         self.branch = 0

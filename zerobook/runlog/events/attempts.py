@@ -218,7 +218,7 @@ def _run_end(event: Event) -> str:
 )
 def _repaired(event: Event) -> str:
     if "torn_bytes" in event:
-        return f"A torn line of {event['file']} was cut and kept aside."
+        return f"A torn line at the end of {event['file']} was moved to {event['kept_as']}."
     return f"Damaged: {event['damaged_lines_at_the_end']} lines at the end of {event['file']} cannot be read."
 
 
