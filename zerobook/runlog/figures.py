@@ -288,8 +288,8 @@ def _make_timeline(history: History) -> Chart:
         name = f"attempt {attempt[0]['attempt']}: {history.ending(attempt)}"
         curves.append(_make_time_curve(name, points, colour))
     spikes = [event for event in history.of("spike") if event["kind"] == "spike"]
-    # The end of a run that is done is not marked.
-    failures = history.of(*(set(ending_types()) - {"run_end"}))
+    # Neither the end of a run that is done nor an import is a failure.
+    failures = history.of(*(set(ending_types()) - {"run_end", "imported"}))
     curves += [_make_time_marks(spikes, "spike", "▲"), _make_time_marks(failures, "stopped", "✕")]
     # A curve without points would only have a name in the legend.
     curves = [curve for curve in curves if curve.x]
