@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# Field of a launch plan that is compared -> its name for people. The other fields follow from these or are in the config.
 LAUNCH = {
     "name": "strategy",
     "world_size": "processes",
@@ -13,7 +14,6 @@ LAUNCH = {
     "precision": "precision",
     "config_file": "config_file",
 }
-"""Field of a launch plan that is compared -> its name for people. The other fields follow from these or are in the config."""
 
 
 def launch(run_start: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ from zerobook.utils.writing import refuse_link
 FORMAT = 2
 # Length in bytes of what follows the other members of a line.
 _CHECKSUM_LENGTH = len(b',"crc":"00000000"}')
+# Type of event -> name of a field in earlier logs -> its name now.
 RENAMED_FIELDS = {
     "decision": {"measure": "action", "ladder": "policy"},
     "rollback": {"measure": "action"},
 }
-"""Type of event -> name of a field in earlier logs -> its name now."""
 
 
 def encode(record: dict[str, Any]) -> bytes:

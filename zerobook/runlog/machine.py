@@ -25,9 +25,9 @@ PROCESS_CGROUPS = Path("/proc/self/cgroup")
 # Share of memory in use from which a warning is given.
 FULL = 0.92
 SECONDS = 30.0
+# Variable from which torch 2.13 and versions before it read the CUDA allocator's settings. If it is not set, 2.13 reads
+# PYTORCH_ALLOC_CONF.
 ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
-"""Variable from which torch 2.13 and versions before it read the CUDA allocator's settings. If it is not set, 2.13 reads
-PYTORCH_ALLOC_CONF."""
 
 
 def sample() -> dict[str, Any]:

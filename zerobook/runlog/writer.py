@@ -22,8 +22,8 @@ from zerobook.utils.writing import refuse_link
 
 EVENTS = "events.jsonl"
 STEPS = "steps.jsonl"
+# Seconds to wait for a lock. Processes that a killed run leaves behind, mostly data workers, hold its log until they end.
 GRACE_S = 15.0
-"""Seconds to wait for a lock. Processes that a killed run leaves behind, mostly data workers, hold its log until they end."""
 
 
 class RunLog:

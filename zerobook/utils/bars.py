@@ -7,8 +7,8 @@ from tqdm import tqdm as _tqdm
 
 from zerobook.utils.terminal import plain
 
+# Seconds between the lines that are written instead of a bar if the output is a file.
 LINE_EVERY_S = 60
-"""Seconds between the lines that are written instead of a bar if the output is a file."""
 
 
 class tqdm(_tqdm):

@@ -4,10 +4,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("chat_templates")
 NAMES = ("chatml", "chatml-tools", "falcon", "gemma", "llama-3", "llama-3-tools", "mistral", "zephyr")
+# The templates that render tools, the calls of tools, and their results.
 READ_TOOLS = ("chatml-tools", "llama-3-tools")
-"""The templates that render tools, the calls of tools, and their results."""
+# The template for chats if the tokenizer has none. It ends turns with the end-of-text token, which every model knows.
 DEFAULT = "zephyr"
-"""The template for chats if the tokenizer has none. It ends turns with the end-of-text token, which every model knows."""
 
 
 def template_file(name: str) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+# Bytes a second of PCIe 4 with 16 lanes, in one direction.
 PCIE = 32e9
-"""Bytes a second of PCIe 4 with 16 lanes, in one direction."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import torch
 
+# Mixed precision -> the dtype that it computes in.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Mixed precision -> the dtype that it computes in."""
 
 
 def compute_dtype(precision: str) -> torch.dtype:

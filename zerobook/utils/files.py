@@ -13,8 +13,8 @@ from zerobook.utils import locks
 
 # Libraries in Rust (safetensors, tokenizers) raise errors of their own classes, and end the message so.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+# Seconds within which a host sees what another host has written. A mounted bucket shows an old listing for seconds.
 SEEN_S = 10.0
-"""Seconds within which a host sees what another host has written. A mounted bucket shows an old listing for seconds."""
 
 
 def is_seen(path: Path) -> bool:

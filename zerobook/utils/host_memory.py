@@ -16,18 +16,18 @@ from zerobook.utils.reading import read_safetensors_header, read_text
 from zerobook.utils.units import counted
 
 M_TRIM_THRESHOLD = -1
+# Parameters of glibc's ``mallopt``.
 M_MMAP_THRESHOLD = -3
-"""Parameters of glibc's ``mallopt``."""
+# Size of a block, in bytes, from which glibc maps it on its own while weights are loaded, and unmaps it when it is freed.
 _THRESHOLD_WHILE_LOADING = 256 * 1024
-"""Size of a block, in bytes, from which glibc maps it on its own while weights are loaded, and unmaps it when it is freed."""
+# The largest such size, to which glibc itself raises it when large blocks are freed.
 _MAXIMUM_THRESHOLD = 32 * 1024 * 1024
-"""The largest such size, to which glibc itself raises it when large blocks are freed."""
+# Bytes of an element of safetensors' dtypes; 1 for the others.
 STORED_WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-"""Bytes of an element of safetensors' dtypes; 1 for the others."""
+# Bytes of an element of the dtypes in which floats are loaded. ``auto``, which keeps the dtype of the file, is not listed.
 LOADED_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element of the dtypes in which floats are loaded. ``auto``, which keeps the dtype of the file, is not listed."""
+# Number of the capability with which Linux does not limit locked memory, see capabilities(7).
 CAP_IPC_LOCK = 14
-"""Number of the capability with which Linux does not limit locked memory, see capabilities(7)."""
 
 
 def lockable_bytes() -> int | None:

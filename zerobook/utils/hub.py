@@ -14,10 +14,10 @@ from zerobook.errors import ConfigError
 _WEIGHTS = (r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?$", r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?$")
 # Suffixes of files of a model other than weights: config, tokenizer, chat template, code.
 _OTHER_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")
+# Seconds to wait for a connection.
 CONNECT_S = 5.0
-"""Seconds to wait for a connection."""
+# Seconds to wait for an answer of the hub, as long as `datasets` waits.
 ANSWER_S = 100.0
-"""Seconds to wait for an answer of the hub, as long as `datasets` waits."""
 
 
 def fetch(name: str, revision: str, *, weights: bool) -> None:

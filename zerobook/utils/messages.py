@@ -23,10 +23,10 @@ from zerobook.errors import ConfigError, ZerobookError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+# Size of the largest message between ranks.
 MOST_BYTES = 1 << 30
-"""Size of the largest message between ranks."""
+# Size of the largest value that is read from a store.
 MOST_BYTES_IN_STORE = 1 << 20
-"""Size of the largest value that is read from a store."""
 # A JSON object with this key stands for a value of a type that JSON does not have. The key's value is the type.
 _TAG = "$"
 

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
+# Elements of a buffer for weights on NVMe, if ``buffer_size`` of the DeepSpeed JSON is ``auto`` or not set.
 DEFAULT_NVME_BUFFER = 100_000_000
-"""Elements of a buffer for weights on NVMe, if ``buffer_size`` of the DeepSpeed JSON is ``auto`` or not set."""
+# Factor on the size of the largest weight, which is often an embedding: tokens may be added to it after it is loaded.
 ROOM_FOR_TOKENS = 1.02
-"""Factor on the size of the largest weight, which is often an embedding: tokens may be added to it after it is loaded."""
 
 
 def auto_class(config_class: type, *, encoder_decoder: bool) -> Any:

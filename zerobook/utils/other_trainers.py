@@ -25,6 +25,8 @@ _HELD_OUT = ("validation_file",)
 _SHARE = ("validation_split_percentage",)
 _TOKENS = ("new_tokens",)
 
+# Name in another trainer -> flags that do the same here, each with a value if only that value does. `translate` names the
+# first flag that the recipe has.
 FLAGS: dict[str, tuple[str, ...]] = {
     # --- transformers, and what the others take from it
     "optim": ("optimizer",),
@@ -173,11 +175,10 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "load_4bit": ("load_in_4bit",),
     "load_8bit": ("load_in_8bit",),
 }
-"""Name in another trainer -> flags that do the same here, each with a value if only that value does. `translate` names the
-first flag that the recipe has."""
 
 _LAUNCHER = "The launcher takes it: accelerate launch {} RECIPE."
 _STRATEGY = "The strategy file says how a run is spread: accelerate launch --config_file accelerate_configs/{}.yaml RECIPE."
+# Name in another trainer -> a sentence that says what to do here instead.
 SENTENCES = {
     "deepspeed": _STRATEGY.format("zero2"),
     "fsdp": _STRATEGY.format("fsdp"),
@@ -245,8 +246,8 @@ SENTENCES = {
     "no_save_optim": "A checkpoint holds all that a run needs to go on. Drop it.",
     "save_only_model": "A checkpoint holds all that a run needs to go on. Drop it.",
 }
-"""Name in another trainer -> a sentence that says what to do here instead."""
 
+# Names in other trainers of what Zerobook does not have. For these, the flag that is spelt most like it is not suggested.
 ABSENT = {
     "neftune_noise_alpha",
     "noisy_embedding_alpha",
@@ -322,8 +323,8 @@ ABSENT = {
     "dataloader_pin_memory",
     "dataloader_drop_last",
 }
-"""Names in other trainers of what Zerobook does not have. For these, the flag that is spelt most like it is not suggested."""
 
+# Recipe -> those of its flags that not every recipe has.
 OTHER_RECIPES = {
     "recipes/lora_finetune.py": {
         "adapter",
@@ -339,8 +340,8 @@ OTHER_RECIPES = {
     "recipes/causal_lm.py": {"config_name"},
     "recipes/seq2seq_chatbot.py": {"val_max_target_length"},
 }
-"""Recipe -> those of its flags that not every recipe has."""
 
+# Flag -> a value in another trainer -> the value of the flag here.
 VALUES: dict[str, dict[str, str]] = {
     "adapter": {"qlora": "lora, with load_in_4bit"},
     "attn_implementation": {
@@ -364,7 +365,6 @@ VALUES: dict[str, dict[str, str]] = {
         "paged_adamw_32bit": "paged_adamw",
     },
 }
-"""Flag -> a value in another trainer -> the value of the flag here."""
 
 
 def translate(name: str, flags: set[str], prefix: str = "") -> str | None:

@@ -9,10 +9,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+# Size of the largest file that is read into memory at once: configs, manifests, templates.
 MOST_BYTES = 256 << 20
-"""Size of the largest file that is read into memory at once: configs, manifests, templates."""
+# Size of the largest header of a safetensors file, by the definition of the format.
 _MOST_HEADER_BYTES = 100_000_000
-"""Size of the largest header of a safetensors file, by the definition of the format."""
 _BLOCK_BYTES = 1 << 22
 
 

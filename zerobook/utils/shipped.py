@@ -13,8 +13,8 @@ _PACKAGE = Path(__file__).absolute().parents[1]
 # setup.py writes this folder into a wheel. A clone does not have it.
 _INSTALLED = _PACKAGE / "_shipped"
 
+# Folder whose files can be called by a name -> the suffix of the files, which their names leave out.
 SUFFIXES = {"recipes": ".py", "accelerate_configs": ".yaml"}
-"""Folder whose files can be called by a name -> the suffix of the files, which their names leave out."""
 
 
 def shipped(name: str) -> Path:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 
+# Exit status of a command that exceeded its time limit, as in timeout(1).
 TIMED_OUT = 124
-"""Exit status of a command that exceeded its time limit, as in timeout(1)."""
+# Seconds between two looks at the workers of a command. A look reads the list of all processes, which takes time.
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the workers of a command. A look reads the list of all processes, which takes time."""
 
 
 def command(launcher: Sequence[str], ranks: int, script: Path, *words: object) -> list[str]:

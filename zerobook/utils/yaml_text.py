@@ -12,8 +12,8 @@ from zerobook.utils.nearest import nearest_file
 from zerobook.utils.reading import read_text
 
 MOST_DEPTH = 64
+# Maximum number of values, with the repetitions by aliases. A few nested aliases can make billions of values.
 MOST_NODES = 100_000
-"""Maximum number of values, with the repetitions by aliases. A few nested aliases can make billions of values."""
 
 
 class BoundedLoader(yaml.SafeLoader):

@@ -25,6 +25,7 @@ __all__ = [
 # Importing these modules declares their events.
 MODULES = (attempts, training, recovery, checkpoints)
 
+# Fields of every event.
 COMMON_FIELDS = {
     "seq": "number of the event, from 0, without gaps over the whole file",
     "attempt": "number of the process start, from 1",
@@ -35,7 +36,6 @@ COMMON_FIELDS = {
     "parent": "seq of the event that caused this one; left out if no event did",
     "crc": "CRC-32 of the bytes of the line before this field",
 }
-"""Fields of every event."""
 
 
 def sentence(event: Event) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# A line of ``events.jsonl``.
 Event = dict[str, Any]
-"""A line of ``events.jsonl``."""
 # A function that makes a text of an event: a sentence, the name of a CSS class, or the status of the run after the event.
 MakeText = Callable[[Event], str]
 
+# Name of a type -> its declaration. `declare` fills it.
 EVENT_TYPES: dict[str, EventType] = {}
-"""Name of a type -> its declaration. `declare` fills it."""
 
 
 def _get_step(event: Event) -> int | None:
