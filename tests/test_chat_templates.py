@@ -16,7 +16,7 @@ from zerobook.config import RecipeConfig
 from zerobook.constants import IGNORE
 from zerobook.data.formats import BadSample, Chat, read_preference
 from zerobook.data.prepare import Library
-from zerobook.data.templates import CausalEncoder, paired
+from zerobook.data.templates import CausalEncoder, paired, render_prompt
 from zerobook.errors import DataError
 from zerobook.objective import NextToken
 
@@ -323,6 +323,15 @@ def test_a_template_that_writes_the_date_gives_the_same_tokens_every_day(tokeniz
     _compile_jinja_template.cache_clear()  # as in another process, which gets the encoder
     (encoded,) = encoder.encode([Chat([dict(role="assistant", content="hi")])])
     assert tokenizer.decode(encoded.input_ids).startswith("Today is 26 Jul 2024.")
+
+
+def test_the_date_of_training_data_is_that_of_evaluations_and_not_of_a_conversation(tokenizer):
+    tokenizer.chat_template = "{{ strftime_now('%Y') }}"
+    turns = [dict(role="user", content="hi")]
+    CausalEncoder(tokenizer, length=None)  # renders with the same compiled template
+
+    assert render_prompt(tokenizer, turns) == "2024"
+    assert int(render_prompt(tokenizer, turns, fixed_date=False)) > 2024
 
 
 def prepared(tmp_path, tokenizer, template, lines, **keys):

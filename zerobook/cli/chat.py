@@ -232,7 +232,7 @@ class Conversation:
     def _render(self, turns: list[dict[str, str]]) -> str:
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
-            return render_prompt(self.tokenizer, system + turns)
+            return render_prompt(self.tokenizer, system + turns, fixed_date=False)
         except DataError:
             raise
         # The template may raise errors of any type.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import date
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -265,10 +266,9 @@ class ChatTemplate:
     def _render_text(
         self, messages: list[dict[str, Any]], with_prompt: bool = False, tools: list[dict[str, Any]] | None = None
     ) -> str:
-        # transformers caches the compiled template. It cannot be pickled, so it is not an attribute of this object.
-        compiled = _compile(self.source)
+        # The compiled template cannot be pickled, so it is not an attribute of this object. transformers caches it.
         try:
-            with template_time():
+            with template_time(), with_fixed_date(self.source) as compiled:
                 text = compiled.render(
                     messages=messages, tools=tools, documents=None, add_generation_prompt=with_prompt, **self.variables
                 )
@@ -307,9 +307,7 @@ class ChatTemplate:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 
-            # transformers caches the compiled template, so this also sets the date of the one that is rendered below.
-            _compile(self.source)
-            with template_time():
+            with template_time(), with_fixed_date(self.source):
                 rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
                     [messages],
                     tools=cast("Any", tools),
@@ -567,15 +565,26 @@ def _remove_spaces(text: str) -> str:
 
 
 def _compile(source: str) -> Template:
-    """Return a chat template, compiled and cached by transformers, for which today is `TODAY`.
+    """Return a chat template, compiled and cached by transformers.
 
     transformers is imported in this function, because a recipe imports this module before it knows whether anything is trained.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    template = _compile_jinja_template(source)
+    return _compile_jinja_template(source)
+
+
+@contextmanager
+def with_fixed_date(source: str) -> Iterator[Template]:
+    """Return the compiled template, for which today is `TODAY` until the context ends."""
+    template = _compile(source)
+    # transformers turns functions among the arguments of a template into text, so the function is set in its globals.
     template.globals["strftime_now"] = TODAY.strftime
-    return template
+    try:
+        yield template
+    finally:
+        # All renderings share the template, and a conversation gets the true date, which the environment's globals have.
+        del template.globals["strftime_now"]
 
 
 def _named_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -8,6 +8,7 @@ Labels are made by position, never by comparing ids. So it is not a problem if t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 
 from zerobook.constants import IGNORE
 from zerobook.data.chats import IDENTIFIERS
-from zerobook.data.rendering import find_assistant_turns, open_template, open_tool_template
+from zerobook.data.rendering import find_assistant_turns, open_template, open_tool_template, with_fixed_date
 from zerobook.data.samples import BadSample, Chat, Pair, Sample, Text, Tokens
 from zerobook.data.template_limits import checked_length, template_memory, template_time
 from zerobook.data.turns import ControlTokens, Rendered, Tokenized, continuation_ids, token_ids, tokenize_turns
@@ -243,17 +244,22 @@ class CausalEncoder:
         return Encoded(ids[: self.length], labels[: self.length], True)
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, opens_turn: bool = True) -> str:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, opens_turn: bool = True, fixed_date: bool = True
+) -> str:
     """Return a chat as the tokenizer's template writes it, for a model to answer.
 
     Args:
         opens_turn: end with the beginning of the assistant's turn.
+        fixed_date: a template that writes today's date gets that of training data, so that a score is the same every day.
 
     Raises:
         DataError: the template takes too much time or memory, or writes too much.
         Exception: of any class, by the template.
     """
-    with template_memory(), template_time():
+    with template_memory(), template_time(), ExitStack() as stack:
+        if fixed_date:
+            stack.enter_context(with_fixed_date(tokenizer.get_chat_template()))
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens_turn)
     return checked_length(str(text))
 
