@@ -40,7 +40,7 @@ CHECKPOINT_FILES: dict[str, tuple[str, dict[str, str]]] = {
     "manifest.json": (
         "Written last. A folder without this file is not a checkpoint.",
         {
-            "format_version": "version of this layout: 4 for AdamW, 5 for other optimizers and for slices",
+            "format_version": "version of this layout: 4 if the optimizer is AdamW and no piece is a slice; otherwise 5",
             "step": "optimizer steps done",
             "files": "every other file: its size in bytes, and its digest (xxh3_128)",
         },
@@ -48,21 +48,21 @@ CHECKPOINT_FILES: dict[str, tuple[str, dict[str, str]]] = {
     "tensors.json": (
         "The index of the tensors.",
         {
-            "shapes": "name of each trained parameter: its shape",
+            "shapes": "name of each trained parameter: the shape of the complete parameter",
             "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): [start, stop, file] "
             "of each piece, as positions in the flattened tensor, or [offset, shape, file] of a slice",
-            "adam_steps": "steps that AdamW has counted; in format 5 `optimizer_steps`",
-            "state_shapes": "format 5: shapes of optimizer state that are different from the weight's shape",
+            "adam_steps": "steps that AdamW has counted; for other optimizers the key is `optimizer_steps`",
+            "state_shapes": "shapes of optimizer state that differ from the weight's shape; left out for AdamW",
             "written_by": "strategy that wrote the checkpoint",
         },
     ),
     "tensors-RRRRR-NNNNN.safetensors": (
-        "Pieces of fp32 weights and of the optimizer's state that rank R wrote. A piece is a flattened segment, stored as "
-        "`weight/NAME@START`. A file has 512 MiB at most, unless one piece is larger.",
+        "Pieces of fp32 weights and of the optimizer's state, written by the rank RRRRR. A segment of the flattened tensor is "
+        "stored as `weight/NAME@START`. A file has 512 MiB at most, unless one piece is larger.",
         {},
     ),
     "buffers.safetensors": (
-        "Persistent buffers by name, in the dtypes in which they were loaded. With adapters: PiSSA's initial weights.",
+        "Persistent buffers by name, in the dtypes in which they were loaded; with adapters, only PiSSA's initial weights.",
         {},
     ),
     "hooks.json": (
@@ -103,8 +103,9 @@ def flags() -> str:
         "Every flag is also a key of the YAML file that `--config FILE.yaml` names. A flag overrides the file. `--dry-run`\n"
         "prints each value with its source. *Steps* are optimizer steps. A flag without a default is unset.\n\n"
         "A YAML value is parsed like the same text on the command line. The type of the key decides what it means: `no` is a\n"
-        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key. For a list, they\n"
-        "mean the empty list. A list may also be written as a single value, or as names that are separated by commas.\n"
+        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key, but\n"
+        "`mixed_precision: none` means `no`. For a list, they mean the empty list. A list may also be written as a single\n"
+        "value, or as names that are separated by commas.\n"
     )
     parts.append("## Every recipe\n")
     for group, names in groups(RecipeConfig).items():

@@ -231,9 +231,13 @@ class RecipeConfig(_Keys):
         description="join the samples of a micro-batch into one row without padding; they do not attend to each other",
     )
     group_by_length: bool = Field(False, description="put rows of similar length into a batch, to reduce padding")
-    cache_dir: str | None = Field(None, description="folder for prepared data; unset: ~/.cache/zerobook")
-    preprocessing_num_workers: int | None = Field(None, ge=1, description="processes that tokenize")
-    dataloader_num_workers: int = Field(0, ge=0, description="processes that collate, per rank")
+    cache_dir: str | None = Field(
+        None, description="folder for prepared data; unset: zerobook in $XDG_CACHE_HOME, or in ~/.cache"
+    )
+    preprocessing_num_workers: int | None = Field(
+        None, ge=1, description="processes that tokenize; unset: 1, and one per core in zerobook data prepare"
+    )
+    dataloader_num_workers: int = Field(0, ge=0, description="processes per rank that collate batches; 0: the rank itself does")
 
     # --- optimisation
     output_dir: str = Field("outputs/run", description="folder for checkpoints, runlog and the final model")
@@ -257,7 +261,9 @@ class RecipeConfig(_Keys):
         description="the k-th of N warm-up steps has (k-1)/N of the peak, as in transformers; the first step has the rate 0",
     )
     optimizer: str = Field(
-        "adamw", description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class"
+        "adamw",
+        description="adamw, sgd, adafactor, adamw_8bit, paged_adamw, paged_adamw_8bit, or your own as FILE.py:Class or "
+        "module:Class",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
     weight_decay: float = Field(0.0, ge=0, description="weight decay of trained matrices; biases and norms do not decay")
@@ -297,14 +303,15 @@ class RecipeConfig(_Keys):
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
         description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share such as 0.1: every "
-        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, or fewer if they "
-        "would use more than 5 % of the run's time, but at most 30 minutes apart",
+        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, or fewer so that "
+        "saves take at most 5 % of its time, but one every 30 minutes at least",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     save_total_limit: int | None = Field(
         None,
         ge=1,
-        description=f"maximum number of checkpoints that are kept; unset: {KEPT_AUTOMATICALLY} with save_steps auto, else all",
+        description="number of the newest checkpoints that are kept; pinned and protected ones are kept in addition; unset: "
+        f"{KEPT_AUTOMATICALLY} with save_steps auto, else all",
     )
     async_save: bool = Field(False, description="write checkpoints in the background, from a copy in host memory")
     on_save_error: Literal["stop", "continue"] = Field("stop", description="action if a checkpoint cannot be saved")
@@ -322,7 +329,7 @@ class RecipeConfig(_Keys):
         None,
         min_length=1,
         description="recovery actions of on_spike rollback, in this order: some of replay, skip, lower_rate, further_back and "
-        "stop; unset: replay, skip, lower_rate, stop; the replay is left out if it would abandon more than a tenth of the run",
+        "stop; unset: replay, skip, lower_rate, stop, without the replay if it would abandon more than a tenth of the run",
     )
     max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
     rollback_lr_factor: float = Field(

@@ -109,10 +109,10 @@ def _resume(event: Event) -> str:
 
 @declare(
     "preempted",
-    when="A warning signal ended the attempt.",
+    when="A warning signal or Ctrl-C ended the attempt.",
     fields={
         "step": "last step",
-        "signal": "name of the signal",
+        "signal": "name of the signal; SIGINT is Ctrl-C",
         "exit_code": "exit code, 75",
         "saved": "true if the step was saved",
     },
@@ -128,14 +128,14 @@ def _preempted(event: Event) -> str:
 
 @declare(
     "stop",
-    when="The attempt was stopped by Ctrl-C, or by the policy against spikes.",
+    when="The policy against spikes, a command or a `KeyboardInterrupt` stopped the attempt.",
     fields={
         "step": "last step",
         "rule": "rule that stopped it",
-        "why": "finding in words",
-        "reason": "reason, if a person stopped it",
-        "exit_code": "exit code, 76",
-        "go_on_from": "newest complete checkpoint from before the spike",
+        "why": "finding in words, or the reason that the command gave",
+        "reason": "reason, if a `KeyboardInterrupt` stopped it",
+        "exit_code": "exit code, 76; left out after a `KeyboardInterrupt`",
+        "go_on_from": "newest complete checkpoint from before the spike, or before a command's stop",
         "set_aside": "checkpoints saved since the spike began, at their new paths",
         "by": "person whose command stopped it",
     },

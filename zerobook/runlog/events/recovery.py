@@ -13,7 +13,7 @@ _FINDING_FIELDS = {
     "onset": "step at which it began",
     "points": "logged points since the onset; for an outlier, the number of its high points",
     "base": "level of the loss before it, nats per supervised token",
-    "peak": "highest loss since the onset",
+    "peak": "highest loss since the onset; if the finding is about one point (armed), its loss; after a slow rise, the level",
     "reason": "the reason in words",
 }
 # Kind of a finding -> the beginning of its sentence.
@@ -100,12 +100,12 @@ def _command(event: Event) -> str:
 
 @declare(
     "decision",
-    when="A recovery action was chosen against damage or a divergence, or a person commanded it.",
+    when="A recovery action was chosen against damage or a divergence, or a person or a hook asked for it.",
     fields={
         "action": "replay, skip, lower_rate, further_back, stop or none; leave_out: samples are left out without a rollback; "
         "of a command also rollback, cut_rate (the rate is lowered without a rollback) or save",
         "rule": "rule that chose it",
-        "why": "finding in words",
+        "why": "finding in words, or the reason that was given",
         "options": "actions that were left",
         "to_step": "step of the checkpoint that the run goes back to",
         "leaves_out_steps": "first and last step whose samples are left out",
