@@ -22,16 +22,17 @@ from zerobook.training.recipe_file import recipe_class
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- written by scripts/reference.py -->"
 STRATEGIES = """\
-Memory is in bytes of each process's device at the peak of a step, in fp32 unless it says bf16, without activations. Traffic is
-in bytes sent, times (N - 1)/N. P is the number of trained parameters, N of processes, G of processes of a node, R of replicas.
-With LoRA, P counts the adapters; the frozen base adds 4 bytes a weight (2 under mixed precision), divided by N where weights
-are sharded. Under `zero3_hpz.yaml`, the second copy adds the same number, divided by G.
+*Memory* is the bytes on each process's device at the peak of a step, without activations. *Traffic* is the bytes that a
+process sends; multiply them by (N - 1)/N (inside nodes under `zero3_hpz.yaml`: (G - 1)/G). The figures are for fp32 unless
+they say bf16. P is the number of trained parameters, N of processes, G of processes of a node, R of replicas. With LoRA, P
+counts the adapters; the frozen base adds 4 bytes per weight (2 under mixed precision), divided by N if weights are sharded.
+Under `zero3_hpz.yaml`, the second copy adds as many bytes per weight, divided by G.
 
 The precision is set by `--mixed_precision` or by the strategy file. If a DeepSpeed JSON sets another precision, the flag has
-priority, and a note says so. You can also use a file that `accelerate config`
-wrote. The header of each file has the source of its figures.
+priority, and a note says so. The header of each file names the source of its figures. You can also use a file that
+`accelerate config` wrote.
 
-Two more files, in `accelerate_configs/published/`, are those of [two published examples](../../ds_configs/published/README.md).
+Two more files, in `accelerate_configs/published/`, belong to [two published examples](../../ds_configs/published/README.md).
 Their DeepSpeed files set fp16.
 """
 STEP_FIELDS = {name: COMMON_FIELDS[name] for name in ("attempt", "branch", "crc")}
