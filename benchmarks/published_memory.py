@@ -292,19 +292,19 @@ def _add_what_the_program_keeps(
 
 
 INTRODUCTION = """
-Written by `python benchmarks/published_memory.py`. Each run that names its peak, or says whether it fitted, is planned as it
-ran, and compared with the planned figure of the counter that it printed: `allocated`, `reserved`, or `driver`. Where a source
-does not name its counter, the row says which one is assumed. Errors are |planned / published - 1|: median / 90th percentile;
-the ratio is planned over published in the median. None of these runs ran here.
+Written by `python benchmarks/published_memory.py`. Each run whose source names its peak, or says whether it fitted, is
+planned with its own settings. Its peak is compared with the planned figure of the same counter: `allocated`, `reserved`, or
+`driver`. If a source does not name its counter, the row says which one is assumed. Errors are |planned / published - 1|, as
+median / 90th percentile. The ratio is the median of planned / published. None of these runs was repeated here.
 
-What a plan counts has no fitted constant. What torch's allocator caches is planned as a share of that, the median of these
-runs: where a source is left out, the shares are those of all other sources. The row of the chunked loss plans all runs with the
-loss of Zerobook's recipes, in place of the loss that each program has.
+The bytes that a plan counts have no fitted constant. The bytes that torch's allocator caches are planned as a share of them,
+the median of these runs. If a source is left out, the shares are those of all other sources. The row of the chunked loss
+plans all runs with the loss of Zerobook's recipes, instead of the loss of each program.
 
-Where a program keeps otherwise what ours keep, its runs are planned so, and their caveats say from which code: saved products,
-fused layers, copies of logits or of gathered weights, sizes of buckets, weights that are on each GPU before they are sharded.
-The code of those sources was read that were far off. Planned as a recipe of ours, with whole logits, all runs were off by
-9% / 43%: expect that of a program whose code nobody has read.
+If a program keeps other tensors than Zerobook, its runs are planned in that way, and their caveats name the code that shows
+it: saved products, fused layers, copies of logits or of gathered weights, sizes of buckets, weights that are on each GPU
+before they are sharded. The code of a source was read only if its runs were far off. With the plan of a Zerobook recipe that
+keeps all logits, all runs were off by 9% / 43%. Expect this error for a program whose code nobody has read.
 """
 GROUPS: dict[str, Callable[[MemoryComparison], str]] = {
     "source": lambda comparison: comparison.run.source,

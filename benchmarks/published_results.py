@@ -267,8 +267,8 @@ TEXT = """\
 Written by `python benchmarks/published_results.py` on {date}: {versions}.
 
 Each row has a result that others published, and what Zerobook plans for the same model, machine and strategy. None of these
-runs was repeated here. A ratio is planned over published. Where they are more than 25 % apart, or one fits and the other does
-not, the row has the reason, or *not known*. A plan that is *tight* may fit or not, so it agrees with both.
+runs was repeated here. A ratio is planned / published. If the two are more than 25 % apart, or only one of them fits, the row
+has the reason, or *not known*. A plan that is *tight* may fit or not, so it agrees with both.
 Not known: {misses} of {count} rows. Training speeds of many more runs are
 [on their own page](plan_accuracy.md), and tables A and B are [run again at a small scale](tables.md).
 

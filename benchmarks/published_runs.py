@@ -520,15 +520,18 @@ def _cause(comparison: Comparison) -> str:
 
 
 INTRODUCTION = """
-Each row of `benchmarks/published_runs.jsonl` is a training run that another project published, planned as it ran: model, GPUs,
-strategy, micro-batch, precision, attention, and all logits at once where that program keeps them. None of them ran here.
-Errors are |planned / published - 1| of tokens a second: median / 90th percentile. The ratio is planned over published in the
-median: above 1, the plan is too fast. The constants of the model of time are fitted to these runs. Where a source is left out,
-they are fitted to the runs of all others, from engineering values that none of these runs gave (`benchmarks/fit_times.py`):
-that is what to expect of a program and a cluster that are not among them. Where a program computes otherwise than ours, its
-runs are planned so, and their caveats say it: Triton's attention kernel, GPTQ, Megatron's softmax, an optimizer that is not
-fused, a network whose rate its own benchmark measured.
-Memory follows below.
+Each row of `benchmarks/published_runs.jsonl` is a training run that another project published. It is planned with its own
+model, GPUs, strategy, micro-batch, precision and attention, and with all logits at once if its program keeps them. None of
+these runs was repeated here. Memory follows below.
+
+- *error*: |planned / published - 1| of tokens per second, as median / 90th percentile
+- *ratio*: the median of planned / published. Above 1, the plan is too fast.
+- *left out*: the constants of the model of time are fitted to these runs. In this column, they are fitted only to the runs of
+  the other sources, and begin at engineering values that come from none of these runs (`benchmarks/fit_times.py`). Expect
+  this error for a program and a cluster that are not in the table.
+
+If a program computes in another way than Zerobook, its runs are planned in that way, and their caveats say so: Triton's
+attention kernel, GPTQ, Megatron's softmax, an optimizer that is not fused, a network whose rate its own benchmark measured.
 """
 
 

@@ -27,8 +27,8 @@ PARITY = """# Any strategy, the same training: measured
 Ten steps on 4 chats of different lengths in fp32, launched by `accelerate launch` with the shipped file, and compared with
 one process that has the same settings. The optimizer is AdamW if no other is named. Between the steps, every run evaluates
 (before the first step, then every second one), generates, saves (every fourth step), and rolls back once, from step 6 to step
-4. The columns *loss*, *gradient norm* and *held-out loss* are the largest relative differences of the whole run, the column
-*weights* is the largest absolute difference after it.
+4. The columns *loss*, *gradient norm* and *held-out loss* have the largest relative differences of the complete run. The column
+*weights* has the largest absolute difference after it.
 Written by `make test-full`.
 
 Each row names its rate and AdamW's epsilon; the process that it is compared with has the same.
@@ -46,11 +46,12 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without evaluations or
   saves between them. Sums over so many numbers lose digits in fp32.
 - `causal_lm, sgd`, `causal_lm, adafactor` and `causal_lm, adamw_8bit` are `causal_lm` with another optimizer, without
-  evaluations or saves between the steps. A strategy has a row if it supports the optimizer. 8-bit state has 256 values: if the
-  order of a sum rounds a moment to another one, the moment changes by hundredths.
-- `router` trains a tiny Qwen3-MoE with the loss that balances its experts, which is one of a whole micro-batch: both runs have
-  the same micro-batches. `gemma3`, `composite` (Gemma 3 beside a vision tower), `images` (Mllama), `marian`, `pegasus` and
-  `mbart` train all weights of a tiny model of that class, `composite_lora` and `recurrent` (RecurrentGemma) adapters.
+  evaluations or saves between the steps. A strategy has a row if it supports the optimizer. 8-bit state has 256 values: if a
+  sum in another order rounds a moment to another value, the moment changes by hundredths.
+- `router` trains a tiny Qwen3-MoE with the loss that balances its experts. This loss depends on the division into
+  micro-batches, so both runs have the same ones.
+- `gemma3`, `composite` (Gemma 3 beside a vision tower), `images` (Mllama), `marian`, `pegasus` and `mbart` train all weights of
+  a tiny model of that class, `composite_lora` and `recurrent` (RecurrentGemma) adapters.
 - The model `wide` has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
@@ -122,7 +123,8 @@ TRAFFIC = """# Bytes between hosts: planned and measured
 Bytes that a host sends to the other one in a step: `causal_lm` and `lora_finetune` on a Llama of 3.3M parameters in fp32, two
 simulated hosts, over 20 steps, as the hosts' network devices count them. That includes headers and acknowledgements. gloo's
 reduce-scatter sends as much as its all-reduce, twice what NCCL's ring sends, so ZeRO-3 and FSDP2 send less on GPUs. hpZ saves
-where weights are frozen; in a full finetune of a model this small, ZeRO-3 keeps all weights until the backward pass anyway.
+traffic if weights are frozen. In a full finetune of a model this small, ZeRO-3 keeps all weights until the backward pass, so
+hpZ saves nothing.
 Written by `make test-nodes`.
 """
 
