@@ -73,6 +73,18 @@ def test_the_length_follows_from_tokens_then_steps_then_data(tmp_path):
     assert steps() is None and steps(price=1.0) == 10**6, "for 10^9 tokens"
 
 
+@pytest.mark.parametrize("name, line", [("a.jsonl", '{"text": "%s"}\n'), ("a.csv", "%s\n"), ("a.txt", "%s\n")])
+def test_documents_of_every_kind_of_file_fill_blocks(tmp_path, name, line):
+    file = tmp_path / name
+    header = "text\n" if name.endswith("csv") else ""
+    file.write_text(header + 2048 * (line % "a short text"))
+    flags = {"train_file": str(file), "block_size": 512, "num_train_epochs": 1, "validation_split_percentage": 0}
+
+    run = plan_whole_run(fitting_row(), made("causal_lm", WIDE, **flags).config, 1, cluster(), None, None)
+
+    assert run.steps == math.ceil(file.stat().st_size / 4 / 512)
+
+
 def test_prices_are_of_every_gpu_or_of_named_ones():
     assert parse_prices("1.9") == {"": 1.9}
     assert parse_prices("rtx-4090=.4,a100-80gb=2") == {"rtx-4090": 0.4, "a100-80gb": 2.0}

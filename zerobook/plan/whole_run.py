@@ -1,5 +1,6 @@
 """A whole run: its steps, its hours and its cost, each with the range of the planned rate."""
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ import numpy as np
 
 from zerobook.config import RecipeConfig
 from zerobook.data.files import JSON_LINES, TABLE, TEXT, file_source
-from zerobook.errors import ConfigError
+from zerobook.data.tokenize import detect
+from zerobook.errors import ConfigError, DataError
 from zerobook.plan.hardware import Cluster
 from zerobook.plan.rows import Row
 from zerobook.utils.devices import DEVICES
@@ -125,7 +127,7 @@ def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float
     rows = file.stat().st_size / BYTES_PER_TOKEN / config.row_length
     basis = f"{BYTES_PER_TOKEN} bytes of the file a token"
     # Running text is cut into blocks. Each is a sample and fills a row.
-    if suffix in TEXT:
+    if suffix in TEXT or _has_joined_documents(config, file):
         return rows, 1.0, basis
     # Counting samples reads the complete file, so it is done only if the result depends on their number.
     samples = 0
@@ -136,3 +138,16 @@ def _count_rows(config: RecipeConfig, lengths: np.ndarray | None) -> tuple[float
     if samples:
         return samples, 1.0, counted(samples, "sample")
     return 0.0, 1.0, ""
+
+
+def _has_joined_documents(config: RecipeConfig, file: Path) -> bool:
+    """Return whether the samples of a table or JSON file are documents, which are joined and cut into blocks."""
+    if config.packing or config.format is not None:
+        return not config.packing and config.format == "text"
+    columns = {"text_column": config.text_column, "summary_column": config.summary_column}
+    try:
+        first_samples = [(name, row) for name, row, _ in itertools.islice(file_source(file).read(), 1)]
+        return detect(first_samples, columns, {}) == "text"
+    except DataError:
+        # A plan needs no data, and the run reports what is wrong with it.
+        return False
