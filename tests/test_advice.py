@@ -148,3 +148,12 @@ def test_rows_are_not_shared_among_ranks_where_a_smaller_micro_batch_has_room():
     files = [file for file in FILES if file.stem in ("fsdp", "fsdp_context")]
     _, advice = ask("causal_lm", MODELS / "llama2_7b.json", cluster(gpus="8", gpu="a100-80gb"), {}, files)
     assert advice.best is not None and advice.best.row.file == "fsdp" and not advice.best.row.tight
+
+
+@pytest.mark.parametrize("nodes, second", [("1", None), ("2", "zero3_hpz")])
+def test_hpz_is_no_second_choice_on_one_node_where_it_is_zero3(nodes, second):
+    files = [file for file in FILES if file.stem in ("zero3", "zero3_hpz")]
+    where = cluster(gpus="4", nodes=nodes, gpu="a100-80gb", interconnect="3200Gbps")
+    _, advice = ask("causal_lm", WIDE, where, {"block_size": 256}, files)
+    names = {candidate.row.file for candidate in (advice.best, advice.second) if candidate is not None}
+    assert names == {"zero3", second} - {None}
