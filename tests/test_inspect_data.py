@@ -172,3 +172,11 @@ def test_flags_may_stand_before_the_file(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["train"]["samples"] == 3
     with pytest.raises(SystemExit):
         main(["data", "inspect", str(file), "--max_seq_length", "0"])
+
+
+@pytest.mark.parametrize("flag, value", [("--seed", "-1"), ("--seed", "x"), ("--validation_split_percentage", "100")])
+def test_a_value_that_the_recipes_refuse_is_refused(capsys, flag, value):
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "inspect", "embedded:chatterbot", flag, value])
+    assert ended.value.code == 2
+    assert flag in capsys.readouterr().err

@@ -11,7 +11,11 @@ are in both the training and the held-out data.
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from zerobook.cli.arguments import Parser, positive
 from zerobook.cli.show_rows import print_histogram, show_rows
@@ -136,13 +140,28 @@ def _parser() -> Parser:
     parser.add_argument("--format", help="format of the samples; unset: detected from the columns")
     for flag in ("--text_column", "--summary_column", "--dataset_config_name"):
         parser.add_argument(flag, help=f"as the recipes' {flag}")
-    for key, kind in (("validation_split_percentage", float), ("seed", int)):
-        default = RecipeConfig.model_fields[key].default
-        parser.add_argument(f"--{key}", type=kind, default=default, help=f"as the recipes' --{key} (default: %(default)s)")
+    for key in ("validation_split_percentage", "seed"):
+        field = RecipeConfig.model_fields[key]
+        help_text = f"as the recipes' --{key} (default: %(default)s)"
+        parser.add_argument(f"--{key}", type=_make_value_reader(field), default=field.default, help=help_text)
     parser.add_argument("--chat_template", help="as the recipes' --chat_template")
     parser.add_argument("--samples", type=int, default=2, help="rows to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
+
+
+def _make_value_reader(field: FieldInfo) -> Callable[[str], Any]:
+    """Return a function that reads a flag's value, within the limits of the recipes' flag."""
+    value_type: Any = Annotated[(field.annotation, *field.metadata)]
+    adapter: TypeAdapter[Any] = TypeAdapter(value_type)
+
+    def read_value(text: str) -> Any:
+        try:
+            return adapter.validate_strings(text)
+        except ValidationError as error:
+            raise argparse.ArgumentTypeError(f"{error.errors()[0]['msg']}, and it is {text}") from None
+
+    return read_value
 
 
 def _held_out_problem(held_out: Examined | None, length: int) -> str | None:
