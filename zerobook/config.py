@@ -644,6 +644,7 @@ class RecipeConfig(_Keys):
                 "streaming: max_train_samples, limit and a range of rows in split need the number of samples, which is "
                 "unknown. Drop them, or streaming."
             )
+        # Without weights, each dataset would count by its number of samples.
         if len(specs) > 1 and not all(spec.weight for spec in specs):
             problems.append("streaming: a mixture of streams needs weights. Give each entry of datasets a weight.")
         return problems

@@ -13,8 +13,8 @@ from zerobook.utils.reading import open_regular, read_safetensors_header
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_BLOCKS = 64
 # Number of blocks of a weights file in its digest, and bytes of each: 4 MiB together, which are read fast for any model.
+_BLOCKS = 64
 _BLOCK_BYTES = 1 << 16
 # Keys of a model's config about its files and its loading, which do not change what the model computes.
 _IGNORED_KEYS = ("transformers_version", "dtype", "torch_dtype", "attn_implementation", "architectures", "auto_map")

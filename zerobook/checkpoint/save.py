@@ -41,14 +41,14 @@ ADAM_STEPS = "adam_steps"
 STEPS = "optimizer_steps"
 # Key of the index for the shapes of optimizer state whose shape is not that of its weight.
 STATE_SHAPES = "state_shapes"
-_FIRST_PAUSE_S = 0.02
 # Seconds between two looks into the folder: the first pause, which is doubled each time, and the longest one.
+_FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
 # Seconds within which every rank must begin to write. NFS can hide a new folder from other hosts for a minute.
 _BEGIN_S = 600
-_FIRST_BLOCK = 1 << 22
 # Elements of the first block of host memory, and of the largest. They are powers of two, since torch rounds pinned memory up
 # to one.
+_FIRST_BLOCK = 1 << 22
 _LARGEST_BLOCK = 1 << 27
 
 

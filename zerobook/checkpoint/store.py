@@ -228,7 +228,7 @@ def _hide(folder: Path) -> Path:
 
 def _delete(folder: Path) -> None:
     with _warning_on_error(folder):
-        # rmtree refuses links and files, which somebody may have given the name of a folder.
+        # rmtree refuses links and files. Somebody may have made one with the name of a checkpoint.
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
         else:

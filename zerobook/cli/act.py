@@ -92,7 +92,7 @@ def _is_live(folder: Path, newest: Event) -> bool:
 
 
 def _make_command(flags: argparse.Namespace, newest: Event) -> Command:
-    # The flags of an action have at most one of these arguments.
+    # An action takes at most one argument, under one of these names.
     arguments = {name: value for name, value in vars(flags).items() if name in ("step", "factor", "steps", "on_spike")}
     try:
         return Command(
@@ -100,6 +100,7 @@ def _make_command(flags: argparse.Namespace, newest: Event) -> Command:
             action=flags.action.replace("-", "_"),
             reason=flags.reason,
             host=socket.gethostname()[:255],
+            # By these three, the run refuses a command that was meant for an earlier state of it.
             attempt=newest["attempt"],
             branch=newest["branch"],
             newest_seq=newest["seq"],

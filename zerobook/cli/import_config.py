@@ -77,7 +77,7 @@ def write_import(imported: Imported, folder: Path) -> None:
     strategy = imported.strategy
     folder.mkdir(parents=True, exist_ok=True)
     header = f"# Imported from {imported.trainer}: {imported.foreign.file.name}. account.txt says what became of each key.\n"
-    # Translations may add files, such as a chat template.
+    # While the other trainer's config was translated, files such as a chat template may have been added to it.
     files = dict(imported.foreign.files)
     files["recipe.yaml"] = header + yaml.safe_dump(imported.values, sort_keys=False, allow_unicode=True)
     files["account.txt"] = format_account(imported)

@@ -189,10 +189,11 @@ def _make_encoder(model: str, template_name: str | None) -> CausalEncoder:
             template = read_text(template_file(template_name))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--chat_template {template_name}: it cannot be read: {error}.") from None
+    # The name may be a run's output_dir, whose model is then in a folder of it, or embedded:smollm2, which is in a package.
     tokenizer_path = embedded.locate_model(find_result(model).model)
     tokenizer, _ = open_tokenizer(tokenizer_path, template=template, revision="main", trust_remote_code=False)
     encoder = CausalEncoder(tokenizer, length=None)
-    # A run does this too, if the tokenizer has no chat template.
+    # Without any chat template, use the default one, as a run does.
     encoder.take_default_template()
     return encoder
 

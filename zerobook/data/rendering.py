@@ -68,7 +68,7 @@ class GeneratedTurn(NamedTuple):
 _LIMIT_ERRORS = (DataError, MemoryError)
 # Advice about tools or calls that a template does not read.
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
-# The date of a template that writes today's: the tokens of a chat must not depend on the day when they were prepared, nor
+# The date for templates that write the current one: the tokens of a chat must not depend on the day of their preparation, nor
 # differ between hosts. Llama's templates have this date where they are not given another one.
 TODAY = date(2024, 7, 26)
 # A null that a template writes out, as Python and as JSON write it.
@@ -308,7 +308,8 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
 
             with template_time(), with_fixed_date(self.source):
-                rendered: Any = render_jinja_template(  # the texts and their spans; the annotation is str
+                # It returns the texts and the spans of their marks, although transformers annotates its result differently.
+                rendered: Any = render_jinja_template(
                     [messages],
                     tools=cast("Any", tools),
                     chat_template=self.source,

@@ -162,7 +162,9 @@ class SampleOrder:
             self.mixture = Mixture(weights)
         self.dropped = dropped
         self.lengths = lengths
-        self.passed: list[list[int]] | None = None  # only `zerobook.data.stream.StreamOrder` passes shards
+        # What a checkpoint records of streamed shards, see `zerobook.data.stream.StreamOrder`. Here there are none.
+        self.passed: list[list[int]] | None = None
+        # (Size, number of the epoch or pass, dataset or None for all of them) -> its permutation.
         self._permutations: dict[tuple[int, int, int | None], Permutation] = {}
         # The segment that was sorted last: (its first position, its row numbers).
         self._sorted: tuple[int, np.ndarray] | None = None

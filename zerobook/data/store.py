@@ -72,14 +72,14 @@ class TokenWriter:
         Args:
             ids: token ids.
             labels: None if they equal the ids.
-            weights: int [documents], by the objective.
+            weights: int [documents], the loss weight of each document, computed by the objective.
             begins: bool [documents], which are the first of their sample.
             extra: further arrays of every document, the same names in every call.
         """
         if not len(weights):
             return
         # Write the labels also if they equal the ids: those of a later document may differ.
-        arrays = {"input_ids": ids, "labels": labels or ids, **extra}
+        arrays = {"input_ids": ids, "labels": ids if labels is None else labels, **extra}
         if self._weights and set(arrays) != set(self._files):
             raise DataError(
                 f"the encoder gave documents with the arrays {sorted(arrays)} after others with {sorted(self._files)}. Every "

@@ -209,12 +209,14 @@ def _find_effect_in_json(
         return f"no effect: {reason}"
     if path[:2] == ("zero_optimization", "leaf_module"):
         return _find_effect_of_leaf_modules(key, value, config)
-    # Deprecated keys are in zero_optimization, except for the root section bfloat16, which is now bf16.
+    # Deprecated keys: some of zero_optimization, and the root section bfloat16. Keys inside of bfloat16 are not listed
+    # themselves; the section is read as bf16.
     if value is False and key in deepspeed_json.REPLACEMENTS:
         return "no effect: it is off"
     if key in deepspeed_json.REPLACEMENTS or root in deepspeed_json.REPLACEMENTS:
         return f"used: read as {deepspeed_json.REPLACEMENTS.get(key, 'bf16')}, which replaced it"
-    # If the recipe's schedule replaces that of the JSON, the section is removed from the plan.
+    # If all parameters of the section are auto and the run has no warm-up, the recipe's schedule takes its place, and the plan
+    # lacks the section. This counts as filled in for each key, also for the type, which is not auto.
     if root == "scheduler" and root not in (plan.deepspeed_config or {}):
         return f"filled in: {config.lr_scheduler_type}, lr_scheduler_type from {sources['lr_scheduler_type']}"
     # Look up the value that DeepSpeed's engine gets.

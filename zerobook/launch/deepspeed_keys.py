@@ -47,7 +47,7 @@ OBJECT_KEYS = (
 )
 # Root key that DeepSpeed knows and that has no effect here -> why. A run with such a key has a note on it.
 WITHOUT_EFFECT = {
-    "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --recommend finds settings by plan",
+    "autotuning": "it belongs to DeepSpeed's launcher; zerobook plan --recommend computes which settings fit",
     "checkpoint": "checkpoints are written by Zerobook",
     "datastates_ckpt": "checkpoints are written by Zerobook",
     "nebula": "checkpoints are written by Zerobook",
@@ -240,7 +240,8 @@ def check_by_deepspeed(plan: LaunchPlan) -> None:
     from pydantic import ValidationError
 
     filled = _without_auto(deepcopy(plan.deepspeed_config))
-    # There is no process group yet, so DeepSpeed expects the batch size of a run with one process.
+    # Both factors are filled in already, so they are not auto. There is no process group yet, so DeepSpeed expects the batch
+    # size of a run with one process.
     filled["train_batch_size"] = filled["train_micro_batch_size_per_gpu"] * filled["gradient_accumulation_steps"]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -250,7 +251,7 @@ def check_by_deepspeed(plan: LaunchPlan) -> None:
     except ValidationError as error:
         plan.problems += list(_explain_errors(plan, error))
     except Exception as error:
-        # Errors of many other types do not name a key. If there is another problem, they may only repeat it.
+        # DeepSpeed raises errors of many other types, which name no key. If there is a problem already, they may repeat it.
         if not plan.problems:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             plan.problems.append(f"{plan.config_file}: DeepSpeed {version('deepspeed')} refuses it: {lines[0].rstrip('.')}.")

@@ -72,7 +72,7 @@ def find_strategy(args: argparse.Namespace) -> str:
     """Return which of accelerate's launchers starts the processes: ``deepspeed``, ``fsdp``, ``ddp`` or ``single``.
 
     Args:
-        args: from `validated`.
+        args: the flags merged with the Accelerate config, from `merge_flags_and_file`.
     """
     if args.cpu:
         return "single"
@@ -88,7 +88,7 @@ def find_flag_problems(typed: argparse.Namespace, args: argparse.Namespace, dist
 
     Args:
         typed: the launcher's flags as parsed.
-        args: from `validated`.
+        args: the flags merged with the Accelerate config, from `merge_flags_and_file`.
         distributed_type: the value in the Accelerate config; None without a config.
     """
     strategy = find_strategy(args)
@@ -139,7 +139,7 @@ def find_machine_problems(args: argparse.Namespace, *, looks_up_address: bool) -
     """Yield each reason why the machines of a launch would not find each other and would wait without end.
 
     Args:
-        args: from `validated`.
+        args: the flags merged with the Accelerate config, from `merge_flags_and_file`.
         looks_up_address: also check that the first machine's name has an address. A launch does not check it, since a name may
             get its address after the launch has begun.
     """

@@ -287,11 +287,12 @@ class Detector:
             return []
         return [self._make_finding("divergence", point, f"the gradient was exactly 0 at {STILL_STEPS} points in a row")]
 
-    # --- the gradient norm, which often moves first
-    # Arms the detector if the gradient norm is far too high, and remembers the level of the loss before a shock.
+    # --- the gradient norm, which often rises before the loss
+    # Arm the detector if the gradient norm is far too high, and keep the level of the loss before a shock. Other norms are
+    # accepted into the level of the norm. Disarm the detector after a while without a spike.
     def _process_norm(self, point: Point) -> list[Finding]:
         settings = self.settings
-        # Disarm if no spike has followed. The level before a shock is remembered for longer.
+        # Disarm if no spike has followed. This also forgets the level before a shock, so wait longer after one.
         patience = settings.patience
         if self.shock is not None:
             patience *= settings.long_patience
@@ -305,7 +306,7 @@ class Detector:
         if len(self.norm.accepted) < settings.level_points:
             self.norm.accept(log_norm)
             return []
-        # The logarithm of the ratio of the norm to its level.
+        # The logarithm of the ratio of the norm to its level. A usual excess is below `Settings.precursor` units of the noise.
         excess = log_norm - self.norm.level()
         if excess < settings.precursor * max(self.norm.upper_unit(), settings.min_norm_unit):
             self.norm.accept(log_norm)
@@ -319,6 +320,7 @@ class Detector:
             reason = f"gradient norm {norm:.3g}, {norm / usual:.3g} times the usual {usual:.3g}"
             findings.append(self._arm(point, reason))
         if is_shock:
+            # These two are of the loss.
             self.shock = self.level()
             self.shock_unit = self.unit()
         return findings

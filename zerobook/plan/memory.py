@@ -19,15 +19,15 @@ from zerobook.plan.trace import Trace
 CONTEXT_BYTES = 900_000_000
 # Bytes of NCCL's buffers, if there are several ranks.
 NCCL_BYTES = 260_000_000
-CACHED_SHARE = 0.04
 # Bytes of freed blocks that torch's allocator keeps at the peak, for each byte that is allocated. Strategies that share states
 # among ranks allocate buffers of many sizes, which leave gaps.
+CACHED_SHARE = 0.04
 SHARED_CACHED_SHARE = 0.17
-RANGE = (0.9, 1.22)
 # Lowest and highest peak to expect, relative to the planned one; the second where strategies share states among ranks. The
 # first is the 10th and 90th percentile of published over planned peaks, sources weighted alike
 # (docs/measured/plan_accuracy.md). The second is a judgement: published peaks of 50 such runs lie between 0.7 and 1.22, those
 # of the 25 that are planned exactly as they ran between 0.87 and 1.01.
+RANGE = (0.9, 1.22)
 SHARED_RANGE = (0.88, 1.3)
 
 

@@ -47,8 +47,8 @@ CALLS: Counter[str] = Counter()
 # A list, so that functions can change its element.
 _IS_COUNTING = [False]
 
-_OUTPUT = (0, ("tensor", "output_tensor", "output", "tensor_list"))
 # Position and names of the argument whose bytes count.
+_OUTPUT = (0, ("tensor", "output_tensor", "output", "tensor_list"))
 _INPUT = (1, ("input", "input_tensor", "input_list"))
 # Collective -> the argument that counts, and how many times a ring sends (N - 1)/N of it.
 _COLLECTIVES = {

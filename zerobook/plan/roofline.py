@@ -18,9 +18,9 @@ from zerobook.utils.devices import Device
 
 # Share of the listed fp32 operations per second that large matrix products reach.
 FP32_SHARE = 0.75
-HALF_RATE_ROWS = 90
 # Rows, and depth or columns, at which a matrix product reaches half of its rate. In smaller products, the GPU's tiles are
 # partly empty.
+HALF_RATE_ROWS = 90
 HALF_RATE_WIDTH = 125
 # Factor of these two sizes for fp32 and for batched products, whose tiles are smaller.
 SMALL_TILES = 0.3
@@ -47,11 +47,11 @@ OVERLAP = {"deepspeed": 0.16, "fsdp": 0.7, "ddp": 0.7, "single": 0.0}
 CPU_ADAM_BYTES_PER_S = 185e9
 # Rate of a node's NVMe disk, which its ranks share.
 NVME_BYTES_PER_S = 3e9
-RATE_RANGE = (0.84, 1.06)
 # Lowest and highest tokens per second to expect, relative to the planned ones: the 10th and 90th percentile of published over
 # planned rates (docs/measured/plan_accuracy.md). The second is for several nodes, whose networks differ more than their listed
 # rates: it has the percentiles of 99 such runs. 12 of them are planned too fast by more than a quarter, and 12 of 261 on one
 # node are further off than that. The page shows no such difference for small models, nor for optimizer state in host memory.
+RATE_RANGE = (0.84, 1.06)
 NODES_RATE_RANGE = (0.7, 1.02)
 
 

@@ -146,6 +146,8 @@ def _build_table(
 
 
 def fits_text(row: Row) -> str:
+    """Return whether a run fits into memory: ``tight`` if the highest peak to expect exceeds the GPU's memory."""
+    # The run may work, but its memory cannot be computed.
     if row.untraced:
         return "[red]not traced[/]"
     if row.memory is None:

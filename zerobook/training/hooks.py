@@ -248,7 +248,8 @@ class Hooks:
     def close(self, trainer: TrainerView, first_error: BaseException | None = None) -> None:
         """Close all hooks, once. Errors are added to ``first_error`` as notes; without one, the first of them is raised."""
         if not self._are_closed:
-            # Set this first: if a hook's `close` raises an error, `closing` calls this method again.
+            # Set this first. The trainer calls this method inside of the context of `closing`, too. If a hook's `close` then
+            # raises an error, `closing` calls it again.
             self._are_closed = True
             self._call_all("close", trainer, first_error=first_error)
 

@@ -47,13 +47,13 @@ def automatic_interval(step_seconds: float, save_seconds: float, total_steps: in
     >>> automatic_interval(step_seconds=2.0, save_seconds=3.0, total_steps=100_000)  # half an hour
     900
     """
-    shortest = max(steps_to_earn(save_seconds, step_seconds), _count_steps(SHORTEST_S, step_seconds))
+    shortest = max(steps_for_share(save_seconds, step_seconds), _count_steps(SHORTEST_S, step_seconds))
     interval = max(total_steps // SAVES_A_RUN, shortest)
     # A single step may take longer than half an hour, so the interval is at least 1.
     return max(1, min(interval, _longest_interval(step_seconds)))
 
 
-def steps_to_earn(save_seconds: float, step_seconds: float) -> int:
+def steps_for_share(save_seconds: float, step_seconds: float) -> int:
     """Return the number of steps beside which a save takes 5 % of the time of both."""
     return _count_steps(save_seconds * (1 - SHARE) / SHARE, step_seconds)
 
@@ -141,18 +141,19 @@ class AutomaticSaves:
         if self._measured.step_seconds == 0:
             return self._early_step
         next_step = self.last_save + automatic_interval(*self._measured, self.total_steps)
-        # Saves so far may have taken more than their share of the time. Wait until they have not, but half an hour at most.
+        # The saves so far may have taken more than their share of the time. Then save later, when they and the next save are
+        # within the share, but at most half an hour after the last save.
         latest_step = self.last_save + _longest_interval(self._measured.step_seconds)
-        next_step = max(next_step, min(self._earned_step(), latest_step))
+        next_step = max(next_step, min(self._step_within_share(), latest_step))
         # Do without the early save if a save takes more than 5 % of the time of the whole run.
-        if self._early_step is None or self._earned_step() > self.total_steps:
+        if self._early_step is None or self._step_within_share() > self.total_steps:
             return next_step
         return min(next_step, self._early_step)
 
-    def _earned_step(self) -> int:
+    def _step_within_share(self) -> int:
         """Return the step from which all saves of this attempt and one more take at most 5 % of its time."""
         step_seconds, save_seconds = self._measured
-        return self._start_step + steps_to_earn((self._saves + 1) * save_seconds, step_seconds)
+        return self._start_step + steps_for_share((self._saves + 1) * save_seconds, step_seconds)
 
     def set_measured(self, values: Measured) -> None:
         """Set the measurements of rank 0."""
@@ -180,7 +181,7 @@ class AutomaticSaves:
         if not evaluates or self._measured.step_seconds == 0:
             return False
         step_seconds, save_seconds = self._measured
-        return step >= max(self._earned_step(), self.last_save + steps_to_earn(save_seconds, step_seconds))
+        return step >= max(self._step_within_share(), self.last_save + steps_for_share(save_seconds, step_seconds))
 
 
 class AutomaticEvaluations:

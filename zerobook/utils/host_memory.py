@@ -15,8 +15,8 @@ from zerobook.errors import ConfigError
 from zerobook.utils.reading import read_safetensors_header, read_text
 from zerobook.utils.units import counted
 
-M_TRIM_THRESHOLD = -1
 # Parameters of glibc's ``mallopt``.
+M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 # Size of a block, in bytes, from which glibc maps it on its own while weights are loaded, and unmaps it when it is freed.
 _THRESHOLD_WHILE_LOADING = 256 * 1024

@@ -16,8 +16,8 @@ from zerobook.interop.checkpoints.unpickle import load_metadata, load_torch_byte
 from zerobook.strategy import Piece
 
 METADATA = ".metadata"
-MODEL_FOLDER = "pytorch_model_fsdp_0"
 # Names that accelerate gives the two folders.
+MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
 # Number of parts of the weights that are read at the same time.
 PARTS = 8

@@ -1,4 +1,8 @@
-"""Functions that the tables name in ``by`` for data sets, with the arguments and results of those in `translations`."""
+"""Functions that translate another trainer's keys about data sets.
+
+The tables of keys name them under ``by``. Each takes the other trainer's config and the value of the key, and returns flags of
+Zerobook -> values, as the functions in `translations` do.
+"""
 
 import os
 import re
@@ -147,6 +151,7 @@ def translate_swift_datasets(foreign: Foreign, value: Any) -> Flags:
 
 def translate_trl_mixture(foreign: Foreign, value: Any) -> Flags:
     """Return the data sets of TRL's ``datasets`` or of the alignment handbook's ``dataset_mixture``."""
+    # ``datasets`` is a list. ``dataset_mixture`` is a mapping with such a list, whose entries have the key id, not path.
     if isinstance(value, dict):
         value = value["datasets"]
     entries = []
