@@ -1,4 +1,4 @@
-r"""Train a causal language model: from scratch on a config, or continued from a model's weights.
+r"""Train a causal language model: a new one from a config, or one whose weights are loaded.
 
 On GPUs, here eight:
 
@@ -35,8 +35,8 @@ class CausalLMConfig(RecipeConfig):
     block_size: int = Field(1024, ge=2, description="tokens per block of text; for chats, the maximum number of tokens")
     assistant_only_loss: bool = Field(
         True,
-        description="of a chat, learn the assistant's turns; false: all tokens of a chat, unless the data says which turns to "
-        "learn (a completion, or a key such as train or weight)",
+        description="true: learn only the assistant's turns of a chat; false: learn all its tokens, except where the data "
+        "itself says what to learn (a prompt with a completion, or a key such as train or weight)",
     )
 
     @property

@@ -39,8 +39,8 @@ class LoraConfig(AdapterConfig):
     max_seq_length: int = Field(1024, ge=2, description="tokens that a chat may have; longer ones are cut")
     assistant_only_loss: bool = Field(
         True,
-        description="of a chat, learn the assistant's turns; false: all tokens of a chat, unless the data says which turns to "
-        "learn (a completion, or a key such as train or weight)",
+        description="true: learn only the assistant's turns of a chat; false: learn all its tokens, except where the data "
+        "itself says what to learn (a prompt with a completion, or a key such as train or weight)",
     )
     adapter: Method = Field("lora", description="kind of the adapters: lora, rslora, dora, pissa or ia3")
     learning_rate: float = Field(

@@ -96,8 +96,8 @@ the other rows of Trainer, Trainer creates it. Written by `make test-full`.
 
 HOST = """# Host RAM while a model is loaded: measured
 
-The table has the memory (anonymous and shared) that all 4 ranks of a host together allocate in addition while `causal_lm`
-loads and prepares a Llama. The unit is the size of one copy of its weights in fp32 (0.86 GB; the file, in bf16, has 0.43 GB).
+The table has the memory (anonymous and shared) of all 4 ranks of a host together, above what they had before `causal_lm`
+loads and prepares a Llama. A figure of 1 is one copy of its weights in fp32 (0.86 GB; the file, in bf16, has 0.43 GB).
 Pages of the mapped file are page cache, and are not included. *Planned* is what `zerobook plan` computes for the column
 *loading, peak*. On a CPU, the preparation of ZeRO-3 also allocates its master copies and gradients, which are kept. Written by
 `make test-full`.
@@ -106,16 +106,18 @@ Pages of the mapped file are page cache, and are not included. *Planned* is what
 NODES = """# Faults of several hosts: measured
 
 `causal_lm` runs on two simulated hosts (network namespaces with a link each) with `--hang_timeout 6` (15 in the rows *link cut
-for 5 s*; the default is 300). Nothing was run on real hosts or with NCCL. Written by `make test-nodes`.
+for 5 s*, 60 in the rows that say so; the default is 300). Nothing was run on real hosts or with NCCL. Written by
+`make test-nodes`.
 
 - *Ranks* are those of the first and of the second host.
 - *Seconds* is the time from the fault until the launcher of the other host has ended (both launchers, if a link is cut or a
   data loader hangs). If the ranks are restarted, it is the time until the runlog names the cause; after *link cut for 5 s*,
   the time until the run has done six more steps.
 - *Reported cause* is empty (-) if the run continues without a restart.
-- If ranks train again on all hosts, the run was launched with `--rdzv_backend c10d --max_restarts 3`; if fewer ranks train,
-  with `zerobook launch --min_machines 1`. "7 s later" counts from the fault, or, if the host or the link comes back, from its
-  return.
+- If all ranks train again at once, the run was launched with `--rdzv_backend c10d --max_restarts 3`. If fewer ranks train, also
+  for a while only, it was launched with `zerobook launch --min_machines 1`.
+- In the phase *data*, a process may be without progress for twice `--hang_timeout`.
+- "7 s later" counts from the fault, or, if the host or the link comes back, from its return.
 """
 
 TRAFFIC = """# Bytes between hosts: planned and measured

@@ -104,9 +104,10 @@ def flags() -> str:
         "Every flag is also a key of the YAML file that `--config FILE.yaml` names. A flag overrides the file. `--dry-run`\n"
         "prints each value with its source. *Steps* are optimizer steps. A flag without a default is unset.\n\n"
         "A YAML value is parsed like the same text on the command line. The type of the key decides what it means: `no` is a\n"
-        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key, but\n"
-        "`mixed_precision: none` means `no`. For a list, they mean the empty list. A list may also be written as a single\n"
-        "value, or as names that are separated by commas.\n"
+        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key, also `policy` and\n"
+        "`datasets`. Every other list becomes empty, and `mixed_precision: none` means `no`. A list may also be written as a\n"
+        "single value, or as names that are separated by commas. `embedded:NAME` is a small model or dataset from a Python\n"
+        "package, which needs no network.\n"
     )
     parts.append("## Every recipe\n")
     for group, names in groups(RecipeConfig).items():

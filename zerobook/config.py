@@ -125,7 +125,12 @@ class DatasetSpec(_Keys):
         None, description="use this split only, or some of its rows (train[:10%]); held-out samples are taken from it"
     )
     format: Format | None = Field(None, description="see the recipe's format")
-    weight: float | None = Field(None, gt=0, description="share of the rows; if unset for all datasets, all rows count equally")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="relative share of the rows: 3 and 1 mean three rows for one; unset: 1, or all rows count equally if no "
+        "dataset has one",
+    )
     limit: int | None = Field(None, ge=1, description="maximum number of samples to read")
     text_column: str | None = Field(None, description="see the recipe's text_column")
     summary_column: str | None = Field(None, description="see the recipe's summary_column")
@@ -183,7 +188,8 @@ class RecipeConfig(_Keys):
     )
     torch_compile: bool = Field(
         False,
-        description="compile the model's layers with torch.compile: fewer, fused operations, after half a minute at the start",
+        description="compile the model's layers with torch.compile, which fuses operations and takes about half a minute at "
+        "the start",
     )
     fast: bool = Field(
         False,
@@ -203,7 +209,7 @@ class RecipeConfig(_Keys):
     dataset_config_name: str | None = Field(None, description="configuration of a dataset from the hub")
     dataset_revision: str | None = Field(None, description="branch, tag or commit of the dataset on the hub")
     datasets: list[DatasetSpec] | None = Field(
-        None, description="a mixture, as a list in YAML; each entry has path, format, weight, split, limit"
+        None, description="a mixture of datasets: a list in YAML, whose entries have a path and optional keys such as weight"
     )
     train_file: str | None = Field(None, description="file or folder with the training data, or embedded:NAME")
     validation_file: str | None = Field(None, description="file or folder with the held-out data, or embedded:NAME")
@@ -241,10 +247,12 @@ class RecipeConfig(_Keys):
 
     # --- optimisation
     output_dir: str = Field("outputs/run", description="folder for checkpoints, runlog and the final model")
-    per_device_train_batch_size: int = Field(8, ge=1, description="samples per micro-batch and process")
+    per_device_train_batch_size: int = Field(
+        8, ge=1, description="rows per micro-batch and process: samples, or packs with packing"
+    )
     gradient_accumulation_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
     global_batch_size: int | None = Field(
-        None, ge=1, description="samples per optimizer step over all processes; gradient_accumulation_steps follows from it"
+        None, ge=1, description="rows per optimizer step over all processes; gradient_accumulation_steps follows from it"
     )
     num_train_epochs: float = Field(3.0, gt=0, description="passes over the training data")
     max_train_steps: int | None = Field(None, ge=1, description="maximum number of optimizer steps; overrides num_train_epochs")
@@ -303,8 +311,8 @@ class RecipeConfig(_Keys):
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
         description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share such as 0.1: every "
-        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, or fewer so that "
-        "saves take at most 5 % of its time, but one every 30 minutes at least",
+        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, or fewer if they "
+        "would be less than a minute apart or take more than 5 % of its time, but one every 30 minutes at least",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     save_total_limit: int | None = Field(
@@ -321,15 +329,17 @@ class RecipeConfig(_Keys):
     )
     on_spike: OnSpike = Field(
         "rollback",
-        description="log: record it only; skip: leave out the samples of its steps, without going back; rollback: return to a "
-        "checkpoint, with a stronger recovery action each time; lower_rate: return and lower the learning rate; stop: end the "
-        "run",
+        description="log: record it only; skip: leave out the samples of the spike's steps from now on, without going back; "
+        "rollback: return to a checkpoint, with a stronger recovery action each time; lower_rate: return and lower the "
+        "learning rate; stop: end the run",
     )
     policy: list[PolicyAction] | None = Field(
         None,
         min_length=1,
-        description="recovery actions of on_spike rollback, in this order: some of replay, skip, lower_rate, further_back and "
-        "stop; unset: replay, skip, lower_rate, stop, without the replay if it would abandon more than a tenth of the run",
+        description="recovery actions of on_spike rollback, in this order: some of replay (go back, and do the same steps "
+        "again), skip (go back, and leave their samples out), lower_rate (go back, and lower the rate), further_back (as skip, "
+        "from an earlier checkpoint) and stop; unset: replay, skip, lower_rate, stop, without the replay if it would abandon "
+        "more than a tenth of the run",
     )
     max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
     rollback_lr_factor: float = Field(

@@ -28,8 +28,8 @@ class StepRecord:
     cursor: tuple[int, int]
     """position in the sample order before the step, and after it"""
     ids: Iterable[int]
-    """samples in the order of the run. The file has samples only; for hooks, a number below 0 stands for a row that fills up
-    the batch"""
+    """numbers of the step's rows, in the order of the run. With ``--packing``, a row is a pack. Hooks also get a number below 0
+    for each row that only fills up the batch"""
     metrics: dict[str, SupportsFloat] = field(default_factory=dict)
     """what hooks and the objective add"""
     sums: dict[str, Any] = field(default_factory=dict)

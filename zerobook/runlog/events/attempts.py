@@ -31,8 +31,9 @@ declare(
         "code": "file of the recipe; commit of the git repository that tracks it, and how many files differ from that",
         "argv": "command line of the process",
         "plan": "resolved launch: strategy, processes, device, precision, DeepSpeed config, notes",
-        "live": "strategy as read from the live objects: wrapper, ZeRO stage, master dtype, master weights of rank 0",
-        "batch": "micro-batch x accumulation x processes = global batch",
+        "live": "strategy as read from the prepared model and optimizer: class that wraps the model, ZeRO stage, dtype of the "
+        "master weights, and the number of them that rank 0 updates",
+        "batch": "text: micro-batch x accumulation x processes (or groups that share rows) = global batch",
         "total_steps": "optimizer steps of the learning-rate schedule",
         "data": "number of training rows; for each dataset its format, statistics, ignored columns and unusable samples",
     },
@@ -109,7 +110,7 @@ def _resume(event: Event) -> str:
 
 @declare(
     "preempted",
-    when="A warning signal or Ctrl-C ended the attempt.",
+    when="SIGTERM, SIGUSR1 or Ctrl-C ended the attempt.",
     fields={
         "step": "last step",
         "signal": "name of the signal; SIGINT is Ctrl-C",
@@ -128,7 +129,7 @@ def _preempted(event: Event) -> str:
 
 @declare(
     "stop",
-    when="The policy against spikes, a command or a `KeyboardInterrupt` stopped the attempt.",
+    when="A recovery action, a command or a `KeyboardInterrupt` stopped the attempt. Ctrl-C during the steps is `preempted`.",
     fields={
         "step": "last step",
         "rule": "rule that stopped it",
@@ -211,14 +212,14 @@ def _run_end(event: Event) -> str:
     when="The end of a file was damaged when the log was opened.",
     fields={
         "file": "name of the file",
-        "torn_bytes": "bytes of the torn last line",
+        "torn_bytes": "bytes of the incomplete last line",
         "kept_as": "file that keeps them",
         "damaged_lines_at_the_end": "lines that could not be read",
     },
 )
 def _repaired(event: Event) -> str:
     if "torn_bytes" in event:
-        return f"A torn line at the end of {event['file']} was moved to {event['kept_as']}."
+        return f"An incomplete line at the end of {event['file']} was moved to {event['kept_as']}."
     return f"Damaged: {event['damaged_lines_at_the_end']} lines at the end of {event['file']} cannot be read."
 
 

@@ -106,11 +106,11 @@ def _command(event: Event) -> str:
         "of a command also rollback, cut_rate (the rate is lowered without a rollback) or save",
         "rule": "rule that chose it",
         "why": "finding in words, or the reason that was given",
-        "options": "actions that were left",
+        "options": "recovery actions that were still possible, from which `action` was chosen",
         "to_step": "step of the checkpoint that the run goes back to",
         "leaves_out_steps": "first and last step whose samples are left out",
         "hardware": "which rank's copy of the weights differs, in words",
-        "policy": "rollbacks so far, and what was tried at this place",
+        "policy": "number of rollbacks so far, and the actions that were tried against spikes near these steps",
     },
 )
 def _decision(event: Event) -> str:
@@ -191,7 +191,7 @@ def _lr_change(event: Event) -> str:
         "steps": "first and last step that were compared",
         "largest_relative_difference": "largest relative difference of their losses",
         "first_apart": "first step whose loss is not the same, bit for bit; null if all losses are the same",
-        "step": "step of the replay that decided",
+        "step": "after a replay: step whose loss showed whether the spike came again",
         "reproduced": "true if the spike came again",
         "loss": "loss now",
         "loss_before": "loss of the step when it was done first",

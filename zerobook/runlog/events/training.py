@@ -21,8 +21,8 @@ declare(
         "data_wait": "share of the time spent waiting for data, 0 to 1",
         "mfu": "model FLOPs utilization, 0 to 1; null on a device whose peak is not known",
         "tflops": "10^12 operations of the model per second and device; null if they are not known",
-        "seconds": "phase: seconds of rank 0 (of its GPU, if it has one) since the last log point; `reduce` is the log "
-        "point itself",
+        "seconds": "for each phase of a step, the seconds that rank 0 (its GPU, if it has one) spent in it since the last log "
+        "point. The phase `reduce` is the work at the log point",
         "metrics": "values that hooks and the objective add",
     },
     is_quiet=True,
@@ -64,7 +64,7 @@ declare(
 
 declare(
     "machine",
-    when="Written every 30 s.",
+    when="Written every 30 s, and at the end of the run.",
     fields={
         "memory_used": "bytes of host memory in use (of the container, if its limit is lower)",
         "memory_total": "bytes of host memory in all",
