@@ -133,23 +133,24 @@ Written by `make test-nodes`.
 PLAN = """# Planned against measured
 
 This page compares planned and measured bytes in the fourth step of real runs. (The first steps differ: memory is still being
-allocated.) The runs were launched by `accelerate launch` with the project's strategy files, with micro-batches of 2 x 64 tokens
-and tiny models of real classes. The figures are those of the rank with the largest error:
+allocated.) The runs were launched by `accelerate launch` with the project's strategy files, with micro-batches of two rows of
+at most 64 tokens and tiny models of transformers' classes. The figures are those of the rank with the largest error:
 
 - *weights*, *gradients* and *optimizer* state: bytes after the backward pass and before the optimizer step. The test requires
   that they equal the plan.
 - *activations*: bytes that autograd saved in the forward pass
 - *sent*: bytes sent in the step, counted in the collectives
-- the three columns *error*: planned / measured - 1, for the columns before them
+- *state error*: planned / measured - 1, for the sum of weights, gradients and optimizer; *activations error* and *sent error*:
+  the same for the column before
 
 *job* is the model and what is special in the run. `llama`, `gpt2` (two micro-batches in a step), `bart` and `wide` are tiny
 models of which all weights are trained. `bf16` is `llama` with this `--mixed_precision`. `checkpointing`, `selective` (of the
-`gpt2`, with one micro-batch) and `every second layer` (of the `llama`) have `--activation_checkpointing` true, selective and
-every:2. `lora`, `packed lora`, `qlora` and `int8` train adapters of the `llama`, `wide lora` those of `wide`.
-`evaluated first` is `lora` with an evaluation before the first step.
+`gpt2`, with one micro-batch) and `every second layer` (of the `llama`) have `--activation_checkpointing` true (the same as
+full), selective and every:2. `lora`, `packed lora`, `qlora` and `int8` train adapters of the `llama`, `wide lora` those of
+`wide`. `evaluated first` is `lora` with an evaluation before the first step.
 
-`zero3_hpz` ran with groups of two, as on two nodes. `zero3_nvme_little` is `zero3_nvme` with `max_in_cpu` 10^5: so many
-elements per rank stay in host RAM. In the rows named *forgetting*, ZeRO-3 frees gathered weights at once
+`zero3_hpz` ran with groups of two, as on two nodes. `zero3_nvme_little` is `zero3_nvme` with `max_in_cpu` 10^5, the number of
+elements per rank that stay in host RAM. In the rows named *forgetting*, ZeRO-3 frees gathered weights at once
 (`stage3_max_reuse_distance` and `stage3_prefetch_bucket_size` are 0). In the rows named *narrow*, `stage3_max_reuse_distance`
 is 60,000 and `stage3_max_live_parameters` is 70,000, so that a tiny model reaches these limits, as large models reach the
 defaults of 10^9. Written by `make test-full`.
