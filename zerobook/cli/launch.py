@@ -102,7 +102,8 @@ def _launch(arguments: list[str]) -> None:
     """Start the processes by accelerate's own command.
 
     Raises:
-        ConfigError: with a sentence for each setting that accelerate would refuse, ignore, or wait for without end.
+        ConfigError: with a sentence for each setting that accelerate would refuse or ignore, or with which it would hang. If
+            the processes cannot start, also with one for each problem of the recipe's flags.
     """
     flags, script, _ = split_at_recipe(arguments)
     # Without a recipe's file (-m, --no_python), only the flags of accelerate can be checked.

@@ -97,7 +97,7 @@ def decode_turns(value: Any) -> Any:
     """Return the list of turns if a value is the JSON text of one; otherwise the value. Tables have lists as JSON text."""
     with suppress(BadSample):
         turns = read_json(value, "its text")
-        # Other JSON text may be the literal text of a sample.
+        # A text that is JSON, but no list of turns, is the literal text of a sample: leave it as it is.
         is_chat = isinstance(turns, list) and all(
             isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns
         )

@@ -331,7 +331,7 @@ def _shared_beginning(chosen: Any, rejected: Any) -> Any:
 # Read an instruction and its output as a chat.
 def _read_instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
     instruction, output = columns
-    # The dataset Dolly has the input in a column context.
+    # The dataset Dolly calls the column of the input ``context``.
     question_columns = [column for column in (instruction, "input", "context") if not is_empty(row.get(column))]
     # If all are empty, `read_text` raises the error for the instruction.
     question_columns = question_columns or [instruction]

@@ -30,6 +30,7 @@ MOST_ROW = 256 << 20
 MOST_TOTAL = 1 << 30
 # A file is refused if it decompresses to more than `MOST_TOTAL` bytes, and to more than this many times its own size.
 MOST_EXPANSION = 10_000
+# Most rows, and about the most bytes, that are decompressed at a time.
 _BATCH_ROWS = 256
 _BATCH_SIZE = 64 << 20
 # Bytes of rows that are sent at a time.
@@ -142,9 +143,11 @@ def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
 def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Iterator[RecordBatch]:
     """Yield the rows, many at a time. If the memory does not suffice, yield the remaining ones one at a time."""
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
-    # By the average size of a row, which may be far too low: a text that many rows share is in the file once.
+    # This number follows from the average size of a row in the file. In memory, rows may be far larger: a text that many rows
+    # share is in the file once.
     rows_per_batch = _BATCH_SIZE * metadata.num_rows // max(1, size)
     yielded_count = 0
+    # The file is read a second time, one row at a time, only if the first reading ends with a memory error.
     for rows_at_once in (max(1, min(_BATCH_ROWS, rows_per_batch)), 1):
         # With these options, pages are read one by one, and not whole columns of a row group.
         table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)

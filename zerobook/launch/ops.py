@@ -203,9 +203,10 @@ def _read_nvcc_version(home: str) -> str | None:
 
 
 def _has_libaio() -> bool:
-    """Return whether the C compiler finds libaio's header. It gets the same CFLAGS as from DeepSpeed's builder."""
+    """Return whether the C compiler finds libaio's header. DeepSpeed's builder calls the compiler with the same CFLAGS."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     flags = shlex.split(os.environ.get("CFLAGS", ""))
+    # Parse an empty C file that includes the header, and write nothing.
     command = [*compiler, *flags, "-fsyntax-only", "-include", "libaio.h", "-x", "c", os.devnull]
     try:
         check = subprocess.run(command, capture_output=True, timeout=60)

@@ -107,9 +107,10 @@ def _explain_no_flash_attention() -> str:
         # Flash attention 2 needs Ampere or a later generation.
         if capability < (8, 0):
             version = ".".join(map(str, capability))
-            return f"{torch.cuda.get_device_name(index)} has compute capability {version}, and it needs 8.0"
+            name = torch.cuda.get_device_name(index)
+            return f"{name} has compute capability {version}, and flash attention 2 needs 8.0 or later"
     try:
-        # transformers calls these two functions.
+        # Import the two functions that transformers calls, to find out whether the package works.
         from flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name == "flash_attn":
@@ -121,7 +122,7 @@ def _explain_no_flash_attention() -> str:
     from transformers.utils import is_flash_attn_2_available
 
     if not is_flash_attn_2_available():
-        return "transformers does not take the installed package flash_attn for flash-attn 2.3.3 or later"
+        return "transformers does not recognise the installed package flash_attn as flash-attn 2.3.3 or later"
     return ""
 
 

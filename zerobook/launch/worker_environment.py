@@ -17,7 +17,7 @@ class Workers(NamedTuple):
         environ: the environment. If accelerate cannot read the strategy, it is that of a launch without a strategy.
         precision: ``--mixed_precision`` as typed, or None.
         problems: the problems of the launch.
-        has_strategy: ``environ`` is that of the strategy.
+        has_strategy: True if ``environ`` has the settings of the strategy.
     """
 
     environ: dict[str, str]
@@ -47,13 +47,15 @@ def inspect(launch_flags: list[str]) -> Workers:
     if is_resolvable:
         try:
             environ = _prepare_environment(typed)
+            # Accelerate's launcher does not pass all settings of the strategy to workers: add the others. The precision is read
+            # from the flags again, since accelerate has written its default into ``typed``.
             precision, hidden_settings = read_hidden_settings([*launch_flags, SCRIPT])
             return Workers(hidden_settings | environ, precision, problems, has_strategy=True)
         except ConfigError as error:
             # If the flags have a problem, accelerate's error may only repeat it.
             if not check.problems:
                 problems += error.problems
-    # The rest of the launch is checked as one without a strategy.
+    # The strategy cannot be used. Return an environment without one, with which the caller can still check the recipe's flags.
     environ = plain_environment(_rank_variables(typed.num_processes or 1, machines=1))
     return Workers(environ, typed.mixed_precision, problems, has_strategy=False)
 

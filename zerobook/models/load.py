@@ -243,13 +243,15 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     """Return transformers' config of the model that the recipe's config names. Collective. Loads no weights.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: there is no such model, the recipes or the strategy cannot train it, or ``router_aux_loss_coef`` has no
+            effect on it.
     """
     from transformers import AutoConfig
 
     name = config.model_name_or_path
+    # The flag that gave the name, for error messages.
     key = "model_name_or_path"
-    # A run from scratch names only a config.
+    # A run from scratch names a model's config instead, by ``config_name``.
     if name is None:
         name = config.initialised_from
         key = "config_name"
@@ -260,8 +262,8 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     has_router_loss = router_coefficient(model_config) is not None and not model_config.is_encoder_decoder
     if config.router_aux_loss_coef is not None and not has_router_loss:
         raise ConfigError(
-            f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and {name} ({model_config.model_type}) has no "
-            "experts to balance, or no such loss, in transformers or here. Leave the flag out."
+            f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and no loss that balances experts is added for "
+            f"{name} ({model_config.model_type}). Leave the flag out."
         )
     facts = model_config.to_dict()
     problems = (
@@ -469,7 +471,7 @@ def check_positions(model_config: PreTrainedConfig, name: str, longest: int) -> 
     if positions is not None and longest > positions:
         raise ConfigError(
             f"model_name_or_path: {name} has {positions} positions, and texts of {longest} tokens are asked for. "
-            f"Lower the lengths to {positions}, or take another model."
+            f"Lower the maximum lengths of source, target and generated text to {positions}, or take another model."
         )
 
 

@@ -24,7 +24,7 @@ MAX_UNIT_OF_DIPS = 0.1
 
 
 class RollingQuantiles:
-    """The last ``size`` numbers of a series, with quantiles in O(log size)."""
+    """The last ``size`` numbers of a series, with a sorted copy from which quantiles are read."""
 
     def __init__(self, size: int, values: Iterable[float] = ()):
         self.size = size

@@ -33,8 +33,8 @@ MOST_TIMES = {"lower_rate": 2}
 # Largest share of the run's steps that a replay may abandon. If the data are the cause, the next action abandons the same
 # steps again. If hardware is the cause, leaving samples out costs less than a replay: only the good samples of a few steps.
 MOST_REPLAYED = 0.1
-# Steps from the newest checkpoint that is not suspect to a high loss. A high loss at step k is caused by earlier updates, so
-# the batch of step k - 1 and a checkpoint of step k - 1 are suspect.
+# If the loss is high at step k, the newest checkpoint that is not suspect is that of step k - LEAD. A high loss is caused by
+# earlier updates, so the batch of step k - 1 and a checkpoint of step k - 1 are suspect.
 LEAD = 2
 # A spike that begins at most this many steps after the last step of a trouble belongs to that trouble.
 NEAR = 16
@@ -207,6 +207,8 @@ class RecoveryPolicy:
             return replace(undecided, kind="stop", rule=rule)
         if finding.is_slow:
             return replace(undecided, rule=f"{rule}, and after a slow rise no samples are suspect")
+        # With on_spike skip, the run leaves samples out and does not go back. The action skip goes back, so this one is of the
+        # kind leave_out. It begins at the step before the spike, whose update is suspect.
         steps = (max(1, finding.onset - LEAD + 1), finding.step)
         return replace(undecided, kind="leave_out", rule=rule, steps=steps)
 

@@ -166,7 +166,10 @@ class Candidate:
         shape = self.traced.job.shape
         readers = self.readers
         accumulation = config.accumulation_steps_on(readers)
-        batch = f"{config.per_device_train_batch_size} micro x {accumulation} accumulation x {readers} processes"
+        # Processes of a group that share rows are one reader.
+        assert self.row.sharding is not None
+        kind = "processes" if self.row.sharding.token_ranks == 1 else "groups of processes"
+        batch = f"{config.per_device_train_batch_size} micro x {accumulation} accumulation x {readers} {kind}"
         lengths = f"{shape.source:,} tokens"
         if shape.target:
             lengths += f" and {shape.target:,} of target"

@@ -325,8 +325,10 @@ def read_config(name: str, revision: str = "main", *, trust: bool = False) -> Pr
 
 
 def _units(model: nn.Module) -> dict[str, str]:
-    """Return parameter name -> path of its layer. Layers are of the classes that the model does not split over devices.
-    Parameters outside layers are left out."""
+    """Return parameter name -> path of its unit: the layer that a sharding strategy gathers as one.
+
+    Layers are the modules whose classes transformers lists in ``_no_split_modules``. Parameters outside of them are left out.
+    """
     classes = set(getattr(model, "_no_split_modules", None) or ())
     units: dict[str, str] = {}
     for path, module in model.named_modules():

@@ -137,7 +137,8 @@ class Probe(Hook):
         mask = tensors.get("attention_mask")
         self.measured["padded"] = mask is not None and not bool(mask.all())
         model = trainer.strategy.model
-        # Weights, buffers and inputs are not activations, although autograd saves some of them.
+        # Weights, buffers and inputs are not activations, although autograd saves some of them. They are listed again for each
+        # saved tensor, since sharded weights have other storages while they are gathered.
         with SavedTensors(lambda: [*model.parameters(), *model.buffers(), *tensors.values()]) as saved:
             yield
         self.measured["saved"] = saved.bytes

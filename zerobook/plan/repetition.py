@@ -223,7 +223,7 @@ def extend(pieces: list[Piece], repetitions: Iterable[Repetition]) -> list[Piece
 
 
 def _insert_skipped(pieces: list[Piece], repetition: Repetition, positions: dict[int, int], *, backward: bool) -> list[Piece]:
-    """Return the pieces of one direction of the passes with copies of the third period for the skipped ones.
+    """Return all pieces, with copies of the third period in the place of the skipped periods of one pass, forward or backward.
 
     Args:
         positions: index of a part -> position in ``pieces`` where it begins.
@@ -238,6 +238,7 @@ def _insert_skipped(pieces: list[Piece], repetition: Repetition, positions: dict
     shifts = range(period, repetition.skipped + 1, period)
     if backward:
         # The backward pass runs from the last part to the first: the skipped periods, the third, the second, the first.
+        # In this pass, a period begins with its last part, and ends where the last part of the period before it begins.
         third_start = positions[first_of_third + period - 1]
         third_end = positions[first_of_third - 1]
         second = pieces[third_end : positions[first_of_second - 1]]

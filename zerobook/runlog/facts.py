@@ -84,7 +84,7 @@ def run_results(history: History) -> dict[str, Any]:
     results["state"] = history.ending(history.attempts()[-1]) if history.events else "not begun"
     results["held_out_fingerprint"] = fingerprint
     if losses:
-        # A loss that is not finite is recorded as null, and is the best one only if all are.
+        # A loss that is not finite is recorded as null. It can be the best one only if all losses are null.
         best_step = min(losses, key=lambda step: float("inf") if losses[step] is None else losses[step])
         results.update(loss=losses[max(losses)], best_step=best_step, best_loss=losses[best_step])
     starts = history.of("run_start")
@@ -92,16 +92,18 @@ def run_results(history: History) -> dict[str, Any]:
         results["total_steps"] = starts[-1]["total_steps"]
     metrics = history.of("metrics")
     if metrics:
+        # ``steps`` of a log point is (first step, last step).
         results["step"] = metrics[-1]["steps"][1]
         speeds = [event["tokens_per_second"] for event in metrics]
         # The first log point contains the slow start of the run. It counts only if there is no other one.
         results["tokens_per_second"] = statistics.median(speeds[1:] or speeds)
-    samples = history.of("machine")
-    if samples:
-        results["memory"] = max(_peak_memory(sample) for sample in samples)
-    memory = history.of("memory")
-    if memory:
-        results["trained_parameters"] = memory[-1]["trained_parameters"]
+    machine_events = history.of("machine")
+    if machine_events:
+        results["memory"] = max(map(_peak_memory, machine_events))
+    # The event ``memory`` also has the number of trained parameters.
+    memory_events = history.of("memory")
+    if memory_events:
+        results["trained_parameters"] = memory_events[-1]["trained_parameters"]
     return results
 
 

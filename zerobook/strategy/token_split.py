@@ -117,11 +117,13 @@ class Ulysses(TokenSplit):
     @contextmanager
     def attention(self, rows: int | None = None) -> Iterator[None]:
         if rows is not None:
-            # DeepSpeed's object is made for one batch size, and batches may have fewer rows.
+            # DeepSpeed's object is made for one batch size, and batches may have fewer rows. Set the rows in its
+            # shapes, which are [length, rows, ...].
             self._exchange.batch_size = rows
             for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
                 length, _, *rest = getattr(self._exchange, name)
                 setattr(self._exchange, name, torch.Size([length, rows, *rest]))
+        # Here, transformers calls the function of accelerate, without masks.
         with without_masks(self._attention):
             yield
 

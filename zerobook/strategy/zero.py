@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-0 to 3, with CPU and NVMe offload."""
+"""DeepSpeed ZeRO-1 to 3, with CPU and NVMe offload."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ZeroStrategy(ZeroState, Strategy):
-    """DeepSpeed ZeRO-0 to 3, with CPU or NVMe offload."""
+    """DeepSpeed ZeRO-1 to 3, with CPU or NVMe offload. A launch refuses stage 0."""
 
     def __init__(self, accelerator: Accelerator, plan: LaunchPlan):
         super().__init__(accelerator, plan)
@@ -192,6 +192,7 @@ class ZeroStrategy(ZeroState, Strategy):
     def gradient_norm(self) -> torch.Tensor:
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
+        # DeepSpeed's gradients are multiplied by its loss scale. Its optimizer of stage 3 has no `scaled_global_norm`.
         zero = self.deepspeed_optimizer
         if self.plan.zero_stage == 3:
             scaled_norm = combine_grad_norm_groups(zero._get_norm_groups())

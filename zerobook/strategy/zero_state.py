@@ -180,14 +180,15 @@ class ZeroState(TrainingState):
     def restore(self, parameter: nn.Parameter, key: str | None, read: Read) -> None:
         if self.plan.zero_stage != 3:
             return self._restore_fragment(parameter, key, read)
+        # ``read`` returns a range of the flattened tensor: of the weight if ``key`` is None, or of its optimizer state ``key``.
         start, stop = self._partition_bounds(parameter)
         values = read(start, stop) if stop > start else torch.empty(0)
         self._set_partition(parameter, key, values)
         if key is None:
             import deepspeed
 
-            # `_set_partition` changes the fp32 master only. Rank 0 writes the weight that forward passes read, and when the
-            # context ends, each rank keeps its partition of it. Collective.
+            # `_set_partition` changes the fp32 master only. Rank 0 also writes the weight that forward passes read. All ranks
+            # have to enter the context, at whose end each keeps its partition of the weight.
             sharded = cast("ZeroParameter", parameter)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.mesh.rank == 0:

@@ -110,12 +110,12 @@ class OperatorCommands:
         """Return why a command was meant for an earlier state of the run; None if it is still meant for the present one."""
         if command.attempt != self.log.attempt:
             return f"it was given to attempt {command.attempt}, and this is attempt {self.log.attempt}"
-        # A command to save or to stop has the same meaning in every state.
+        # A command to save, to stop or to change the policy has the same meaning in every state.
         if command.action not in ("rollback", "lower_rate", "skip"):
             return None
         if command.branch != self.log.branch:
             return "the run has gone back to an earlier step since it was given"
-        # The author had seen events up to `newest_seq`, and so did not know of that command.
+        # The user had seen the events up to `newest_seq`. If the last accepted command is later, the user did not know of it.
         if command.newest_seq < self._last_accepted_event:
             return f"another command (event {self._last_accepted_event}) was carried out since it was given"
         return None

@@ -148,14 +148,16 @@ class Recovery:
         # A checkpoint that was imported from another trainer has no position in the data.
         if not loaded.data_fingerprint:
             resume.set_data_position(loaded, state.data, state.config)
-        # Set the later checkpoints aside only now: if the load had failed, a restart would still find them.
+        # Set the later checkpoints aside only now: if the load had failed, a restart would still find them. `manager.skipped`
+        # has those that are known to be damaged.
         new_paths = self.strategy.on_main(lambda: store.set_aside(manager.folder, to_step, manager.skipped))
         # The newest proven checkpoint may have been set aside, so protect the newest of those that are left.
         self.strategy.on_main(manager.protect)
         abandoned_steps = progress.step - loaded.step
         self._take_progress(loaded, skip_ranges, rate_cuts)
 
-        # Keep the losses of the abandoned steps. The repeated steps must have the same ones, or the restored state is wrong.
+        # Keep the losses of the abandoned steps before the first one that is suspect or has other samples. If these steps have
+        # other losses when they are repeated, the restored state is wrong.
         losses = self.spikes.forget_abandoned(action, loaded.detector, rollback_event)
         if action.rate_factor:
             # Only the first loss must be the same: it is computed before the first update at the lower rate.
@@ -181,6 +183,7 @@ class Recovery:
             verified=verified,
             differing=differing,
         )
+        # The rollback is complete. ``redone`` counts the abandoned steps that were logged before the branch that begins here.
         manager.remember(rollback_to=None, redone=progress.redone, counted_from=[self.log.attempt, self.log.branch])
         self.say(f"  back at step {progress.step} after {seconds:.1f} s; abandoned: {counted(abandoned_steps, 'step')}")
 

@@ -400,13 +400,15 @@ class Trainer(TrainerView):
         """Evaluate and save the current step where that is due. Collective.
 
         Returns:
-            An action, instead of a save, if the ranks' copies of the weights differ; None otherwise.
+            An action, instead of a save, if the ranks' copies of the weights differ and the policy acts on it; None otherwise.
         """
-        # Evaluate before the save: the checkpoint records its held-out loss.
+        # Evaluate before the save: the checkpoint records its held-out loss. Some checkpoints are evaluated although
+        # ``--eval_steps`` does not name their step.
         if is_last or evaluates or (saves and self.timetable.is_evaluation_due(self.progress.step)):
             self.evaluate()
         if saves or is_last or self._is_out_of_patience():
-            # Copies of the weights that differ must not be saved.
+            # If the ranks' copies of the weights differ, act instead of saving. They are saved only if the policy does nothing,
+            # as with ``--on_spike log``.
             action = self.spikes.check_replicas(self.progress.step)
             if action is not None and action.kind != "none":
                 return action
