@@ -200,7 +200,7 @@ def test_a_run_of_a_mixture_keeps_the_mask_and_logs_the_router(tiny, tmp_path):
 
 
 def test_a_dense_model_has_no_experts_to_balance(tiny, tmp_path):
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: it is 0.01, and .* has no experts"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef: it is 0.01, and no loss that balances experts"):
         train(tmp_path / "run", router_aux_loss_coef=0.01, **flags(tiny))
 
 
