@@ -50,7 +50,7 @@ class ConfigSources(dict[str, str]):
 
 @dataclass(frozen=True)
 class Parsed(Generic[ConfigT]):
-    """What flags and a YAML file contain.
+    """The settings that flags and a YAML file contain.
 
     Attributes:
         config: the config of all values that are valid.

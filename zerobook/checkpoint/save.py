@@ -62,7 +62,7 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """What a save writes into ``staging``: each rank its pieces, and rank 0 the other files too.
+    """The contents of a checkpoint that a save writes: each rank its pieces, and rank 0 the other files too.
 
     Attributes:
         texts: name of a JSON file -> its content.

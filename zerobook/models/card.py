@@ -32,7 +32,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_NAME")""",
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a card says about the training of its model, except for the run's config."""
+    """Facts on the training of a model for its card, besides the run's config."""
 
     run: Path
     """the run's output_dir"""
