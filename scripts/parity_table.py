@@ -165,8 +165,8 @@ BASES = {"lora_finetune": {}, "qlora": {"load_in_4bit": True}, "int8": {"load_in
 """Case of the parity tests -> the flags of its frozen base."""
 STATE = ("parameters", "gradients", "optimizer")
 
+# A line of MEASURED.jsonl: the measurement of one test. Its key ``table`` names the table to which it belongs.
 Record = dict[str, Any]
-"""What a test measured: a line of MEASURED.jsonl. Its key ``table`` names the table to which it belongs."""
 
 
 def main(source: str, target: str) -> None:

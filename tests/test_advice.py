@@ -157,3 +157,10 @@ def test_hpz_is_no_second_choice_on_one_node_where_it_is_zero3(nodes, second):
     _, advice = ask("causal_lm", WIDE, where, {"block_size": 256}, files)
     names = {candidate.row.file for candidate in (advice.best, advice.second) if candidate is not None}
     assert names == {"zero3", second} - {None}
+
+
+def test_hpz_on_one_node_is_advised_on_if_the_other_file_leaves_gpus_idle():
+    files = [file for file in FILES if file.stem in ("single", "zero3_hpz")]
+    _, advice = ask("causal_lm", WIDE, cluster(gpus="4", gpu="a100-80gb"), {"block_size": 256}, files)
+    assert advice.best is not None and advice.best.row.file == "zero3_hpz"
+    assert advice.second is None

@@ -73,10 +73,17 @@ def test_the_length_follows_from_tokens_then_steps_then_data(tmp_path):
     assert steps() is None and steps(price=1.0) == 10**6, "for 10^9 tokens"
 
 
-@pytest.mark.parametrize("name, line", [("a.jsonl", '{"text": "%s"}\n'), ("a.csv", "%s\n"), ("a.txt", "%s\n")])
-def test_documents_of_every_kind_of_file_fill_blocks(tmp_path, name, line):
+@pytest.mark.parametrize(
+    "name, header, line",
+    [
+        ("a.jsonl", "", '{"text": "%s"}\n'),
+        ("a.jsonl", "{broken\n", '{"text": "%s"}\n'),
+        ("a.csv", "text\n", "%s\n"),
+        ("a.txt", "", "%s\n"),
+    ],
+)
+def test_documents_of_every_kind_of_file_fill_blocks(tmp_path, name, header, line):
     file = tmp_path / name
-    header = "text\n" if name.endswith("csv") else ""
     file.write_text(header + 2048 * (line % "a short text"))
     flags = {"train_file": str(file), "block_size": 512, "num_train_epochs": 1, "validation_split_percentage": 0}
 

@@ -114,7 +114,7 @@ class LossBaseline(Baseline):
 
     A *dip* is a range of values far below the level, after which the loss is back at this level. Training does not undo what
     it has learnt, so a dip is noise. For example, if a log has the mean loss since the beginning of the epoch, it jumps at each
-    epoch, as often down as up. After a dip, a rise of the same size counts as noise, too.
+    epoch, as often down as up. After a dip, a smaller rise counts as noise, too.
 
     Args:
         smallest_unit: smallest unit, as a share of the level.
@@ -201,7 +201,7 @@ class LossBaseline(Baseline):
         # If neighbouring points have similar noise, the trend follows the noise, and residuals from it are too small.
         if len(self.excesses) >= self.level_points:
             units.append(1.3 * self.excesses.quantile(0.95) / Q95_OF_NORMAL)
-        # A point is high from three units on. With a third of the deepest dip, a rise of the same size is just not high.
+        # A point is high from three units on. With a third of the deepest dip, a smaller rise than that dip is not high.
         if len(self.dip_depths) > 0:
             deepest = self.dip_depths.quantile(1.0)
             units.append(min(deepest / 3, MAX_UNIT_OF_DIPS) * self.reference_loss(self.level()))

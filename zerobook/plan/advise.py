@@ -303,7 +303,7 @@ class _Search:
         useful = [file for file in sharding if (file.stem == "single") == (self.cluster.ranks == 1)]
         # On one node hpZ is off, so its file is that of ZeRO-3 again.
         if self.cluster.nodes == 1:
-            useful = [file for file in useful if file.stem != "zero3_hpz"]
+            useful = [file for file in useful if file.stem != "zero3_hpz"] or useful
         # The user may have named no other files.
         useful = useful or sharding
         # Sharing each row among ranks costs traffic. So these files come last, and are planned only with settings with which

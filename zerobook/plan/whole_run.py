@@ -19,6 +19,8 @@ from zerobook.utils.units import count, counted, duration, with_range
 
 # Bytes of a data file for each token: about what tokenizers reach on English text.
 BYTES_PER_TOKEN = 4
+# Samples among which the format of a file is detected.
+DETECTED_SAMPLES = 100
 # Tokens of a run of unknown length, if its cost is requested.
 TOKENS = 10**9
 
@@ -146,7 +148,8 @@ def _has_joined_documents(config: RecipeConfig, file: Path) -> bool:
         return not config.packing and config.format == "text"
     columns = {"text_column": config.text_column, "summary_column": config.summary_column}
     try:
-        first_samples = [(name, row) for name, row, _ in itertools.islice(file_source(file).read(), 1)]
+        # `detect` takes the first readable sample, and a few lines may be broken.
+        first_samples = [(name, row) for name, row, _ in itertools.islice(file_source(file).read(), DETECTED_SAMPLES)]
         return detect(first_samples, columns, {}) == "text"
     except DataError:
         # A plan needs no data, and the run reports what is wrong with it.

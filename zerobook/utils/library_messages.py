@@ -15,7 +15,7 @@ def hush() -> None:
     """
     # bitsandbytes warns that it would load kernels for a CPU from the hub.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # Under tensor parallelism, torch warns about the order in which sharded weights are gathered for a checkpoint.
+    # Under tensor parallelism, torch warns that sharded weights are gathered for a checkpoint by several collectives in turn.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(_is_not_about_cpu)
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_missing_gpu)
