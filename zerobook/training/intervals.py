@@ -18,7 +18,7 @@ FIRST_STEP = 10
 # Step of the first save in a run of `SHORT_STEPS` to 50 steps, in which step 10 would be late. In a run of 50 to 100 steps,
 # the first save is at a tenth of the run.
 FIRST_STEP_OF_SHORT = 5
-# In a run of fewer steps, a spike can hardly be told from noise, so that an early save would be of no use.
+# A run of fewer steps saves first at step 10 too: a spike can hardly be told from noise in it, so an earlier save is of no use.
 SHORT_STEPS = 24
 # The number of saves in a run, unless the limits below change it.
 SAVES_A_RUN = 10
@@ -310,7 +310,9 @@ class Timetable:
         return self._saves.is_due(step, passes_before, passes)
 
     def measure_first_steps(self, step: int, *, settle: Callable[[], None]) -> None:
-        """Measure the second step of the attempt, and send rank 0's measurement to all ranks. Collective in that step.
+        """Measure the second step of the attempt. If saves are automatic, send rank 0's measurement to all ranks.
+
+        Collective in that step, if saves are automatic.
 
         Call it after every step. Without this measurement, all ranks would know the time of a step only at the first log point,
         which a run of slow steps reaches late. The first step is not measured: it takes long, for compiling and allocating.

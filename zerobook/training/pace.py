@@ -60,7 +60,7 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context whose time is not measured, for an evaluation or a save."""
+        """Return a context whose time is not measured, such as that of an evaluation, a save or the writing of a profile."""
         start = time.monotonic()
         yield
         # Begin the measurement later by the time that was spent.

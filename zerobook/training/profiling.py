@@ -27,7 +27,7 @@ class Profiler(Hook):
     def before_step(self, trainer: TrainerView, step: int) -> None:
         if step != self.first or self._written:
             return
-        # A rollback to before the first step ended the profile early. It starts again.
+        # A rollback went back to before the first step, and the profile still runs. Drop it, and profile the steps again.
         if self._profile is not None:
             self._profile.stop()
         activities = [ProfilerActivity.CPU]

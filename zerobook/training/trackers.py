@@ -56,8 +56,7 @@ class Trackers(Hook):
             self.accelerator.log_with = [name]
             self.accelerator.trackers = []
             # A tracker with an id already has the config, from the attempt that began the run in it.
-            logged_config = None if name in ids else _flatten(config.model_dump())
-            if _succeeds(name, partial(self._start, name, config, logged_config, options)):
+            if _succeeds(name, partial(self._start, name, config, options, logs_config=name not in ids)):
                 trackers += self.accelerator.trackers
         self.accelerator.trackers = trackers
         if strategy.is_main:
@@ -69,9 +68,7 @@ class Trackers(Hook):
             write_whole(ids_file, json.dumps(ids))
 
     # Start one tracker. W&B starts offline if it cannot be reached, unless the user has set ``WANDB_MODE``.
-    def _start(
-        self, name: str, config: RecipeConfig, logged_config: dict[str, Any] | None, options: dict[str, dict[str, Any]]
-    ) -> None:
+    def _start(self, name: str, config: RecipeConfig, options: dict[str, dict[str, Any]], *, logs_config: bool) -> None:
         if name == "wandb" and self.strategy.is_main and "WANDB_MODE" not in os.environ:
             reason = _why_wandb_is_offline()
             if reason is not None:
@@ -79,6 +76,7 @@ class Trackers(Hook):
                 options["wandb"] |= {"mode": "offline", "dir": folder}
                 tqdm.write(f"wandb: {reason}, so it records in {folder}. Upload that later with wandb sync")
         project = config.project or os.environ.get("WANDB_PROJECT") or "zerobook"
+        logged_config = _flatten(config.model_dump()) if logs_config else None
         self.accelerator.init_trackers(project, config=logged_config, init_kwargs=options)
 
     def on_log(self, trainer: TrainerView, records: Sequence[StepRecord]) -> None:

@@ -302,7 +302,7 @@ class Trainer(TrainerView):
             self._stop_early()
 
     def _evaluate_and_save_last(self) -> CheckpointError | None:
-        """Evaluate and save the last step, unless both were done.
+        """Evaluate and save the last step; each only if it was not done already.
 
         Returns:
             The error if the checkpoint could not be saved; None otherwise. It is not raised here, since the model, which is

@@ -52,7 +52,7 @@ class Imported:
 def import_checkpoint(folder: Path, output: Path) -> Imported:
     """Write the run ``output`` with the checkpoint in ``folder``.
 
-    Files are mapped, so each of the `WORKERS` threads holds at most one weight in memory.
+    Files are mapped or read part by part, so each of the `WORKERS` threads holds at most one weight in memory.
 
     Raises:
         CheckpointError: ``folder`` holds no complete checkpoint that can be read.

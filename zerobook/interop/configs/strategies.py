@@ -13,7 +13,7 @@ from zerobook.utils.yaml_text import load_bounded
 
 DDP = "ddp"
 # Name of a strategy file that `choose_strategy` writes, since none is shipped: FSDP2 that keeps the gathered weights until the
-# backward pass, and so shards only gradients and optimizer state.
+# backward pass has used them, as SHARD_GRAD_OP of FSDP 1 does.
 GRADIENTS = "fsdp_gradients"
 JSON = "deepspeed.json"
 # Keys of a DeepSpeed JSON that change nothing in the training. Models are saved by Zerobook itself.
