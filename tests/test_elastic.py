@@ -85,5 +85,6 @@ def test_a_worker_knows_the_flags_of_its_launcher():
     given = [*file("ddp"), "x.py", "--min_machines", "kept"]
     for program in (["/env/bin/python", "/env/bin/zerobook"], ["python", "-m", "zerobook.cli.main"]):
         for least in (["--min_machines", "1"], ["--min_machines=1"]):
-            assert launcher_flags([*program, "launch", *least, *file("ddp"), "x.py"]) == [*file("ddp"), "x.py"]
+            recipe = ["x.py", "--min_machines", "5", "--min_machines=6"]  # a user's recipe with a flag of the same name
+            assert launcher_flags([*program, "launch", *least, *file("ddp"), *recipe]) == [*file("ddp"), *recipe]
     assert launcher_flags(["python", "zerobook", "plan", *given]) is None

@@ -96,7 +96,10 @@ class Stragglers:
 
 
 def _find_common_step(windows: Mapping[int, Window], number_of_ranks: int) -> int | None:
-    """Return the log point at which the windows of all ranks end; None if they end at different ones, or for a single rank."""
+    """Return the log point at which the windows of all ranks end.
+
+    None if they end at different ones, if a rank has no window, or for a single rank.
+    """
     # Heartbeats are not from the same moment, so one rank's may have the window of a later log point.
     steps = {window.step for window in windows.values()}
     if len(windows) < number_of_ranks or number_of_ranks < 2 or len(steps) > 1:

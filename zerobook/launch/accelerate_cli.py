@@ -48,8 +48,9 @@ def launcher_flags(command: list[str]) -> list[str] | None:
         arguments = command[index + 1 :]
         is_launch = arguments[:1] == ["launch"]
         if name in ("zerobook", "zerobook.cli.main") and is_launch:
-            # accelerate does not know this flag.
-            return _remove_flag(arguments[1:], "--min_machines")
+            # accelerate does not know this flag. The recipe may have a flag with the same name, which stays.
+            flags, _, _ = split_at_recipe(arguments[1:])
+            return [*_remove_flag(flags, "--min_machines"), *arguments[1 + len(flags) :]]
         if name in ("accelerate", "accelerate.commands.accelerate_cli", "accelerate_cli.py") and is_launch:
             return arguments[1:]
         # The launcher can also be started without the word launch: as a script, as a module, or by its file.

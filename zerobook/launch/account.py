@@ -177,8 +177,7 @@ def _find_effect_in_yaml(
     if key in RECIPE_KEYS and section == "deepspeed_config":
         if value == "auto":
             return f"filled in: {_describe_recipe_value(key, config, sources)}"
-        # An unset max_grad_norm and 0 both mean no clipping.
-        recipe_value = getattr(config, RECIPE_KEYS[key]) or 0
+        recipe_value = getattr(config, RECIPE_KEYS[key])
         if float(value) != float(recipe_value):
             return f"overridden: {_describe_recipe_value(key, config, sources)}"
     # The file can only turn activation checkpointing on or off. The recipe chooses among several modes.

@@ -27,7 +27,8 @@ ADAM_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_m
 # DeepSpeed's schedules -> the ``lr_scheduler_type`` with the same form, see
 # https://huggingface.co/docs/transformers/deepspeed
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-# Weights of a rank that are assumed if the model is not known. NVMe offload is of use for larger models only.
+# Weights of a rank that `check_locked_memory` assumes, since it does not know the model. NVMe offload is of use for larger
+# models only.
 ASSUMED_WEIGHTS = 10_000_000
 # Schedule parameter that accelerate fills in for ``auto`` -> a value to check the other parameters with.
 EXAMPLE_PARAMETERS = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}
@@ -494,7 +495,7 @@ def _fill_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]
 def _replace_schedule(plan: LaunchPlan, ds: dict[str, Any], draft: ConfigDraft[Any]) -> None:
     """Replace the schedule of the JSON by ``lr_scheduler_type``, for a run without a warm-up.
 
-    DeepSpeed's schedules always have two or more steps of warm-up, in which the rate is 0.
+    DeepSpeed's schedules always warm up, and begin with two steps at rate 0.
     """
     kind = ds.pop("scheduler")["type"]
     if not draft.sources.is_set("lr_scheduler_type"):
@@ -519,7 +520,7 @@ def _find_refusal_of_schedule(kind: str, params: dict[str, Any]) -> str | None:
             return f"{name} is auto, which accelerate does not fill in for it"
     warmup_type = params.get("warmup_type", "log")
     if warmup_type not in ("log", "linear"):
-        # DeepSpeed would use log instead, without a message.
+        # DeepSpeed would only warn, and use log instead.
         return f"warmup_type is {json.dumps(warmup_type)}, expected log or linear"
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     try:

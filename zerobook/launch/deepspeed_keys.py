@@ -172,7 +172,7 @@ def load(path: str, problems: list[str]) -> dict[str, Any]:
 
 
 def check_shapes(config: dict[str, Any], file: str) -> list[str]:
-    """Return a problem for each section that is not an object, and for each size of a batch that is not a positive integer.
+    """Return a problem for each section that is not an object, and for each of `INTEGER_KEYS` that is not a positive integer.
 
     Remove their keys from ``config``.
     """

@@ -89,8 +89,7 @@ def _check_plugin_values(plan: LaunchPlan, environ: Mapping[str, str]) -> None:
     # The plugin warns of keys of FSDP 1, which the account of the launch has already: see `VERSION_1`.
     logging.getLogger("accelerate.utils.dataclasses").setLevel(logging.ERROR)
     settings = {key: value for key, value in environ.items() if key.startswith("FSDP_")}
-    # The plugin adds this variable to the environment of the process if it is unset. Set by `patch_environment`, it is removed
-    # again after the check.
+    # Check with the default, also if the environment of this process has another value.
     settings.setdefault("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     try:
         with patch_environment(**settings):

@@ -35,7 +35,7 @@ class GroupKind(NamedTuple):
     file: str
 
 
-# accelerate's abbreviation for a size -> the kind of group.
+# Abbreviation in the YAML's key of a size -> the kind of group. accelerate itself does not know ep.
 _GROUP_KINDS = {
     "sp": GroupKind("sequence", "deepspeed", "DeepSpeed-Ulysses runs under DeepSpeed ZeRO", "zero3_sequence"),
     "cp": GroupKind("context", "fsdp", "context parallelism runs under FSDP2", "fsdp_context"),

@@ -162,7 +162,7 @@ def _check_address(here: Position, patience: float) -> None:
     # An entry is (family, type, protocol, name, (address, port)).
     family = entries[0][0]
     address = str(entries[0][4][0])
-    if here.number > 0:
+    if here.number != 0:
         _wait_for_first_host(here, address, patience)
         return
     try:

@@ -98,7 +98,7 @@ def _find_accelerate_launcher() -> psutil.Process | None:
 def _end_launcher(launcher: psutil.Process) -> None:
     """End the launcher, its other processes and this one, so that no 40 lines of the launcher follow the error.
 
-    torchrun prints a traceback whenever it ends, except at signals that it does not handle, such as SIGUSR1. Return if the
+    torchrun prints a traceback however it is ended, except by signals that it does not handle, such as SIGUSR1. Return if the
     launcher does not end at this signal, for example because it is the first process of a container.
     """
     with suppress(psutil.Error, OSError):
@@ -130,7 +130,8 @@ def run_launcher(launcher: Callable[[], None]) -> int:
     """Run a launcher of processes without its tracebacks and logs, since the processes have printed their errors.
 
     Returns:
-        The exit code of the process that failed first; 128 plus the number of a signal that ended the launch; 0 otherwise.
+        The exit code of the process that failed first; 128 plus the number of a signal that ended the launch; 1 if the
+        machines did not meet; 0 without a failure.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
