@@ -436,7 +436,7 @@ class _File:
     def __init__(self, path: Path):
         self.path = path
         self._header: dict[str, Any] = {}
-        # Characters of the header, which begins with two braces. They are counted so that the header is encoded only once.
+        # Characters of the header: an empty one is two braces. They are counted so that the header is encoded only once.
         self._header_length = 2
         # Bytes of the tensors so far. The format counts positions of tensors from the end of the header.
         self._data_end = 0

@@ -197,8 +197,9 @@ def publish(staging: Path, step: int, digests: dict[str, str], version: int = FO
 def sweep(checkpoints: Path) -> None:
     """Remove what a killed process has left in ``checkpoints``.
 
-    A replaced checkpoint gets its name back if the new one was not completed. All other hidden folders are deleted, and so are
-    pins without a checkpoint. What cannot be deleted stays until the next sweep, and a warning is printed.
+    A replaced checkpoint gets its name back if the new one was not completed. All other folders that a save or a
+    deletion has left are deleted, and so are pins without a checkpoint. What cannot be deleted stays until the next sweep, and
+    a warning is printed.
     """
     for folder in sorted(checkpoints.iterdir()):
         # Touch only folders whose name a save or a deletion gives. Other files may be the user's.

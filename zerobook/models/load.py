@@ -259,8 +259,9 @@ def load_config(config: RecipeConfig, strategy: Strategy) -> PreTrainedConfig:
     options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
     model_config = _from_pretrained(AutoConfig, fetch_to_node(name, strategy, config.model_revision), key, options)
     # The objective of encoder-decoders never adds the load-balancing loss.
-    has_router_loss = router_coefficient(model_config) is not None and not model_config.is_encoder_decoder
-    if config.router_aux_loss_coef is not None and not has_router_loss:
+    if config.router_aux_loss_coef is not None and (
+        model_config.is_encoder_decoder or router_coefficient(model_config) is None
+    ):
         raise ConfigError(
             f"router_aux_loss_coef: it is {config.router_aux_loss_coef:g}, and no loss that balances experts is added for "
             f"{name} ({model_config.model_type}). Leave the flag out."
@@ -281,8 +282,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model that a run trains, in ``config.dtype``, and prepare it for training. Collective.
 
-    A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then loads it. Random initialisation
-    inside ZeRO-3 differs from that outside. So a run from scratch is the same under every strategy.
+    A model from ``--config_name`` is initialised once, on rank 0, and saved; every rank then loads it, since random
+    initialisation inside ZeRO-3 differs from that outside. So a run from scratch is the same under every strategy.
 
     The returned model has two more attributes. ``base_commit`` is its commit on the hub, or None. ``base_facts`` is what
     checkpoints record about the model.

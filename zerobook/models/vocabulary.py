@@ -113,6 +113,6 @@ def _start_at_mean(model: PreTrainedModel, new_ids: list[int]) -> None:
             if weight.is_meta:
                 continue
             with torch.no_grad(), gather_params_ctx([weight]):
-                # Under ZeRO-3, a rank may have no rows here. It gets rank 0's change when the context ends.
+                # Under ZeRO-3, every rank has all rows here, and rank 0's change is sent to the others when the context ends.
                 if len(weight):
                     weight[new_ids] = weight[: new_ids[0]].float().mean(0).to(weight.dtype)

@@ -196,7 +196,8 @@ class ZeroState(TrainingState):
 
     def _set_partition(self, parameter: nn.Parameter, key: str | None, values: torch.Tensor) -> None:
         """Write this rank's partition of a weight or its state under ZeRO-3."""
-        # All partitions of a weight have one size, and the last ones are padded. DeepSpeed does not check the size.
+        # All partitions of a weight have one size, and the last ones are padded. DeepSpeed takes values of this size
+        # only.
         partition = torch.zeros(cast("ZeroParameter", parameter).ds_tensor.numel(), dtype=torch.float32)
         partition[: values.numel()] = values
         self.deepspeed_optimizer.set_local_hp_param(partition, parameter, key)
