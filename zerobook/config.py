@@ -426,7 +426,7 @@ class RecipeConfig(_Keys):
         if info.field_name == "chat_template" and re.search(r"{[{%#]|\n", value):
             raise PydanticCustomError("choice", "Input should be a file: write the template into FILE.jinja, and name that")
         # An empty text is mostly a shell variable that is not set, and a path without characters is the working folder. With a
-        # NUL or a name that is too long, the operating system raises an error that does not name the key.
+        # NUL or a name that is too long, a later error would not name the key.
         if not value or "\0" in value or any(len(name.encode()) > LONGEST_NAME for name in value.split("/")):
             raise PydanticCustomError("choice", "Input should be a path")
         return value

@@ -98,7 +98,7 @@ def read(config_class: type[ConfigT], argv: list[str] | None = None, *, data: bo
     if argv is None:
         argv = sys.argv[1:]
     arguments, other_words, problems = _read_flags(_make_parser(config_class), argv)
-    # The parser has no defaults, so every attribute is a flag that the user gave.
+    # Only --config and --dry-run have defaults, so every other attribute is a flag that the user gave.
     flags = {key: value for key, value in vars(arguments).items() if key not in ("config", "dry_run")}
     flag_values = _without_lists_of_one(flags)
     flag_sources = {key: f"flag --{key}" for key in flags}

@@ -219,7 +219,7 @@ class NextToken(Objective):
         """Return the factor of the loss that balances experts; 0 if this loss is left out."""
         config = getattr(unwrap(model), "config", None)
         coefficient = router_coefficient(config)
-        # The model has no experts, or this is an evaluation.
+        # The model's config has no such factor, as without experts, or this is an evaluation.
         if coefficient is None or not model.training:
             return 0.0
         if self.router_weight is not None:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Parser(argparse.ArgumentParser):
     """argparse's parser, with short errors that name the nearest flag or word. A docstring can be its description."""
 
-    def __init__(self, prog: str, *, description: str = "", **options: Any):
-        # In a docstring, code is between double backticks.
-        super().__init__(prog, description=description.replace("``", ""), **options)
+    def __init__(self, prog: str, *, description: str | None = None, **options: Any):
+        # In a docstring, code is between double backticks. Under python -OO there are no docstrings.
+        super().__init__(prog, description=(description or "").replace("``", ""), **options)
 
     def error(self, message: str) -> NoReturn:
         """Print the error in one line, and exit with 2."""
@@ -44,7 +44,7 @@ def _unrecognized_flags(message: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """Return the text of a flag as an integer of at least 1. argparse reports other texts: invalid positive value."""
+    """Return the text of a flag as an integer of at least 1. argparse reports a text that is no number."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")

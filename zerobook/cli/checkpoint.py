@@ -230,7 +230,7 @@ def _verify(checkpoints: list[Path], *, as_json: bool) -> int:
     with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False) as bar:
         for checkpoint in checkpoints:
             reason = store.find_damage(checkpoint, thorough=True, tell=bar.update)
-            # A checkpoint that the run has pruned meanwhile is not damaged, unless the user named this checkpoint.
+            # A checkpoint that the run has pruned meanwhile is not damaged, unless it is the only one to verify.
             if os.path.lexists(checkpoint) or len(checkpoints) == 1:
                 damage[checkpoint] = reason
     if as_json:

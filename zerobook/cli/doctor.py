@@ -152,8 +152,8 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     workers = inspect(launch_flags)
     plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
     problems = merge_problems(config_problems, workers.problems)
-    # `together` puts the earlier problems first, and drops a problem of the plan about a key that has one already. What follows
-    # the earlier ones stays in the plan.
+    # `merge_problems` puts the earlier problems first, and drops a problem of the plan about a key that has one already. What
+    # follows the earlier ones stays in the plan.
     plan.problems = merge_problems(problems, plan.problems)[len(problems) :]
     if not workers.has_strategy:
         return None, problems + plan.problems, config, sources

@@ -30,6 +30,7 @@ from zerobook.errors import ConfigError, DataError
 from zerobook.utils.chat_template import template_file
 from zerobook.utils.reading import read_text
 from zerobook.utils.terminal import console, say
+from zerobook.utils.written_values import as_whole_number
 
 # Locations that are listed for each reason why samples cannot be used.
 LOCATIONS_OF_REASON = 5
@@ -157,9 +158,10 @@ def _make_value_reader(field: FieldInfo) -> Callable[[str], Any]:
 
     def read_value(text: str) -> Any:
         try:
-            return adapter.validate_strings(text)
+            return adapter.validate_strings(str(as_whole_number(text)))
         except ValidationError as error:
-            raise argparse.ArgumentTypeError(f"{error.errors()[0]['msg']}, and it is {text}") from None
+            reason, _, _ = error.errors()[0]["msg"].partition(", unable to parse")
+            raise argparse.ArgumentTypeError(f"{reason}, and it is {text}") from None
 
     return read_value
 

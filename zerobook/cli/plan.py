@@ -168,7 +168,7 @@ def _plan(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespac
     return int(not any(row.fits for row in rows))
 
 
-# Print the recommendation with its launch line. ``words``: the recipe's flags as they were typed.
+# Print the recommendation with its launch line. ``words``: the recipe's flags as words of a command line.
 def _show_advice(advice: Advice, request: Request, words: list[str], cluster: Cluster, output: TextIO) -> None:
     table.show_lines(advice.describe(cluster), file=output)
     if advice.best is not None:
@@ -426,7 +426,7 @@ def _launch_line(request: Request, words: list[str], best: Candidate, cluster: C
     """Return the command that trains as recommended. If no flag names the data, it is the shell's variable $TRAIN_FILE.
 
     Args:
-        words: the recipe's flags as they were typed.
+        words: the recipe's flags as words of a command line.
     """
     from zerobook.plan.rows import launch_flags
 

@@ -136,7 +136,7 @@ class Encoder:
 
     Args:
         apply_chat_template: the prompt becomes a user's turn in the tokenizer's chat template.
-        max_length: maximum length of the model's input in tokens; longer prompts lose their beginning. None: no limit.
+        max_length: maximum number of tokens of a prompt and its choice; longer prompts lose their beginning. None: no limit.
 
     Raises:
         ConfigError: the tokenizer does not tell the characters of a token (its offsets).
