@@ -185,10 +185,10 @@ CORPUS: dict[str, Case] = {
     "fp16 on a CPU": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}, said="fp16 does not train on a CPU"),
     "fp8": Case({"distributed_type": "MULTI_GPU", "mixed_precision": "fp8"}, said="fp8 is not supported", refused_by_launcher=True),
     "no precision without quotes": Case(
-        {"distributed_type": "MULTI_GPU", "mixed_precision": False}, said="mixed_precision is no without quotes",
+        {"distributed_type": "MULTI_GPU", "mixed_precision": False}, said="mixed_precision is False",
         refused_by_launcher=True),
     "no distribution without quotes": Case(
-        {"distributed_type": False}, said="distributed_type is NO without quotes", processes=1),
+        {"distributed_type": False}, said="distributed_type is False", processes=1),
     "Megatron-LM": Case({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
                         said="distributed_type is MEGATRON_LM"),
     "a TPU": Case({"distributed_type": "XLA"}, said="distributed_type is XLA", refused_by_launcher=True),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from tests.harness import ROOT
 from zerobook.cli.doctor import doctor, inspect_launch
@@ -16,8 +17,8 @@ from zerobook.cli.main import main
 from zerobook.config import RecipeConfig
 from zerobook.config_sources import ConfigSources
 from zerobook.errors import ConfigError
+from zerobook.launch import account, ops
 from zerobook.launch import build as launch
-from zerobook.launch import ops
 from zerobook.launch.accelerate_cli import has_automatic_threads, launcher_flags, read_hidden_settings
 from zerobook.launch.resolve import Hardware
 from zerobook.launch.worker_environment import worker_environment
@@ -301,6 +302,78 @@ def test_what_accelerate_does_not_hand_over(written):
     assert not problems and not plan.problems
     assert (plan.kind, plan.device, plan.backend) == ("deepspeed", "cpu", "gloo")
     assert Path(plan.deepspeed_config["zero_optimization"]["offload_param"]["nvme_path"]).parent == Path("/fast/parameters")
+
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+use_cpu: true
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_offload_params: false
+  fsdp_activation_checkpointing: true
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+"""
+INLINE_ZERO2 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 2
+use_cpu: true
+deepspeed_config:
+  zero_stage: 2
+  gradient_clipping: 1.0
+  gradient_accumulation_steps: 1
+  offload_optimizer_device: none
+"""
+
+
+def with_each_value_replaced(content, value):
+    """Yield copies of a file's content, in each of which one key, of the file or of a section, has the value."""
+    for key, old in content.items():
+        yield content | {key: value}
+        if isinstance(old, dict):
+            for name in old:
+                yield content | {key: old | {name: value}}
+
+
+@pytest.mark.parametrize("odd", [{}, [], None, "x", -1, True, 1.5], ids=repr)
+@pytest.mark.parametrize("text", [FSDP, INLINE_ZERO2], ids=["fsdp", "zero2"])
+def test_any_value_of_any_key_is_taken_or_is_a_problem(written, text, odd):
+    for content in with_each_value_replaced(yaml.safe_load(text), odd):
+        file = written(yaml.safe_dump(content))
+
+        plan, problems, config, sources = inspect_launch(["--config_file", file], Hardware())
+
+        assert plan is not None or problems
+        if plan is not None and not problems and not plan.problems:
+            assert account.entries(plan, config, sources, flags=["--config_file", file, "script.py"])
+
+
+@pytest.mark.parametrize(
+    "text, key, value",
+    [
+        (INLINE_ZERO2, "gradient_clipping: 1.0", "gradient_clipping: abc"),
+        (FSDP, "num_processes: 2", "num_processes: null"),
+        (FSDP, "mixed_precision: bf16", "mixed_precision: -1"),
+    ],
+)
+def test_a_value_without_a_meaning_is_named(written, text, key, value):
+    file = written(text.replace(key, value))
+
+    plan, problems, _, _ = inspect_launch(["--config_file", file], Hardware())
+
+    problems = problems + (plan.problems if plan else [])
+    name, _, content = value.partition(": ")
+    assert any(name in problem and (content in problem or content == "null") for problem in problems)
 
 
 @pytest.fixture

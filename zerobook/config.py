@@ -665,8 +665,9 @@ class RecipeConfig(_Keys):
         # Not every recipe has all of these keys.
         for key in ("train_file", "validation_file", "model_name_or_path", "tokenizer_name", "config_name", "dataset_name"):
             value = getattr(self, key, None) or ""
-            # The other keys may name a model or dataset of the hub. Their value is looked up on the disk only if no name on the
-            # hub has this form.
+            # The keys ``..._file`` name files, except for a dataset of a Python package, such as embedded:stdlib. The other
+            # keys may name a model or dataset of the hub. Their value is looked up on the disk only if no name on the hub has
+            # this form.
             names_file = key.endswith("_file") and not value.startswith("embedded:")
             if value and (names_file or hub.is_path(value)):
                 problems += _missing_path(key, value)

@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         actions, "lower-rate", "lower the learning rate; it rises back over --rollback_lr_steps steps of the run"
     )
     lower_rate.add_argument("factor", type=float, help="factor of the learning rate, between 0 and 1")
-    skip = _add_command(actions, "skip", "leave the samples of some past steps out from now on")
+    skip = _add_command(actions, "skip", "from now on, leave out the samples of some completed steps, without going back")
     skip.add_argument("steps", type=_parse_steps, metavar="FIRST-LAST", help="steps, as 120-128")
     _add_command(actions, "save", "save a checkpoint")
     _add_command(actions, "stop", "save a checkpoint, and end the run with exit code 76")

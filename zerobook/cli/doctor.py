@@ -152,14 +152,15 @@ def inspect_launch(argv: list[str], hardware: Hardware) -> tuple[LaunchPlan | No
     workers = inspect(launch_flags)
     plan, config, sources = resolve(workers.environ, hardware, config, sources, workers.precision, starts=False)
     problems = merge_problems(config_problems, workers.problems)
-    # `merge_problems` puts the earlier problems first, and drops a problem of the plan about a key that has one already. What
-    # follows the earlier ones stays in the plan.
+    # Drop those problems of the plan whose key has a problem already. `merge_problems` returns ``problems`` first, and then the
+    # remaining problems of the plan.
     plan.problems = merge_problems(problems, plan.problems)[len(problems) :]
     if not workers.has_strategy:
         return None, problems + plan.problems, config, sources
     loopback = describe_unreachable_host(plan, workers.environ)
     if loopback:
         plan.notes.append(loopback)
+    # The warning computes the size of weights that are not quantised.
     if config.base_format is None and not problems:
         warning = _warn_of_copies(plan, config, ranks_of_host=int(workers.environ.get("LOCAL_WORLD_SIZE", 1)))
         if warning:

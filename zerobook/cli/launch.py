@@ -57,9 +57,11 @@ def launch(argv: list[str]) -> int:
     # Do not read the recipe's flags, which come after it and may have the same names.
     flags, accelerate_flags = parser.parse_known_args(before_recipe)
     arguments = [*accelerate_flags, *argv[len(before_recipe) :]]
+    # Without a recipe, a file must be named, unless a flag such as -m starts another program.
     if recipe is None and OTHER_PROGRAMS.isdisjoint(argv):
         _check_program(accelerate_flags)
-    # If the strategy or the recipe is a name, start again with their paths.
+    # The run reads the command line of this process, which must have paths. If the strategy or the recipe is a name, replace
+    # this process by one with their paths.
     resolved_arguments = replace_names(arguments, flags.strategy)
     if resolved_arguments != arguments:
         if flags.min_machines:

@@ -49,7 +49,10 @@ Where --gpu, --gpus or --nodes are several, one table compares the machines: l40
 
 
 def plan(argv: list[str]) -> int:
-    """Print a row for each strategy file. Return 0 if at least one fits, else 1."""
+    """Print a row for each strategy file, or for each machine if there are several. Return 0 if one fits, else 1.
+
+    With --formulas, print the formulas, and return 0. With --measure, return 0 if no run failed, else 1.
+    """
     parser = Parser("zerobook plan", usage=USAGE, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_hardware_flags(parser)
     parser.add_argument("--here", action="store_true", help="this machine, as it is found")
@@ -65,8 +68,9 @@ def plan(argv: list[str]) -> int:
     parser.add_argument(
         "--failures",
         metavar="RATE",
-        help=f"expected failures, best interval of saves, goodput: {', '.join(RATES)}, or hours between failures of a GPU; "
-        "then ,save=SECONDS and ,restart=SECONDS where they are known (several nodes: default llama3)",
+        help="print the expected failures, the best interval of saves and the goodput. RATE is "
+        f"{', '.join(RATES)}, or the mean hours between failures of one GPU. Append ,save=SECONDS and ,restart=SECONDS if they "
+        "are known (with several nodes, the default is llama3)",
     )
     # The planner's flags come before the model or recipe, and the recipe's flags after it.
     parser.add_argument("model", nargs=argparse.REMAINDER, help="a model or a recipe, and then the recipe's flags")

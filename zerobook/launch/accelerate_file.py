@@ -3,6 +3,7 @@
 `zerobook doctor`, ``--dry-run`` and a launched run all call `check`, so that they agree.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,16 +44,20 @@ class FileCheck(NamedTuple):
     is_resolvable: bool
 
 
-def check(file: str | None) -> FileCheck:
-    """Check an Accelerate config. If ``file`` is None, check this machine's default config, if there is one."""
-    file = path_or_default(file)
+def check(typed: argparse.Namespace) -> FileCheck:
+    """Check the Accelerate config of a launch. If the flags name none, check this machine's default config, if there is one.
+
+    Args:
+        typed: the launcher's flags as parsed.
+    """
+    file = path_or_default(typed.config_file)
     if file is None:
         return FileCheck([], is_resolvable=True)
     try:
         loaded = load(file)
     except ConfigError as error:
         return FileCheck(error.problems, is_resolvable=False)
-    problems = [*_find_unsupported_launchers(loaded), *_find_wrong_types(loaded)]
+    problems = [*_find_unsupported_launchers(loaded), *_find_wrong_types(loaded, typed)]
     # Keys can be checked only if the sections are mappings, and the recipes can run under such a file.
     is_resolvable = not problems
     if is_resolvable:
@@ -118,16 +123,20 @@ def _find_unsupported_launchers(loaded: dict[str, Any]) -> Iterator[str]:
         yield "mixed_precision fp8 is not supported. Use no, bf16 or fp16, and remove fp8_config."
 
 
-def _find_wrong_types(loaded: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for each section that is not a mapping, each value that is not a number, and each unquoted no."""
+def _find_wrong_types(loaded: dict[str, Any], typed: argparse.Namespace) -> Iterator[str]:
+    """Yield a problem for each section that is not a mapping, and for each value of a wrong type, such as an unquoted no.
+
+    A wrong value is no problem where a typed flag overrides it.
+    """
     for key, value in (("distributed_type", "NO"), ("mixed_precision", "no")):
-        if loaded.get(key) is False:
-            yield f"{key} is {value} without quotes, which YAML reads as false. Write '{value}'."
+        if not isinstance(loaded.get(key), str | None):
+            yield f"{key} is {loaded[key]!r}, expected a name. YAML reads {value} without quotes as False: write '{value}'."
     for key in ("num_processes", "num_machines"):
-        count = loaded.get(key)
+        count = loaded.get(key, 1)
         # YAML reads true as a bool, and a bool is an int in Python.
-        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-            yield f"{key} is {count!r}, expected a number of 1 or more."
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if not is_count and getattr(typed, key) is None:
+            yield f"{key} is {count!r}, expected a number of 1 or more. Correct it, or pass --{key}."
     for section in KEY_PREFIXES:
         keys = loaded.get(section) or {}
         if not isinstance(keys, dict):

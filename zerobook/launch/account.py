@@ -178,7 +178,8 @@ def _find_effect_in_yaml(
         if value == "auto":
             return f"filled in: {_describe_recipe_value(key, config, sources)}"
         recipe_value = getattr(config, RECIPE_KEYS[key])
-        if float(value) != float(recipe_value):
+        # 1 and 1.0 are equal as numbers, and "1.0" and 1.0 as texts.
+        if value != recipe_value and not _is_equal(value, recipe_value):
             return f"overridden: {_describe_recipe_value(key, config, sources)}"
     # The file can only turn activation checkpointing on or off. The recipe chooses among several modes.
     mode = config.activation_checkpointing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -356,9 +357,14 @@ def _read_inline(environ: Mapping[str, str]) -> dict[str, Any]:
             zero[key] = {"device": device}
             if nvme_path != "none":
                 zero[key]["nvme_path"] = nvme_path
+    clipping: str | float = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
     # accelerate writes none if the YAML has no gradient_clipping.
-    clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    return {"zero_optimization": zero, "gradient_clipping": "auto" if clipping in ("auto", "none") else float(clipping)}
+    if clipping == "none":
+        clipping = "auto"
+    # `fill` reports a text that is neither a number nor auto.
+    with suppress(ValueError):
+        clipping = float(clipping)
+    return {"zero_optimization": zero, "gradient_clipping": clipping}
 
 
 def find_json(path: str, strategy_file: str | Path | None) -> str:

@@ -42,7 +42,7 @@ def launch(fewest: int, arguments: list[str]) -> None:
     # Remember the typed values, which accelerate's code replaces below.
     restarts = args.max_restarts
     backend = args.rdzv_backend
-    problems = accelerate_file.check(args.config_file).problems
+    problems = accelerate_file.check(args).problems
     if problems:
         raise ConfigError(problems)
     args, defaults, from_file = accelerate_launch._validate_launch_command(args)

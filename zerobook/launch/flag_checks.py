@@ -29,7 +29,7 @@ def check(typed: argparse.Namespace, *, before_start: bool, looks_up_address: bo
             are problems, too.
         looks_up_address: see `find_machine_problems`.
     """
-    file_check = accelerate_file.check(typed.config_file)
+    file_check = accelerate_file.check(typed)
     # accelerate might not be able to read such a file.
     if not file_check.is_resolvable:
         return file_check

@@ -25,15 +25,15 @@ def explain_refused_base(plan: LaunchPlan, setting: str, base: str, storage: str
             f"{setting}, and {plan.name} does not support it: {reason} (seen with bitsandbytes 0.50.2). Use ZeRO-2 or DDP, or "
             "4-bit weights (load_in_4bit), which are sharded."
         )
-    if plan.offload_param != "none" or "nvme" in (plan.offload_optimizer, plan.offload_param):
+    if plan.offload_param != "none" or plan.offload_optimizer == "nvme":
         return (
-            f"{setting}, and {plan.name} moves parameters between devices and loses the quantisation state of 4-bit "
+            f"{setting}, and {plan.name} moves parameters between devices and loses the quantisation state of the base "
             "weights. Use DDP, ZeRO-1, ZeRO-2 or FSDP without offload, or weights that are not quantised."
         )
     if base == "nf4" and plan.kind == "fsdp" and storage in ("uint8", "int8"):
         return (
-            f"{setting}, packed in {storage} (bnb_4bit_quant_storage), and {plan.name} shards weights that are packed in a "
-            "float dtype alone. Use ZeRO-3, ZeRO-2 or DDP, or take the model's version that is not quantised, with "
+            f"{setting}, packed in {storage} (bnb_4bit_quant_storage), and {plan.name} can only shard weights that are packed "
+            "in a float dtype. Use ZeRO-3, ZeRO-2 or DDP, or take the model's version that is not quantised, with "
             "load_in_4bit."
         )
     return None

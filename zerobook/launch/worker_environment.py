@@ -41,15 +41,16 @@ def worker_environment(launch_flags: list[str]) -> tuple[dict[str, str], str | N
 def inspect(launch_flags: list[str]) -> Workers:
     """Compute the environment that accelerate would give to rank 0, and find all problems of the launch."""
     typed, problems = read_flags(launch_flags)
+    # accelerate writes the file's precision, or its default, into ``typed`` below.
+    precision = typed.mixed_precision
     check = flag_checks.check(typed, before_start=True, looks_up_address=True)
     is_resolvable = check.is_resolvable and not problems
     problems += check.problems
     if is_resolvable:
         try:
             environ = _prepare_environment(typed)
-            # Accelerate's launcher does not pass all settings of the strategy to workers: add the others. The precision is read
-            # from the flags again, since accelerate has written its default into ``typed``.
-            precision, hidden_settings = read_hidden_settings([*launch_flags, SCRIPT])
+            # Accelerate's launcher does not pass all settings of the strategy to workers: add the others.
+            _, hidden_settings = read_hidden_settings([*launch_flags, SCRIPT])
             return Workers(hidden_settings | environ, precision, problems, has_strategy=True)
         except ConfigError as error:
             # If the flags have a problem, accelerate's error may only repeat it.
@@ -57,7 +58,7 @@ def inspect(launch_flags: list[str]) -> Workers:
                 problems += error.problems
     # The strategy cannot be used. Return an environment without one, with which the caller can still check the recipe's flags.
     environ = plain_environment(_rank_variables(typed.num_processes or 1, machines=1))
-    return Workers(environ, typed.mixed_precision, problems, has_strategy=False)
+    return Workers(environ, precision, problems, has_strategy=False)
 
 
 def plain_environment(ranks: Mapping[str, str]) -> dict[str, str]:

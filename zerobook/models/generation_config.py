@@ -30,7 +30,8 @@ def decoding(
             sampling, which would override the arguments or conflict with them.
         max_tokens: maximum number of tokens of a text, with its end token and without the decoder's start token, as in labels.
         min_tokens: minimum number of tokens before the end token.
-        rules: values of `RULES`. If a value is None or missing, the model's own value stays.
+        rules: values of `RULES`. If a value is None or missing, the model's own value stays. With one beam,
+            ``length_penalty`` is always removed.
     """
     config = copy.deepcopy(model_settings)
     config.update(

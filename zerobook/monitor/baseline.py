@@ -208,10 +208,13 @@ class LossBaseline(Baseline):
         return max(units)
 
     def residual_unit(self) -> float:
-        """Return the unit from the residuals alone. A loss that rises slowly does not make it larger."""
+        """Return the unit from the residuals, and in a young run also from the largest rise.
+
+        After that, a loss that rises slowly does not make the unit a larger share of the level.
+        """
         level = self.level()
         reference = self.reference_loss(level)
-        # Before the noise is known, only a loss of twice the level is high: three of these units above it.
+        # A loss is high from three units above the level. Before the noise is known, this is twice the level.
         if self.has_no_noise:
             return reference / 3
         missing_history = 1 - len(self.residuals) / self.level_points
@@ -220,11 +223,12 @@ class LossBaseline(Baseline):
             self.smallest_unit * reference,
             self.smallest_unit_at_start * reference * missing_history,
             scale * self.upper_unit(),
-            # Residuals of both signs. A unit from positive residuals alone, once too small, would reject the points that could
-            # correct it.
+            # From residuals of both signs. With positive ones alone, a unit that is too small would stay too small: it would
+            # reject the high points that could make it larger.
             scale * MEDIAN_OF_NORMAL * self.residual_sizes.quantile(0.5),
         ]
-        # Few points have no reliable quantiles. The largest rise among 13 points is about 3 standard deviations.
+        # Quantiles of few points are not reliable. `_largest_rise` looks at the newest 13 points if ``level_points`` is 24.
+        # With normal noise, the largest rise among 13 points is about 3 standard deviations.
         if self.is_young:
             units.append(self._largest_rise() / 3)
         return max(units)

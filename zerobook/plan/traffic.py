@@ -184,8 +184,8 @@ def _fsdp_transfers(model: ModelWeights, sharding: ShardingSpec, accumulation: i
         Transfer("gradients", "reduce-scatter", accumulation * gradient_bytes, shard_ranks, within_node=within),
     ]
     if shard_ranks < sharding.ranks:
-        # Hybrid sharding: the ranks with the same shard form a ring, and reduce it in the last micro-batch. Each rank of a node
-        # belongs to another ring, so these rings share the node's link.
+        # Hybrid sharding: the ranks that hold the same shard form a ring. In the last micro-batch, they all-reduce the
+        # gradients of this shard. The rings of the shards on a node share the node's link.
         transfers.append(
             Transfer(
                 content="gradients, copies",

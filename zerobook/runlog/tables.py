@@ -97,6 +97,7 @@ def _format_ranges(ranges: list[list[int]]) -> str:
 
 
 def checkpoint_table(history: History) -> Table:
+    # Number of a save's event -> number of the event that says that the checkpoint is proven good. It is shown in brackets.
     proven_by = _find_proofs(history)
     last_current_steps = history.last_current_steps()
     rows = []

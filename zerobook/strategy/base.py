@@ -101,7 +101,7 @@ class Strategy(Engine):
         return self.mesh.once_per_node(work)
 
     def swapped_weights(self, weights: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which the model has ``weights``: it is evaluated, and `get_tensor` returns them. Collective.
+        """Return a context in which the model has ``weights``, in evaluations and for `get_tensor`. Collective.
 
         Nothing may be trained and no checkpoint may be saved inside. Afterwards, the training continues exactly as without the
         context. The numbers are exchanged: inside the context, ``weights`` holds the trained ones. So the only additional
@@ -111,7 +111,7 @@ class Strategy(Engine):
             weights: name -> fp32 tensor of the shape of this rank's shard, for every weight that `shards` yields.
 
         Raises:
-            ValueError: on entering, if a tensor is missing, unknown or of another shape.
+            ValueError: on entering, if a tensor is missing, unknown, or of another shape or dtype.
         """
         return SwappedWeights(self, weights)
 

@@ -269,7 +269,8 @@ class ZeroState(TrainingState):
         # DeepSpeed's flat masters are not the parameters of the model, which were counted above.
         masters = self._masters()
         tensors["gradients"] += [master.grad for master in masters if master.grad is not None]
-        # This buffer holds ZeRO-3's gradients before they are swapped out.
+        # ZeRO-3 has a buffer for the gradients of all weights, also with offload. Without offload, ``averaged_gradients`` are
+        # slices of it. `memory` counts each storage once.
         buffer = getattr(zero, "grad_partitions_flat_buffer", None)
         if buffer is not None:
             tensors["gradients"].append(buffer)

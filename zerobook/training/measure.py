@@ -148,7 +148,7 @@ def _make_recipe(path: str, file: str, rows: int | None, trust_remote_code: bool
 # Return the last ``run_start`` event of the run that a folder belongs to.
 def _read_run_start(path: str) -> dict[str, Any]:
     folder = Path(path).expanduser().absolute()
-    # A model is in the run's folder, and a checkpoint in a folder of that.
+    # ``path`` is the run's folder itself, output_dir/model or output_dir/adapter, or output_dir/checkpoints/step-10.
     for run in (folder, *folder.parents[:2]):
         if (run / "runlog").is_dir():
             starts = History.read(run).of("run_start")
