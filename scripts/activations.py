@@ -61,15 +61,16 @@ TEXT = """# Activation checkpointing: measured
 One micro-batch of {rows} row of {tokens} tokens in fp32, forward and backward, in one process on the CPU. Models have
 random weights.
 
-- *kept*: bytes that autograd and `selective` keep between the forward and the backward pass. Every row includes the logits,
-  which checkpointing of layers cannot save.
+- *kept*: bytes that are kept between the forward and the backward pass, by autograd or by the mode `selective`, which keeps
+  some results itself. Every row includes the logits, which checkpointing of layers cannot save.
 - *plan error*: *kept* as `zerobook plan` computes it, divided by the measured *kept*, minus 1.
-- *in host memory*: bytes that `offload` would move to host memory on a GPU, from the planner. On a CPU it moves nothing. So
-  the row of `offload` does not count them in *kept*, as on a GPU.
+- *in host memory*: bytes that `offload` moves to host memory on a GPU, from the planner. They are left out of *kept*, which is
+  meant for the memory of the device, although this run on a CPU moves nothing.
 - *operations*: floating-point operations of both passes, from the planner, divided by those without checkpointing.
 
-Gradients are the same in every row: `tests/test_recompute.py` and `tests/distributed/test_activation_checkpointing.py`, which
-launches one process, DDP, ZeRO-3 and FSDP2, compare them to 10^-6.
+Gradients do not depend on the mode. `tests/test_recompute.py` compares them in one process, and
+`tests/distributed/test_activation_checkpointing.py` compares losses and gradient norms under DDP, ZeRO-3 and FSDP2. The
+relative tolerance is 10^-6.
 
 Hardware: {hardware}. Date: {date}. {versions}.
 """

@@ -59,8 +59,8 @@ def describe(modules: int, record: dict[str, Any]) -> str:
     day = datetime.now(UTC).strftime("%-d %B %Y")
     return (
         f"{day}, Python {platform.python_version()}, torch {torch.__version__} (CUDA {torch.version.cuda}), {libraries}: "
-        f"{modules} modules were imported. The first case of each part of `benchmarks/gpu.py`, in the size for trials, ran on "
-        f"the CPU without an error: {', '.join(record['parts'])}. `make test-cuda-build` repeats it."
+        f"all {modules} modules of zerobook were imported. The first case of each part of `benchmarks/gpu.py --scale tiny` "
+        f"ran on the CPU without an error: {', '.join(record['parts'])}. `make test-cuda-build` repeats it."
     )
 
 

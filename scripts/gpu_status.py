@@ -16,9 +16,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
 BEGIN = "<!-- written by scripts/gpu_status.py -->"
 END = "<!-- end -->"
-NOTHING = """Nothing yet: all that is measured in these pages was measured on CPUs. On a machine with a GPU,
-`python benchmarks/gpu.py all` runs what one GPU can show, without a network, and writes its results in place of these
-lines: [how to run it](../guides/gpu.md)."""
+NOTHING = """Nothing yet: all measurements in these pages were made on CPUs. `python benchmarks/gpu.py all` makes all
+measurements for which one GPU is enough. It needs no network. Its results replace these lines:
+[how to run it](../guides/gpu.md)."""
 MORE = "Several GPUs together were not run. How to run it, and what each part shows: [GPUs](../guides/gpu.md)."
 
 

@@ -76,22 +76,25 @@ Rows of zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight st
 moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
 """
 
-IMPORTED = """# Checkpoints of other trainers, continued: measured
+IMPORTED = """# Other trainers' checkpoints whose training was continued: measured
 
-Each row trains six AdamW steps on the same batch of 8 chats, launched on CPU ranks. The trainer changes after the third step.
-*Loss* is the largest relative difference of the losses after the change from those of a run of six steps without a change.
+Each row is a training of six AdamW steps on CPUs, each step on the same batch of 8 chats. One program trains the first three
+steps and saves a checkpoint. Another program, or another strategy, trains the rest. *Loss* compares the steps of the last
+program with those of the first program, when it trains all six steps itself. It is the largest relative difference.
 
-- `trainer-...` (transformers' Trainer) or `accelerate-...` (a loop on accelerate) in the first column: this program saved the
-  third step, `zerobook checkpoint import` converted it, and Zerobook trained the other steps under the strategy of the third
-  column.
-- Another program in the third column: it trained from a result of `zerobook checkpoint export`. 'A, then B' means that
-  Zerobook trained the fourth step under A, and B trained the other two.
-- `zerobook ...` in the first column: Zerobook saved the third step, exported it with `--to deepspeed`, and Trainer trained the
-  other steps with DeepSpeed.
+The first column names the program that saved the checkpoint: `trainer-...` is transformers' Trainer, `accelerate-...` is a loop
+on accelerate, and `zerobook ...` is Zerobook. The third column names what trained the rest:
 
-`on N` is the number of processes. `full` is a full state dict; all others are sharded. `universal`: DeepSpeed loads a universal
-checkpoint (`load_universal`). `adamw`, and `trainer-zero3-universal` (with offload): DeepSpeed's JSON sets the optimizer. In
-the other rows of Trainer, Trainer creates it. Written by `make test-full`.
+- The name of a strategy: `zerobook checkpoint import` converted the checkpoint, and Zerobook trained under this strategy.
+- `A, then trainer-...`: the same, but Zerobook trained only the fourth step. Trainer trained the last two, from a result of
+  `zerobook checkpoint export`.
+- `trainer-...-universal`: Trainer trained with DeepSpeed, from a result of `zerobook checkpoint export --to deepspeed`.
+- `accelerate-...`: the checkpoint was imported and exported again, and the loop on accelerate trained.
+
+`on N` is the number of processes. `accelerate-fsdp2-full` saves a full state dict, and `accelerate-fsdp2` a sharded one. With
+`universal`, DeepSpeed loads a universal checkpoint (`load_universal`). In the rows with `adamw`, and in
+`trainer-zero3-universal` (with offload), DeepSpeed's JSON sets the optimizer. In the other rows of Trainer, Trainer creates
+it. Written by `make test-full`.
 """
 
 HOST = """# Host RAM while a model is loaded: measured

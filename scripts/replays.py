@@ -85,6 +85,8 @@ What the team did: nothing. The loss came back within about 30 iterations.
 
 {table}
 
+*Damage* means that the loss falls back too slowly. Such a finding leads to a rollback.
+
 A rollback at this place repeats about as many iterations as the spike lasted. So the rollback gains no time here, but it does
 not rely on the loss recovering by itself.
 

@@ -539,7 +539,10 @@ class Detector:
         # The loss is coming down, but too slowly.
         if regained >= 0.2:
             excursion.judge("damage")
-            reason = f"{count} points after step {excursion.onset} the loss is {late:.4g}; before, it was {base:.4g}"
+            reason = (
+                f"in {count} points since step {excursion.onset}, the loss has fallen back only to {late:.4g} (median of the "
+                f"last 3); before, it was {base:.4g}"
+            )
             return [self.finding_of("damage", point, excursion, reason)]
         # The loss is not coming down.
         excursion.judge("divergence")
