@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import yaml
 
 from recipes.causal_lm import CausalLMConfig
 from recipes.lora_finetune import LoraConfig
@@ -210,6 +213,15 @@ def test_a_yaml_value_without_a_meaning_is_refused(tmp_path, line):
     (problem,) = problems([*BASE, "--config", str(file)], LoraConfig)
 
     assert problem.startswith(line.partition(":")[0]) and str(file) in problem
+
+
+@pytest.mark.parametrize("odd", [[], {}, [1, "a"], [{}], {"a": 1}, None, -1, True, float("nan"), 10**30, ""], ids=repr)
+def test_any_value_of_any_key_is_read_or_refused(tmp_path, odd):
+    file = tmp_path / "run.yaml"
+    for key in LoraConfig.model_fields:
+        file.write_text(yaml.safe_dump({key: odd}))
+        with contextlib.suppress(ConfigError):
+            parse(LoraConfig, [*BASE, "--config", str(file)])
 
 
 @pytest.mark.parametrize(("flags", "key", "expected"), [

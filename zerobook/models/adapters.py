@@ -83,10 +83,10 @@ class AdapterConfig(RecipeConfig):
     @field_validator("adapter", mode="before")
     @classmethod
     def _refuse_unavailable(cls, value: Any) -> Any:
-        if value in REFUSED:
+        if str(value) in REFUSED:
             from importlib.metadata import version
 
-            raise ValueError(f"{value} is not available: {REFUSED[value].format(peft=version('peft'))}")
+            raise ValueError(f"{value} is not available: {REFUSED[str(value)].format(peft=version('peft'))}")
         return value
 
     def problems(self) -> list[str]:
