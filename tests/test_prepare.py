@@ -485,6 +485,39 @@ def bad_file(tmp_path):
     return good
 
 
+def test_bad_samples_are_listed_in_the_order_of_the_file(tmp_path, shelf):
+    """A sample may be bad when it is read, or when it is encoded."""
+    file = tmp_path / "a.jsonl"
+    bad_when_encoded = {"source": "a", "target": "b <|im_end|> c"}
+    bad_when_read = {"source": "", "target": "b"}
+    rows = [bad_when_encoded, bad_when_read, {"source": "a", "target": "b"}, bad_when_encoded]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    data = shelf(train_file=str(file), on_bad_sample="skip", validation_split_percentage=0)
+
+    assert [entry.partition(":")[0] for entry in data.bad_samples["a"]] == ["line 1", "line 2", "line 4"]
+    with pytest.raises(DataError, match="line 1"):
+        shelf(train_file=str(file), validation_split_percentage=0)
+
+
+def test_a_target_of_an_end_token_alone_is_empty(tmp_path, shelf, tokenizer):
+    file = tmp_path / "a.jsonl"
+    rows = [{"source": "a", "target": tokenizer.eos_token}, {"source": "a", "target": "b"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    data = shelf(train_file=str(file), on_bad_sample="skip", validation_split_percentage=0)
+
+    assert len(data.train) == 1 and "empty" in data.bad_samples["a"][0]
+
+
+def test_the_report_of_packs_counts_the_samples_in_their_rows(tmp_path, shelf):
+    keys = {"train_file": chats(tmp_path / "a.jsonl", 300), "validation_split_percentage": 0, "packing": True}
+
+    data = shelf(max_train_samples=3, **keys)
+
+    assert data.report["a"]["samples"] == sum(len(data.train.samples_of(row)) for row in range(len(data.train))) < 300
+
+
 def test_a_bad_sample_stops_with_its_line_or_is_skipped_and_counted(tmp_path, shelf):
     file = bad_file(tmp_path)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: not valid JSON.*--on_bad_sample skip"):

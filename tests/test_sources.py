@@ -107,10 +107,34 @@ def test_other_rows_are_other_data(tmp_path):
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-@pytest.mark.parametrize("split", ["train[", "train[5]", "train[a:b]", "train[:10%](closest)", "train[1:2:3]"])
+@pytest.mark.parametrize("split", ["train[", "train[:2", "train[5]", "train[a:b]", "train[:10%](closest)", "train[1:2:3]"])
 def test_what_is_no_range_of_rows_is_an_error(tmp_path, split):
     with pytest.raises(DataError, match="split"):
         open_source(write(tmp_path / "a.jsonl", LINES), split=split)
+
+
+def test_a_long_text_in_parts_is_one_row_of_a_range(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "TEXT_BLOCK", 16)
+    (tmp_path / "train").mkdir()
+    write(tmp_path / "train" / "a.txt", "one line of text\nanother line of text\nthe last\n")
+    write(tmp_path / "train" / "b.txt", "short\n")
+
+    every, first, second = (
+        [part for _, part, _ in open_source(str(tmp_path), split=f"train[{rows}]").train.read()] for rows in (":", ":1", "50%:")
+    )
+
+    assert len(first) > 2 and len(second) == 1
+    assert first + second == every
+
+
+def test_config_names_that_yaml_reads_as_numbers_can_be_chosen(tmp_path):
+    fill(tmp_path, ["2023/train.jsonl", "2024/train.jsonl"])
+    entries = [f"- config_name: {year}\n  data_files: {year}/*.jsonl\n" for year in (2023, 2024)]
+    with_card(tmp_path, "configs:\n" + "".join(entries))
+
+    with pytest.raises(DataError, match="2023, 2024"):
+        open_source(str(tmp_path))
+    assert texts(open_source(str(tmp_path), config_name="2024").train) == ["2024/train.jsonl"]
 
 
 def test_a_text_has_no_rows_and_a_folder_without_splits_has(tmp_path):
@@ -306,7 +330,13 @@ def test_a_readme_cannot_name_files_outside_of_its_folder(tmp_path, path):
 
 
 @pytest.mark.parametrize(
-    "header", ["configs: [1]\n", "configs: {a: b\n", "configs:\n- config_name: a\n  data_files: [{split: train}]\n"]
+    "header",
+    [
+        "configs: [1]\n",
+        "configs: {a: b\n",
+        "date: 2024-13-45\nconfigs: [1]\n",
+        "configs:\n- config_name: a\n  data_files: [{split: train}]\n",
+    ],
 )
 def test_a_readme_with_broken_configs_is_named(tmp_path, header):
     fill(tmp_path, ["a.jsonl"])
@@ -322,6 +352,7 @@ def test_a_readme_with_broken_configs_is_named(tmp_path, header):
         (["data/test-00000-of-00001.jsonl", "data/dev-00000-of-00001.jsonl"], "dev-00000-of-00001.jsonl"),
         (["train-test.jsonl"], "train-test.jsonl"),
         (["data/train.jsonl", "data/train.jsonl.zst"], "copy of train.jsonl,"),
+        (["data/train.jsonl.gz", "data/train.jsonl.zst"], "copy of train.jsonl.gz,"),
     ],
 )
 def test_a_folder_whose_training_split_is_unclear_is_refused(tmp_path, files, words):
@@ -551,6 +582,17 @@ def test_damaged_files_are_named(tmp_path, name, content, message):
     assert message in str(caught.value) and name in str(caught.value)
 
 
+def test_columns_of_one_name_are_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    arrays = [pyarrow.array(["first"]), pyarrow.array(["second"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(arrays, names=["text", "text"]), tmp_path / "a.parquet")
+
+    with pytest.raises(DataError, match="have the same name"):
+        list(open_source(str(tmp_path / "a.parquet")).train.read())
+
+
 def test_a_table_row_of_another_width_is_one_bad_sample(tmp_path):
     path = write(tmp_path / "a.csv", "text,n\na,1\nb\nc,3,4\nd,5\n")
     rows = [row for _, row, _ in open_source(path).train.read()]
@@ -558,7 +600,7 @@ def test_a_table_row_of_another_width_is_one_bad_sample(tmp_path):
     assert rows[3]["text"] == "d"
 
 
-@pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl", "embedded:nothing"])
+@pytest.mark.parametrize("name", ["./nothing", "nothing.jsonl", "~nobody-here/x.jsonl", "embedded:nothing"])
 def test_what_is_not_there(name):
     with pytest.raises(DataError, match=r"no such (file or folder|embedded dataset\. There are: chatterbot, stdlib)"):
         open_source(name)

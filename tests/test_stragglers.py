@@ -85,7 +85,7 @@ def test_ordinary_differences_are_no_stragglers(forward):
 
 @pytest.mark.parametrize("slow, said", [
     (Slow("data", "b", [2, 3], 9, 0.4, 0.01),
-     "slow host: waiting for data on b (ranks 2, 3): 0.40 s a step; on the other ranks: 0.01 s"),
+     "slow host: waiting for data on b (ranks 2, 3): 0.40 s a step; on a typical rank: 0.01 s"),
 ])  # fmt: skip
 def test_findings_as_text(slow, said):
     assert describe(slow) == said

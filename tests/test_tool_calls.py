@@ -377,3 +377,64 @@ def test_a_seq2seq_model_takes_identified_results_and_refuses_a_chat_that_is_an_
 
     assert "Rain?\nlook()\nwet" in tokenizer.decode(encoded.input_ids)
     assert isinstance(refused, BadSample)
+
+
+# The tool turn needs a name, so a chat with a stand-in for it cannot be rendered.
+NAMED_RESULTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}{{ '[' + m.name + '] ' }}{% endif %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    + PROMPT
+)
+
+
+@pytest.fixture(scope="module")
+def with_marks(tokenizer):
+    """The tokenizer with tokens around calls and thoughts."""
+    made = copy.deepcopy(tokenizer)
+    made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return made
+
+
+def test_the_calls_behind_a_content_are_supervised_where_turns_cannot_be_rendered_with_stand_ins(with_marks):
+    messages = [ASK, answer(call("Oslo")), result("wet", name="look"), answer(call("Rome"), content="Again.")]
+    messages += [result("dry", name="look"), SAY]
+
+    spans = said(with_marks, encode(with_marks, messages, template=NAMED_RESULTS))
+
+    assert [("Oslo" in spans[0], "Rome" in spans[1]), spans[2]] == [(True, True), "No.<|im_end|>"]
+
+
+def test_an_answer_is_supervised_to_its_end_if_the_thought_before_it_has_the_same_text(with_marks):
+    thinking = SAY | {"reasoning_content": "It is dry, so No."}
+    messages = [ASK, answer(call("Oslo")), result("wet", name="look"), thinking]
+
+    spans = said(with_marks, encode(with_marks, messages, template=NAMED_RESULTS))
+
+    assert spans[-1].endswith("</think>No.<|im_end|>")
+
+
+@pytest.mark.parametrize("quoting", ["thought", "tool"])
+def test_a_thought_or_a_tool_that_quotes_python_does_not_change_the_form_of_the_arguments(tokenizer, quoting):
+    template = calling("{{ m.reasoning_content }}" + AS_OBJECT + "{{ c.function.arguments is mapping }}")
+    turn = answer(call("Oslo")) | {"reasoning_content": "I look."}
+    tool = copy.deepcopy(TOOL)
+    if quoting == "thought":
+        turn["reasoning_content"] = "I look with {'city': 'Oslo'}."
+    else:
+        tool["function"]["description"] = "for example {'city': 'Oslo'}"
+
+    encoded = encode(tokenizer, [ASK, turn, result("wet"), SAY], template=template, tools=[tool])
+
+    assert said(tokenizer, encoded)[0].endswith('[look {"city": "Oslo"}]True<|im_end|>')
+
+
+def test_a_control_token_in_the_tools_is_said_to_be_there(tokenizer):
+    tool = copy.deepcopy(TOOL)
+    tool["function"]["description"] = "ends with <|im_end|>"
+
+    refused = encode(tokenizer, [ASK, answer(call("Oslo")), result("wet"), SAY], template=calling(AS_OBJECT), tools=[tool])
+
+    assert (
+        isinstance(refused, BadSample) and "tools" in str(refused) and "turn" not in str(refused).partition("has the text")[0]
+    )

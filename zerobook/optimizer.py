@@ -285,8 +285,7 @@ class AdamW8bit(PagedAdamW):
         # The code of a number is the index of the nearest value, which the midpoints between the values delimit. A block of
         # zeros has the scale 0, and 0 / 0 is nan.
         midpoints = (values[1:] + values[:-1]) / 2
-        codes = torch.bucketize(normalised.nan_to_num(0.0), midpoints)
-        state.copy_(codes.view(state.shape))
+        state.copy_(torch.bucketize(normalised.nan_to_num(0.0), midpoints).view(state.shape))
 
     def _values_and_scale(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str
@@ -421,8 +420,7 @@ def explain_refusal(strategy: str, kind: str, offload: str, optimizer: str) -> s
     Raises:
         ConfigError: there is no such optimizer.
     """
-    spec = optimizer_spec(optimizer)
-    if kind in ("deepspeed", "fsdp") and not spec.elementwise:
+    if not optimizer_spec(optimizer).elementwise and kind in ("deepspeed", "fsdp"):
         sharding = "gives each process some rows of a weight"
         if kind == "deepspeed":
             sharding = "flattens weights and cuts them anywhere"

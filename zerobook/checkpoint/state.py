@@ -335,7 +335,10 @@ def _check_weights(
 
 
 def _check_state(strategy: Strategy, checkpoint: Path, parameters: list[tuple[str, nn.Parameter]], reader: Reader) -> None:
-    """Raise `CheckpointError` if the checkpoint lacks state of this run's optimizer, as if a user has changed its class."""
+    """Raise `CheckpointError` if the checkpoint lacks state of this run's optimizer, or has it in another shape.
+
+    This happens, for example, if the class of the optimizer was changed after the save.
+    """
     for name, parameter in parameters:
         for key, shape in strategy.state_shapes(parameter).items():
             full_name = f"{key}/{name}"

@@ -105,7 +105,7 @@ def _launch(arguments: list[str]) -> None:
 
     Raises:
         ConfigError: with a sentence for each setting that accelerate would refuse or ignore, or with which it would hang. If
-            the processes cannot start, also with one for each problem of the recipe's flags.
+            there is one, and the script is a recipe, then also with a sentence for each problem of the recipe's flags.
     """
     flags, script, _ = split_at_recipe(arguments)
     # Without a recipe's file (-m, --no_python), only the flags of accelerate can be checked.

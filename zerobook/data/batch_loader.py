@@ -63,7 +63,7 @@ class BatchLayout:
 
     @property
     def arithmetic(self) -> str:
-        """The global batch as a product: ``2 micro x 4 accumulation x 8 processes = 64 samples per step``."""
+        """The global batch as a product: ``2 micro x 4 accumulation x 8 processes = 64 samples a step``."""
         if self.sharing == 1:
             readers = counted(self.world_size, "process")
         else:

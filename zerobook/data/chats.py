@@ -159,7 +159,7 @@ def unread_keys(turns: object) -> list[str]:
     return list(keys)
 
 
-# Return the keys that are read of a turn with such a role.
+# Return the keys that are read from a turn. They depend on the turn's role.
 def _list_known_keys(turn: Mapping[str, Any]) -> set[str]:
     # The turn is not checked yet, so its role may be of any type.
     name = turn.get("role", turn.get("from"))

@@ -71,7 +71,10 @@ def _stdlib() -> list[dict[str, Any]]:
 
 
 def cache_dir() -> Path:
-    """Return the folder of converted models: ``$XDG_CACHE_HOME/zerobook``, else ``~/.cache/zerobook``."""
+    """Return the folder of converted models, prepared data and exports.
+
+    It is ``$XDG_CACHE_HOME/zerobook``, or ``~/.cache/zerobook``.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerobook"
 
 

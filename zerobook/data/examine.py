@@ -225,15 +225,18 @@ def _encode_samples(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, Any, 
 
 
 def find_shared_samples(train: Examined, held_out: Examined) -> Locations:
-    """Return the held-out samples that are also training samples. Their locations are numbers in the held-out data."""
+    """Return the held-out samples that are also training samples. Their locations are numbers among the good samples."""
     locations = Locations()
-    for number in np.flatnonzero(np.isin(held_out.digests, train.digests)):
+    # A run neither trains on samples that it drops, nor measures a loss on them.
+    for number in np.flatnonzero(held_out.is_kept & np.isin(held_out.digests, train.digests[train.is_kept])):
         locations.add(f"sample {number + 1}")
     return locations
 
 
 def find_repeated_held_out(examined: Examined, share: float, seed: int) -> tuple[int, Locations]:
     """Return the number of samples that a run holds out at random, and those among them that are equal to training samples.
+
+    Their locations are numbers among the samples that the run keeps.
 
     Args:
         share: the share of the samples that is held out: ``--validation_split_percentage`` divided by 100.

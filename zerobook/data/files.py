@@ -262,7 +262,7 @@ def _read_lines(file: Path, start: int = 0, stop: int | None = None) -> Iterator
     content, raw = _open(file)
     with content, read_errors_named(file):
         position = _seek_line(content, start)
-        bytes_read = _byte_counter(raw)
+        bytes_read = _byte_counter(raw, start)
         number = 0
         while stop is None or position < stop:
             # Read one byte more than the limit, to see whether the line is longer.
@@ -377,7 +377,8 @@ def _read_table(file: Path) -> Iterator[Item]:
             # In a row with too many fields, DictReader has the key None. In one with too few, it has values that are None.
             if None in row or None in row.values():
                 unnamed_fields = row.pop(None, None) or []
-                named_fields = [value for value in row.values() if value is not None]
+                # Several columns may have an empty name, and share one value in the row.
+                named_fields = [name for name in reader.fieldnames or [] if row[name] is not None]
                 field_count = len(unnamed_fields) + len(named_fields)
                 reason = f"{field_count} fields where the header has {len(reader.fieldnames or [])}"
                 yield f"line {reader.line_num}", Malformed(reason), bytes_read()

@@ -1,7 +1,7 @@
 """Splits of a folder of data files, by the rules of `datasets`: the README's ``configs``, else the names of files and folders.
 
-A folder that was downloaded from the hub has the same splits here as ``datasets.load_dataset`` gives it. Files are only
-matched against patterns, so a README cannot name files outside of its folder.
+A folder that was downloaded from the hub has the same splits here as ``datasets.load_dataset`` gives it, if that finds a
+training split. Files are only matched against patterns, so a README cannot name files outside of its folder.
 """
 
 import re
@@ -126,7 +126,8 @@ def _list_data_files(folder: Path) -> list[PurePosixPath]:
     """
     from datasets.data_files import FILES_TO_IGNORE
 
-    names = []
+    names: list[PurePosixPath] = []
+    copies: dict[PurePosixPath, PurePosixPath] = {}  # name without the suffix of a compression -> the file's name
     for file in sorted(folder.rglob("*")):
         name = PurePosixPath(file.relative_to(folder).as_posix())
         is_hidden = any(component.startswith(".") for component in name.parts)
@@ -137,9 +138,10 @@ def _list_data_files(folder: Path) -> list[PurePosixPath]:
         if file.is_file() and suffix_of(file) in KNOWN and not (is_hidden or is_special or is_description):
             names.append(name)
             # zstd and `gzip -k` leave the original file beside its compressed copy.
-            if name.suffix.lower() in COMPRESSED and file.with_suffix("").is_file():
+            other = copies.setdefault(name.with_suffix("") if name.suffix.lower() in COMPRESSED else name, name)
+            if other != name:
                 raise DataError(
-                    f"{folder}: {name} seems to be a copy of {name.stem}, and both would be used. Delete or move one of them."
+                    f"{folder}: {name} seems to be a copy of {other.name}, and both would be used. Delete or move one of them."
                 )
     return names
 
@@ -178,7 +180,9 @@ def _card_configs(folder: Path) -> Any:
         entries = []
         for entry in header["configs"]:
             entries.append({key: entry[key] for key in FILE_KEYS if key in entry})
-        return MetadataConfigs.from_dataset_card_data({"configs": entries})
+        configs = MetadataConfigs.from_dataset_card_data({"configs": entries})
+        # YAML reads names such as 2023 and no as values of other types.
+        return MetadataConfigs({str(name): config for name, config in configs.items()})
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{card}: the configs in its header cannot be read: {reason:.300}") from None
@@ -195,7 +199,8 @@ def _header(card: Path) -> object:
         return None
     try:
         return load_bounded(match[1])
-    except (yaml.YAMLError, RecursionError) as error:
+    # PyYAML raises ValueError for a date that does not exist, and for a number that Python cannot read.
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise DataError(f"{card}: its header is not valid YAML: {' '.join(str(error).split()):.300}") from None
 
 

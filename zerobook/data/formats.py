@@ -150,7 +150,7 @@ def list_unread(
     summary_column: str | None = None,
     encoder_formats: Mapping[str, Format] | None = None,
 ) -> list[str]:
-    """Return the columns of rows that the format does not read, and the keys of their turns, as ``messages[].key``."""
+    """Return the columns that the format does not read, and the keys of turns that it does not read, as ``messages[].key``."""
     entry = _resolve_format(format, text_column, summary_column, encoder_formats or {})
     names: dict[str, None] = {}  # a set that keeps its order
     for row in rows:
@@ -209,7 +209,7 @@ def check_unread(row: Mapping[str, Any], sample: object) -> None:
             "the column history is not read, and the answer may depend on it. Rename the columns of the pair to instruction "
             "and output to train on chats, or name the format with --format to train without it"
         )
-    # The answer is not searched: a model may well be taught to write the placeholder.
+    # The target of a pair is not searched: a model may well be taught to write the placeholder.
     texts = []
     if isinstance(sample, Chat):
         texts = [message["content"] or "" for message in sample.messages]
@@ -274,7 +274,7 @@ def read_preference(row: Mapping[str, Any], columns: tuple[str, ...]) -> list[Pa
     # A prompt that is a text becomes the user's turn before answers that are turns.
     if prompt and isinstance(prompt, str) and isinstance(shared, list):
         prompt = [{"role": "user", "content": prompt}]
-    # If there is no prompt, or both answers repeat it, the prompt is what they have in common.
+    # If there is no prompt, or both chats repeat it, the prompt is what the answers have in common.
     if is_empty(prompt) or (isinstance(prompt, list) and prompt == shared[: len(prompt)]):
         prompt = shared
         answers = [answer[len(shared) :] for answer in answers]
@@ -345,7 +345,7 @@ def _read_instruction(row: Mapping[str, Any], columns: tuple[str, ...]) -> Chat:
 
 def _read_history(pairs: object) -> list[tuple[str, str]]:
     """Return the turns of a column ``history``, (role, text) each. It has pairs of a question and an answer."""
-    if pairs in (None, [], ""):
+    if is_empty(pairs) or pairs == []:
         return []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise BadSample(f"history is {kind_of(pairs)}, expected a list of pairs, each a question and an answer")

@@ -121,6 +121,10 @@ def _serve(file: str, groups: str, memory: str, total_size: str) -> None:
 # Write the rows to stdout. Raises `DataError` if they have more than ``total_size`` bytes.
 def _send_rows(file: str, groups: list[int] | None, total_size: int) -> None:
     metadata = pyarrow.parquet.read_metadata(file)
+    # Of columns with the same name, a row as a dict would have only the last.
+    names = metadata.schema.to_arrow_schema().names
+    if len(names) > len(set(names)):
+        raise DataError(f"two of its columns {', '.join(map(repr, names))} have the same name; rename one")
     remaining_size = total_size
     stream = None
     for batch in _batches(file, groups, metadata):
@@ -166,7 +170,10 @@ def _batches(file: str, groups: list[int] | None, metadata: FileMetaData) -> Ite
 
 
 def _split_batch(batch: RecordBatch) -> Iterator[tuple[RecordBatch, int]]:
-    """Yield the rows of a batch in pieces of about `_PIECE` bytes, with the bytes of each as Python values."""
+    """Yield (a piece of the batch, about how many bytes its rows take as Python values).
+
+    A piece has at most `_PIECE` such bytes, or a single row.
+    """
     size = sum(map(_estimate_size, batch.columns))
     if size <= _PIECE or batch.num_rows == 1:
         if size > MOST_ROW:

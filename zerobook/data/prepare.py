@@ -14,7 +14,7 @@ import math
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ from zerobook.data.formats import formats_of
 from zerobook.data.held_out import describe_empty_share, describe_short_text, describe_unsupervised
 from zerobook.data.pack import Packing
 from zerobook.data.sampler import Permutation, held_out_mask
-from zerobook.data.source import Item, Source, Splits
+from zerobook.data.source import Source, Splits, take_samples
 from zerobook.data.sources import open_held_out, open_source
 from zerobook.data.store import TokenStore, TokenWriter
 from zerobook.data.stream import Stream
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 VERSION = 2
 # Version of how samples are read. Data that was read by another version is prepared again. If the tokens are the same, a run
 # still resumes.
-READER = 8
+READER = 9
 # Number of bad samples that are listed; the others are only counted.
 LISTED = 50
 # Share of the samples that lose a part to the maximum length, from which a run warns.
@@ -195,7 +195,7 @@ def describe_trained_held_out(config: RecipeConfig, data: PreparedData) -> list[
 
 
 def describe_cut_samples(config: RecipeConfig, data: PreparedData) -> list[str]:
-    """Return a warning for each dataset most of whose samples lose a part, or all, to the maximum length."""
+    """Return a warning for each dataset of which half of the samples or more lose a part, or all, to the maximum length."""
     messages = []
     # The data of a stream is not open yet, so there are no views.
     for spec, view in zip(config.dataset_specs(), data.train.views, strict=False):
@@ -582,7 +582,8 @@ class Library:
             # Home folders of clusters have quotas.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            written_bytes = sum(file.stat().st_size for file in staging.iterdir())
+            # The disk may have been full for the folder itself. Then ``glob`` finds nothing.
+            written_bytes = sum(file.stat().st_size for file in staging.glob("*"))
             free_bytes = shutil.disk_usage(self.root).free
             raise DataError(
                 f"{source.name}: the disk of {self.root} or its quota is full after {written_bytes / 1e6:.1f} MB of token ids, "
@@ -601,7 +602,7 @@ class Library:
             leave=False,
             disable=self.config.streaming,
         )
-        raw_chunks = chunks(_first_samples(source.read(), spec.limit), bar)
+        raw_chunks = chunks(take_samples(source.read(), 0, spec.limit), bar)
         first_chunk = next(raw_chunks, [])
         reading = self._detect_reading(spec, source, first_chunk)
         unread = list_unread(first_chunk, reading)
@@ -734,17 +735,6 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     core = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     # Without a backend, the tokenizer's code decides which tokens surround a text.
     return _fingerprint([core, str(tokenizer.chat_template), str(tokenizer.special_tokens_map), tokenizer("a")["input_ids"]])
-
-
-def _first_samples(items: Iterator[Item], limit: int | None) -> Iterator[Item]:
-    """Yield the items of the first ``limit`` samples, and read nothing after them. The parts of a long text are one sample."""
-    count = 0
-    for item in items:
-        yield item
-        # A part of a long text counts only if it is the last part. All other samples have no attribute ``ends``, and count.
-        count += getattr(item[1], "ends", True)
-        if count == limit:
-            return
 
 
 def _lock_file(folder: Path) -> Path:

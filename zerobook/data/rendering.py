@@ -66,7 +66,7 @@ class GeneratedTurn(NamedTuple):
 
 # Errors of a template that exceeds a limit. They stop the run: the template is at fault, and not the chat.
 _LIMIT_ERRORS = (DataError, MemoryError)
-# Advice about tools or calls that a template does not read.
+# Advice about tools, calls or contents that a template does not read.
 _OTHER_TEMPLATE = f"give one that does with --chat_template, such as {' or '.join(READ_TOOLS)}"
 # The date for templates that write the current one: the tokens of a chat must not depend on the day of their preparation, nor
 # differ between hosts. Llama's templates have this date where they are not given another one.
@@ -183,10 +183,10 @@ class ChatTemplate:
 
     def _refuse_control_tokens(self, chat: Chat) -> None:
         """Raise `BadSample` if a text of the chat has a control token, or a token that the template writes around turns."""
-        for number, message in enumerate(chat.messages, 1):
-            values = list(message.values())
-            if chat.tools:
-                values.append(chat.tools)
+        parts = [(f"turn {number}", list(message.values())) for number, message in enumerate(chat.messages, 1)]
+        if chat.tools:
+            parts.append(("the column tools", [chat.tools]))
+        for name, values in parts:
             texts = []
             for value in values:
                 # Calls and tools are written into the text as JSON.
@@ -194,15 +194,15 @@ class ChatTemplate:
                     value = json.dumps(value, ensure_ascii=False)
                 texts.append(value)
             text = "\n".join(texts)
-            refusal = self._control.refusal(f"turn {number}", text)
+            refusal = self._control.refusal(name, text)
             if refusal:
                 raise BadSample(refusal)
             token = self._turn_pattern.search(text)
             if token:
-                raise BadSample(f"turn {number} has the text {token[0]!r}, which the chat template begins or ends turns with")
+                raise BadSample(f"{name} has the text {token[0]!r}, which the chat template begins or ends turns with")
 
     def _require_parts(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str) -> None:
-        """Raise `BadSample` if the template leaves out the tools or a part of a turn: without it, the text is the same."""
+        """Raise `BadSample` if the template leaves out the tools or a part of a turn: with another, the text is the same."""
         if tools is not None and self._writes_same((messages, tools), (messages, None)):
             raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
         for index, message in enumerate(messages):
@@ -246,19 +246,19 @@ class ChatTemplate:
     def _convert_arguments(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """Return the turns with the arguments of calls in the form that the template reads: an object, or JSON text."""
         # A template that expects JSON text either fails on an object, or prints it as a Python dict.
-        try:
+        text = None
+        with suppress(BadSample):
             text = self._render_text(messages, tools=tools)
-        except BadSample:
-            reads_objects = False
-        else:
-            reads_objects = not has_python_arguments(text, messages)
-        if reads_objects:
+        if text is not None and not has_python_arguments(text, messages):
             return messages
         with_text = with_text_arguments(messages)
         try:
-            self._render_text(with_text, tools=tools)
+            json_text = self._render_text(with_text, tools=tools)
         except BadSample:
-            # Both forms fail. The caller reports the error of objects, which most templates read.
+            # The caller reports the error of objects, which most templates read.
+            return messages
+        # A thought or a tool may quote such a dict. Then both texts have it, and the template does not print it.
+        if text is not None and not has_python_arguments(text, messages, json_text):
             return messages
         return with_text
 
@@ -339,10 +339,10 @@ class ChatTemplate:
             parts = [content, *(messages[index].get(key, "") for key in THOUGHTS)]
             shortened += any(_remove_spaces(part) not in marked_text for part in parts)
             closing = self._get_frame(roles[: index + 1]).closing
-            turns.append(self._include_end_token(text, start, stop, content, closing or self.eos or ""))
+            turns.append(self._include_end_token(text, start, stop, messages[index], closing or self.eos or ""))
         return text, turns, shortened
 
-    def _include_end_token(self, text: str, start: int, stop: int, content: str, closing: str) -> TurnSpan:
+    def _include_end_token(self, text: str, start: int, stop: int, message: dict[str, Any], closing: str) -> TurnSpan:
         """Return a turn that is marked from ``start`` to ``stop``, with the token that ends it, which may be behind the marks.
 
         Args:
@@ -367,7 +367,7 @@ class ChatTemplate:
             if next_token:
                 return TurnSpan(start, next_token.end(), True)
         # No token follows the marked text, so the turn ends inside of it.
-        length, has_end = self._find_end(text[start:stop], content, None)
+        length, has_end = self._find_end(text[start:stop], message, None)
         return TurnSpan(start, start + length, has_end)
 
     def _find_turn(
@@ -396,7 +396,7 @@ class ChatTemplate:
                 lead = prompt
                 turn = content.removeprefix(beginning).lstrip() + closing
 
-        end, has_end = self._find_end(turn, messages[index]["content"] or "", closing)
+        end, has_end = self._find_end(turn, messages[index], closing)
         answer = turn[:end]
         if has_end:
             # The answer is the text before the last token, which ends the turn.
@@ -407,7 +407,7 @@ class ChatTemplate:
             raise BadSample(f"the chat template leaves turn {index + 1} out")
         if self.eos and self.eos in answer:
             raise BadSample(f"the chat template writes {self.eos!r}, the end of a text, inside of turn {index + 1}")
-        _require_calls(messages[index], turn, index)
+        _require_calls(messages[index], turn[:end], index)
         # The content may begin in the prompt's end. Templates trim and join white space, which shortens nothing.
         written_text = lead[len(lead) - len(prompt_end) :] + turn
         shortened = _remove_spaces(content) not in _remove_spaces(written_text)
@@ -458,23 +458,29 @@ class ChatTemplate:
             return TurnFrame("", closing)
         return TurnFrame(prompt[written_length:], closing)
 
-    def _find_end(self, turn: str, content: str, closing: str | None) -> tuple[int, bool]:
+    def _find_end(self, turn: str, message: dict[str, Any], closing: str | None) -> tuple[int, bool]:
         """Return the position in ``turn`` where it ends, and whether a token ends it there.
 
-        The end is the first added token after the content, or the content's last character if there is no such token.
+        The end is the first added token after the content, or the content's last character if there is no such token. If calls
+        follow the content, and the text after them is not known, the end is the last added token.
         """
         # If the text after the content is known, the content ends before it. Otherwise search the turn for the content.
         if closing is not None and turn.endswith(closing):
             content_end = len(turn) - len(closing)
             end = self._end_pattern.search(turn, content_end)
         else:
-            trimmed_end = _content_end(turn, content.strip())
-            end_tokens = list(self._end_pattern.finditer(turn, trimmed_end))
-            end = None
-            if end_tokens:
-                # If the template changed the content, it is not found, and may have such tokens. Then the last one is the end.
-                end = end_tokens[0] if trimmed_end else end_tokens[-1]
+            content = message["content"] or ""
             content_end = _content_end(turn, content)
+            # A thought before the content, or text behind the turn, may repeat it. So prefer a token right behind the content.
+            tokens = list(self._end_pattern.finditer(turn))
+            candidates = [token for token in tokens if turn[: token.start()].rstrip().endswith(content.strip())]
+            trimmed_end = _content_end(turn, content.strip())
+            if not candidates:
+                candidates = list(self._end_pattern.finditer(turn, trimmed_end))[:1]
+            # If the template changed the content, it is not found, and may have such tokens. Calls may have them around them.
+            if not trimmed_end or "tool_calls" in message:
+                candidates = tokens
+            end = candidates[-1] if candidates else None
         if end:
             return end.end(), True
         return max(len(turn.rstrip()), content_end), False
@@ -508,7 +514,7 @@ class ChatTemplate:
 
 
 def _cover_turns(text: str, turns: list[GeneratedTurn]) -> list[tuple[str, list[GeneratedTurn]]]:
-    """Return as few rows as are needed to supervise every turn: (text, turns) each, the whole chat first.
+    """Return as few rows as are needed to supervise every turn, (text, turns) each. The whole chat is first, if it is needed.
 
     A row supervises a turn if the row begins with the turn's text, which is the model's prompt and its answer.
     """

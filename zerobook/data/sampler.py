@@ -1,8 +1,8 @@
 """The order of the samples: a permutation that is computed, not stored, and one cursor for all processes.
 
-The order depends only on (seed, epoch, number of samples). Position ``cursor`` of the run is position ``cursor % size`` of
-epoch ``cursor // size``. So any process can seek to any position at once, and a run that resumes on another number of processes
-takes the same samples in the same order.
+The order depends only on the seed, the numbers of samples, and the weights and lengths if they are given. Without weights,
+position ``cursor`` of the run is position ``cursor % size`` of epoch ``cursor // size``. So any process can seek to any
+position at once, and a run that resumes on another number of processes takes the same samples in the same order.
 """
 
 import math
@@ -308,7 +308,7 @@ class SampleOrder:
 
 
 def held_out_mask(samples: int, share: float, seed: int) -> np.ndarray:
-    """Return which samples are held out at random, bool [samples]: at least one, and never all of them; none for share 0."""
+    """Return which samples are held out at random, bool [samples]: at least one of several, and never all; none for share 0."""
     mask = np.zeros(samples, bool)
     if share:
         count = min(max(1, round(samples * share)), samples - 1)

@@ -6,9 +6,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# (location, row, cost). The location is for messages. The row is a mapping, the bytes of a JSON line, or `Malformed`. The cost
-# is the amount that reading the row adds to the progress, in the unit of `Source.total`.
+# (location, row, cost). The location is for messages. The row is a mapping, another value of a JSON array, the bytes of a JSON
+# line, or `Malformed`. The cost is the amount that reading the row adds to the progress, in the unit of `Source.total`.
 Item = tuple[str, Any, int]
+
+
+def take_samples(items: Iterator[Item], start: int, stop: int | None) -> Iterator[Item]:
+    """Yield the items of the samples from ``start`` to before ``stop``, and read nothing after them."""
+    if stop == 0:
+        return
+    number = 0
+    for item in items:
+        if number >= start:
+            yield item
+        # A part of a long text counts only if it is the last part. All other samples have no attribute ``ends``, and count.
+        number += getattr(item[1], "ends", True)
+        if number == stop:
+            return
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ A `Source` is read from its beginning, one sample at a time, so that memory does
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from zerobook.data.files import (
     suffix_of,
 )
 from zerobook.data.folders import CONFIG_FLAG, find_splits, listing, same_split
-from zerobook.data.source import Item, Source, Splits, digest_of
+from zerobook.data.source import Item, Source, Splits, digest_of, take_samples
 from zerobook.errors import DataError, SourceError
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ SHARD_ROWS = 50_000
 _TRAINING = re.compile(r"train(ing)?([-_.]|$)")
 # Names of splits to hold out, in the order of preference. Test splits come late: they are meant for the final figure.
 _HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
-# Groups of file types that are read together, in the order of preference.
+# Groups of file types that are read together. The first two are preferred in this order; of the others, the one with the most
+# files.
 _KINDS = (JSON_LINES, (".parquet",), (".json",), TABLE, TEXT)
 
 
@@ -63,6 +64,8 @@ def open_source(
     split_name, bracket, rows = (split or "").partition("[")
     splits = _open_splits(path, config_name, revision, split_name or None, streaming=streaming)
     if bracket:
+        if not rows.endswith("]"):
+            raise DataError(f"{path}: split is {split!r}, and a range of rows ends with a bracket, as in train[:1000].")
         train_name = f"[{rows} of {splits.train_name or path}"
         splits = replace(splits, train=_take_range(splits.train, rows.removesuffix("]")), train_name=train_name)
     return splits
@@ -76,7 +79,7 @@ def _open_splits(path: str, config_name: str | None, revision: str | None, split
         _refuse_split(path, split)
         return Splits(train=_from_rows(path, rows, lambda: digest_of(f"{name} {rows}".encode(errors="replace"))))
     # A local file or folder comes before a hub name of the same spelling.
-    local = Path(path).expanduser()
+    local = Path(os.path.expanduser(path))
     if local.is_file():
         _refuse_split(path, split)
         return Splits(train=file_source(local))
@@ -93,8 +96,8 @@ def is_on_hub(path: str) -> bool:
     >>> is_on_hub("OWNER/NAME"), is_on_hub("embedded:chats"), is_on_hub("data/train.jsonl.gz"), is_on_hub("./data")
     (True, False, False, False)
     """
-    local = Path(path).expanduser()
-    # No dataset on the hub has such a beginning or the suffix of a data file.
+    local = Path(os.path.expanduser(path))
+    # No dataset on the hub has such a beginning. A name with the suffix of a data file is taken for a file.
     is_local = path.startswith((embedded.PREFIX, ".", "/", "~")) or suffix_of(local) in KNOWN
     return not (is_local or local.exists())
 
@@ -111,8 +114,8 @@ def _take_range(source: Source, rows: str) -> Source:
             f"{source.name}: [{rows}] of split is not a range of rows. Write it as train[:1000] or train[10%:20%]. A text file "
             "has no rows: it is one text."
         )
-    # The total of a file is in bytes, so its rows have to be counted.
-    count = source.total if source.unit == " samples" else sum(1 for _ in source.read())
+    # The total of a file is in bytes, so its rows have to be counted. Only parts of a long text have an attribute ``ends``.
+    count = source.total if source.unit == " samples" else sum(getattr(row, "ends", True) for _, row, _ in source.read())
     numbers: list[Any] = []
     for bound in bounds.groups():
         number = int(bound.removesuffix("%")) if bound else None
@@ -125,7 +128,7 @@ def _take_range(source: Source, rows: str) -> Source:
     # Without a sketch, the content itself is compared. Without cuts, a stream reads the range as one shard.
     return replace(
         source,
-        read=lambda: islice(source.read(), start, stop),
+        read=lambda: take_samples(source.read(), start, stop),
         digest=lambda: digest_of(source.digest().encode(), rows.encode()),
         sketch=None,
         cut=None,
@@ -138,7 +141,7 @@ def open_held_out(path: str) -> Source:
         splits = open_source(path)
     except DataError:
         # A folder may have only splits that are usually held out, and no training split. Take the first of them.
-        for split in _HELD_OUT_SPLITS if Path(path).expanduser().is_dir() else ():
+        for split in _HELD_OUT_SPLITS if Path(os.path.expanduser(path)).is_dir() else ():
             with suppress(DataError):
                 return replace(open_source(path, split=split).train, is_held_out=True)
         raise
@@ -400,7 +403,7 @@ def _join_split(folder: Path, split: str, files: list[Path]) -> Source:
 def _join_files(folder: Path, files: list[Path]) -> Source:
     """Return files of a folder as one source, read one after another."""
     sources = [file_source(file) for file in files]
-    # The source of a single text says that it is a lone text, of which the end is held out.
+    # Keep the source of a single file as it is. If the file is a text, only this source has `Source.lone_text` set.
     if len(sources) == 1:
         return sources[0]
 
@@ -424,7 +427,8 @@ def _join_files(folder: Path, files: list[Path]) -> Source:
     def cut() -> list[Source]:
         shards = []
         for numbers in join_small(source.total for source in sources):
-            # Small files share a shard, since each shard loses an incomplete block, and needs a process that prepares it.
+            # Small files share a shard. Each shard needs a process that prepares it, and if running text is cut into blocks of
+            # equal length, the tokens at the end of a shard that do not fill a block are dropped.
             if len(numbers) == 1:
                 shards += sources[numbers[0]].shards()
             else:

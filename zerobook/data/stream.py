@@ -279,8 +279,7 @@ class StreamOrder:
         passes = []
         for dataset, count in enumerate(self.stream.counts):
             row_count = cursor if self.mixture is None else self.mixture.count_before(dataset, cursor)
-            completed_shards = bisect_right(self._ends[dataset], row_count)
-            passes.append(completed_shards / count)
+            passes.append(bisect_right(self._ends[dataset], row_count) / count)
         return min(passes)
 
     def take_reached_shards(self) -> list[dict[str, Any]]:
@@ -334,8 +333,8 @@ class StreamOrder:
         """Let the stream prepare the shards after the ``nth``, and delete those that are more than `BEHIND` before it."""
         kept = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1)]
         following = [(dataset, self._shard(dataset, n)) for n in range(nth + 1, nth + 1 + self.stream.ahead)]
-        # Several shards may be too old now, since empty shards are passed without a stop. After a resume, only the shard before
-        # the current one counts as passed: the earlier process deleted those before.
+        # Several shards may be too old now, since empty shards are passed without a stop. After a resume, the run counts as
+        # coming from the shard before the current one: the earlier process deleted the older ones.
         previous = self._current[dataset] if self._current[dataset] >= 0 else nth - 1
         old = [(dataset, self._shard(dataset, n)) for n in range(max(0, previous - BEHIND), nth - BEHIND)]
         # If there are few shards, the next pass may need one of these again soon.

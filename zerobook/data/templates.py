@@ -81,7 +81,7 @@ def paired(
         elif isinstance(partner, BadSample):
             rows.append(partner)
         elif row.others or partner.others:
-            # The advice: only the last turn of each answer needs a loss, since the turns before it are equal in both.
+            # The advice is for answers that differ only in their last turn: the turns before it need no loss.
             reason = "an answer has several turns, and the chat template needs a row for each; give one that does not"
             rows.append(BadSample(f"{reason} with --chat_template, or leave only the last turn supervised"))
         else:
@@ -275,7 +275,7 @@ def describe_default_template(tokenizer: PreTrainedTokenizerBase) -> str:
 class Seq2SeqEncoder:
     """Encodes samples for an encoder-decoder. Can be pickled.
 
-    The last assistant turn of a chat is the target. All turns before it, joined by newlines, are the source.
+    The last supervised turn of the assistant is the target of a chat. All turns before it, joined by newlines, are the source.
 
     Args:
         tokenizer: a transformers tokenizer; it adds its own special tokens.
@@ -329,8 +329,7 @@ class Seq2SeqEncoder:
         results = []
         for (ids, source_cut), (labels, target_cut) in zip(sources, targets, strict=True):
             # Some tokenizers add no end-of-text token. Those of translation models may add a language code after it.
-            has_end = eos in labels[-2:]
-            if eos is not None and not has_end:
+            if eos is not None and eos not in labels[-2:]:
                 # In a target of the maximum length, the end-of-text token replaces the last token.
                 target_cut |= len(labels) == self.max_target_length
                 labels = np.array([*labels[: self.max_target_length - 1], eos], np.int32)
@@ -345,8 +344,7 @@ class Seq2SeqEncoder:
             cut = False
             # A row of the maximum length may be cut or complete. Only the complete text tells.
             if len(row) == length:
-                uncut = self.tokenizer(**{side: text}, verbose=False)["input_ids"]
-                cut = len(uncut) > length
+                cut = len(self.tokenizer(**{side: text}, verbose=False)["input_ids"]) > length
             results.append((np.array(row, np.int32), cut))
         return results
 
@@ -401,7 +399,11 @@ def _encode_valid_pairs(
         # Some published pairs have a BOS before the source and an end-of-text token after the target. Remove both.
         pair = Pair(control.bare(sample.source, ends=False), control.bare(sample.target, begins=False))
         refusal = control.refusal("the source", pair.source) or control.refusal("the target", pair.target)
+        # A target of an end-of-text token alone would teach the model to say nothing.
+        if not pair.target.strip():
+            refusal = "the target is empty"
         pairs.append(BadSample(refusal) if refusal else pair)
+    # ``list`` returns the bad samples as they are.
     return _encode_by_class(pairs, {Pair: encode, BadSample: list})
 
 

@@ -245,30 +245,30 @@ def read_sample(reading: Reading, raw: object) -> Any:
 
 def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
     """Parse and tokenize one chunk. Bad samples are returned with location and reason."""
-    bad: list[tuple[str, str]] = []
+    bad: dict[int, tuple[str, str]] = {}  # number of a bad sample in the chunk -> its location and reason
     counts: Counter = Counter()
 
     # Read the samples. A long text becomes several pieces, any other sample is one piece.
-    samples: list[tuple[str, list[formats.Sample]]] = []
-    for location, raw in chunk:
+    samples: list[tuple[int, str, list[formats.Sample]]] = []
+    for number, (location, raw) in enumerate(chunk):
         try:
-            samples.append((location, _split_text(read_sample(reading, raw))))
+            samples.append((number, location, _split_text(read_sample(reading, raw))))
         except formats.EmptyText:
             counts["empty texts left out"] += 1
         except formats.BadSample as error:
-            bad.append(_describe_bad(location, error))
+            bad[number] = _describe_bad(location, error)
 
     # One call for all pieces, since the tokenizers library works on the texts of a call in parallel.
-    results = iter(reading.encoder.encode([piece for _, pieces in samples for piece in pieces]))
+    results = iter(reading.encoder.encode([piece for _, _, pieces in samples for piece in pieces]))
 
     documents: list[Encoded] = []
     weights: list[int] = []
     begins: list[bool] = []
     has_default_template = getattr(reading.encoder, "has_default_template", False)
-    for location, pieces in samples:
+    for number, location, pieces in samples:
         encoded = _join_pieces([next(results) for _ in pieces])
         if isinstance(encoded, formats.BadSample):
-            bad.append(_describe_bad(location, encoded))
+            bad[number] = _describe_bad(location, encoded)
             continue
         _count_changes(counts, encoded, default_template=has_default_template and isinstance(pieces[0], formats.Chat))
         # A long text may be read in several segments. All but the first continue a sample, and begin none.
@@ -291,7 +291,10 @@ def _encode(reading: Reading, chunk: Chunk) -> EncodedChunk:
     labels = None
     if reading.format != "text":
         labels = Ragged.join([document.labels for document in documents])
-    return EncodedChunk(ids, labels, _join_extra(documents), np.array(weights, np.int32), np.array(begins, bool), bad, counts)
+    # Some samples are bad when they are read, and others when they are encoded. Report them in the order of the source.
+    bad_in_order = [bad[number] for number in sorted(bad)]
+    extra = _join_extra(documents)
+    return EncodedChunk(ids, labels, extra, np.array(weights, np.int32), np.array(begins, bool), bad_in_order, counts)
 
 
 def _count_changes(counts: Counter, sample: Encoded, *, default_template: bool) -> None:

@@ -27,12 +27,14 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
     return changed
 
 
-def has_python_arguments(text: str, messages: list[Message]) -> bool:
+def has_python_arguments(text: str, messages: list[Message], other_text: str = "") -> bool:
     """Return whether a rendered chat has arguments as Python writes a dictionary, with ``'`` where JSON has ``"``.
 
     Such a template expects the arguments to be text, and writes out whatever they are.
+
+    Args:
+        other_text: the chat with arguments as JSON text. What it has too, such as a content that quotes Python, does not count.
     """
-    contents = [message["content"] or "" for message in messages]
     for message in messages:
         for call in message.get("tool_calls", []):
             arguments = call["function"]["arguments"]
@@ -40,7 +42,6 @@ def has_python_arguments(text: str, messages: list[Message]) -> bool:
             # Some arguments, such as empty ones, are written in the same way by Python and as JSON.
             if python_text == json.dumps(arguments, ensure_ascii=False):
                 continue
-            # Do not count where a content has the same text.
-            if text.count(python_text) > sum(content.count(python_text) for content in contents):
+            if text.count(python_text) > other_text.count(python_text):
                 return True
     return False

@@ -16,10 +16,10 @@ def read_text(value: object, name: str, *, blank: bool = False) -> str:
 
     Args:
         name: of the value, for the error message.
-        blank: allow a text of white space alone.
+        blank: allow an empty text, and one of white space alone.
 
     Raises:
-        BadSample: it is not a text, is empty, or has characters that no text has.
+        BadSample: it is not a text, is empty or blank, or has a NUL character or an unpaired surrogate.
     """
     if not isinstance(value, str):
         raise BadSample(f"{name} is {kind_of(value)}, expected a string")
@@ -88,7 +88,7 @@ def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def listed(columns: Iterable[Any]) -> str:
-    """Return names in their order for a message; a name that is not printable is quoted."""
+    """Return names in alphabetical order for a message; a name that is not printable is quoted."""
     names = []
     for name in sorted(map(str, columns)):
         names.append(name if name.isprintable() else repr(name))

@@ -214,10 +214,9 @@ def pack(store: TokenStore, chosen: np.ndarray, length: int, weigh: Callable[[Ro
         weigh: the objective's weight of a row.
     """
     offsets = np.asarray(store.offsets)
-    lengths = np.diff(offsets)[chosen]
     # Cut each document into samples of at most ``length`` tokens. ``document_of`` is the index of each sample's document in
     # ``chosen``, and ``number`` is the sample's number in its document: 0, 1, 2 and so on.
-    samples_per_document = -(-lengths // length)
+    samples_per_document = -(-np.diff(offsets)[chosen] // length)
     document_of = np.repeat(np.arange(len(chosen)), samples_per_document)
     first_sample_of = np.cumsum(samples_per_document) - samples_per_document
     number = np.arange(len(document_of)) - first_sample_of[document_of]
@@ -386,5 +385,6 @@ def report(view: View, length: int) -> dict[str, Any]:
     lengths = view.lengths
     facts: dict[str, Any] = {"rows": len(view), "tokens": int(lengths.sum())}
     if isinstance(view, Packs):
-        facts |= {"samples": len(view.starts), "packing efficiency": round(facts["tokens"] / (len(view) * length), 4)}
+        # After a limit on the rows, the view has samples that are in no row.
+        facts |= {"samples": len(view.packing.members), "packing efficiency": round(facts["tokens"] / (len(view) * length), 4)}
     return facts

@@ -171,8 +171,7 @@ class Encoder:
         prompt = f"{question}\nAnswer:"
         continuation = f" {choice}"
         if self.chat:
-            turns = [{"role": "user", "content": prompt}]
-            prompt = render_prompt(self.tokenizer, turns)
+            prompt = render_prompt(self.tokenizer, [{"role": "user", "content": prompt}])
             # The template ends with the text before an answer, so no space is needed.
             continuation = choice
         text = prompt + continuation
@@ -409,5 +408,4 @@ def _judge(question: Question, scores: list[float]) -> tuple[bool, bool]:
     scores_per_byte = [score / len(choice.encode()) for score, choice in zip(scores, question.choices, strict=True)]
     # ``index`` returns the first maximum: among equally likely choices, the first is picked.
     is_right = scores.index(max(scores)) == question.answer
-    is_right_per_byte = scores_per_byte.index(max(scores_per_byte)) == question.answer
-    return is_right, is_right_per_byte
+    return is_right, scores_per_byte.index(max(scores_per_byte)) == question.answer

@@ -154,12 +154,12 @@ def on_enter(listener: Callable[[str], None]) -> None:
 
 
 def log_point(step: int, device_phases: dict[str, float] | None = None, *, forward_waits: bool = False) -> dict[str, float]:
-    """Make the window of the steps since the last log point, and return phase -> its seconds in them.
+    """Store the `Window` of the steps since the last log point, and return phase -> its seconds in these steps.
 
     Args:
         step: the step of this log point.
-        device_phases: phase -> its seconds on the device, which replace those on the host.
-        forward_waits: whether forward passes have collectives.
+        device_phases: phase -> its seconds on the device. They are used instead of the seconds on the host.
+        forward_waits: whether forward passes have collectives. If so, their time also depends on other ranks, and is left out.
     """
     now = time.monotonic()
     phases = _state.phase_seconds if device_phases is None else device_phases

@@ -108,11 +108,11 @@ def _find_common_step(windows: Mapping[int, Window], number_of_ranks: int) -> in
 
 
 def describe(slow: Slow) -> str:
-    """Return a sentence that names the slow host and ranks, and both times."""
+    """Return a sentence with the host, its first `MAX_NAMED_RANKS` slow ranks, and the slowest and a typical rank's time."""
     activity = {"data": "waiting for data", "forward": "forward passes"}.get(slow.what, slow.what)
     noun = "rank" if len(slow.ranks) == 1 else "ranks"
     numbers = ", ".join(map(str, slow.ranks[:MAX_NAMED_RANKS]))
     return (
         f"slow host: {activity} on {slow.host} ({noun} {numbers}): {slow.seconds:.2f} s a step; "
-        f"on the other ranks: {slow.typical:.2f} s"
+        f"on a typical rank: {slow.typical:.2f} s"
     )

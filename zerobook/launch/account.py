@@ -81,7 +81,7 @@ class Entry(NamedTuple):
         source: the file that has the setting.
         key: the dotted path of its key.
         value: as written in the file.
-        effect: ``used``, or a sentence that begins with ``filled in``, ``overridden`` or ``no effect``.
+        effect: a text that begins with ``used``, ``filled in``, ``overridden`` or ``no effect``.
     """
 
     source: str
@@ -91,10 +91,10 @@ class Entry(NamedTuple):
 
 
 def entries(plan: LaunchPlan, config: RecipeConfig, sources: ConfigSources, *, flags: list[str] | None) -> list[Entry]:
-    """Return an entry for each setting of a launch without problems.
+    """Return an entry for each setting in the files of a launch.
 
     Args:
-        plan: the resolved launch.
+        plan: the resolved launch. Its list of problems must be empty.
         config: the resolved config of the recipe.
         sources: where each value of the config comes from.
         flags: arguments of ``accelerate launch``, with the script; None if another launcher started the processes.
@@ -123,7 +123,7 @@ def table(entries: list[Entry]) -> Table:
         rows.add_row(source, "", "", style="bold")
         for entry in entries:
             if entry.source == source:
-                # The first word of an effect is used, filled, overridden: or no.
+                # Other first words, such as used and filled, have no style.
                 style = styles.get(entry.effect.split()[0], "")
                 rows.add_row(f"  {entry.key}", json.dumps(entry.value, default=str), entry.effect, style=style)
     return rows

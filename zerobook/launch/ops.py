@@ -297,8 +297,7 @@ def compile_ops(requested: Iterable[str] | None = None) -> list[tuple[str, str]]
         if op in missing:
             outcome = f"skipped: {missing[op]}"
         elif not builder.is_compatible(verbose=False):
-            advice = "install libaio-dev" if op == "async_io" else "not supported here"
-            outcome = f"skipped: {advice}"
+            outcome = "skipped: install libaio-dev" if op == "async_io" else "skipped: not supported here"
         else:
             outcome = _load_op(op, builder)
         results.append((op, outcome))

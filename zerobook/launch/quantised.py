@@ -12,12 +12,11 @@ def explain_refused_base(plan: LaunchPlan, setting: str, base: str, storage: str
     """Return why a strategy cannot train adapters on a quantised base, with advice; None if it can.
 
     Args:
-        setting: the config's key and value that choose the base. The message begins with them.
+        setting: the beginning of the message, which says that the base is quantised.
         base: ``nf4`` or ``int8``.
         storage: dtype that 4-bit weights are packed in.
     """
-    shards_weights = plan.kind == "fsdp" or plan.zero_stage == 3
-    if base == "int8" and shards_weights:
+    if base == "int8" and (plan.kind == "fsdp" or plan.zero_stage == 3):
         reason = "FSDP2 cannot make shards of bitsandbytes' int8 weights"
         if plan.kind == "deepspeed":
             reason = "bitsandbytes keeps int8 weights whole on every process beside the shards"

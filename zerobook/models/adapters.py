@@ -387,7 +387,7 @@ def _subtract_initial_product(weights: dict[str, torch.Tensor]) -> dict[str, tor
     joined_weights = dict(weights)
     for name, weight in weights.items():
         if f".{ADAPTER}." in name:
-            # Of B, the buffer of `INITIAL` holds -B0.
+            # The frozen adapter `INITIAL` holds A0 and -B0.
             initial = weights[name.replace(f".{ADAPTER}.", f".{INITIAL}.")]
             rank_dimension = 0 if ".lora_A." in name else 1
             joined_weights[name] = torch.cat([weight, initial.to(weight)], rank_dimension)

@@ -321,9 +321,10 @@ def _find_row_position_dependence(model: nn.Module, *, is_joined: bool, uses_mod
 
 
 def _make_padded_batches(collate: CausalCollator, strategy: Strategy) -> tuple[tuple[dict[str, Any], ...], slice]:
-    """Return the arguments of `measure_influence` after ``strategy``, to measure the influence of padding.
+    """Return (three batches, the range of the short row's tokens), as `measure_influence` takes them, to test the padding.
 
-    The batches are: a short row and a long one; other tokens in the short row's padding; another long row.
+    The first batch has a short row and a long one. The second has other tokens in the padding of the short row. The third has
+    another long row.
     """
     short, long, other = np.split(draw_random_tokens(strategy, 5 * _LENGTH), [_LENGTH, 3 * _LENGTH])
     batches = [collate([_make_row(short), _make_row(tokens)]) for tokens in (long, long, other)]

@@ -545,6 +545,7 @@ def _make_initial_model(config: RecipeConfig, config_name: str, strategy: Strate
             return
         options = {"trust_remote_code": config.trust_remote_code, "revision": config.model_revision}
         model_config = _from_pretrained(AutoConfig, source, "config_name", options)
+        # The config may name an attention kernel on the hub, which is native code by others. Do not use it.
         drop_foreign_attention(model_config)
         set_seed(config.seed)
         with strategy.initialising_complete_weights():

@@ -84,8 +84,7 @@ def enable(model: PreTrainedModel, mode: str, *, attention_dropout: float = 0.0)
             layer._gradient_checkpointing_func = _with_inputs_on_host
         else:
             # every:N recomputes the layers 0, N, 2 N, ...
-            interval = int(mode.removeprefix("every:"))
-            layer.gradient_checkpointing = index % interval == 0
+            layer.gradient_checkpointing = index % int(mode.removeprefix("every:")) == 0
 
 
 def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:

@@ -82,13 +82,17 @@ class Baseline:
         return self.residuals.quantile(0.95) / Q95_OF_NORMAL
 
     def accept(self, value: float) -> None:
-        """Add a value to the level. Then add the residual of a value for which enough later values are known now."""
+        """Add a value to the level. Then add the residual of the middle one of the newest values.
+
+        The trend at a value can be computed only when the values after it are known.
+        """
         if self.first is None:
             self.first = value
         self.accepted.add(value)
         width = self.level_points // 2 + 1
         newest = list(self.accepted.values)[-width:]
-        # While there are fewer values than the width, their middle moves to a new value with every second one only.
+        # While there are fewer values than the width, the middle one stays the same at every second call. Do not add its
+        # residual twice.
         if len(newest) == width or len(newest) % 2 == 1:
             middle = newest[len(newest) // 2]
             trend = median(newest)

@@ -163,8 +163,11 @@ class Detector:
         return len(self.loss.accepted) > 0
 
     def find_onset(self) -> int | None:
-        """Return the first step of the current disturbance, or of its precursor (see `armed`) if it had one; None if calm."""
-        # From the earliest of these steps on, the weights may be damaged.
+        """Return the step from which on the weights may be damaged; None if the detector is calm (see `is_calm`).
+
+        It is the earliest of the step that armed the detector, the onset of the excursion, and the first step of a series of
+        losses or gradients that are 0 or not finite.
+        """
         steps = []
         for series in (self.not_finite, self.zeros, self.still):
             steps += series[:1]

@@ -65,7 +65,7 @@ class Excursion:
         if len(self.losses) < 2 * patience:
             return False
         late = median(self.losses[-3:])
-        was_coming_down = self.judged == "damage" or self.touched
-        if was_coming_down:
+        # The loss was coming down.
+        if self.judged == "damage" or self.touched:
             return late > self.peak_then
         return late - self.base > 2 * (self.peak_then - self.base)

@@ -156,8 +156,7 @@ def _parse_or_read_rate(text: str, key: str) -> float:
         return parse_rate(text, key)
     try:
         all_reduces = [row for row in read_json(text)["rows"] if row["operation"] == "all_reduce"]
-        largest = max(all_reduces, key=lambda row: row["bytes"])
-        rate = float(largest["bus_bytes_per_s"])
+        rate = float(max(all_reduces, key=lambda row: row["bytes"])["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None
     # One rank alone sends nothing.

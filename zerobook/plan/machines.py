@@ -20,8 +20,7 @@ def compare_machines(request: Request, clusters: Sequence[Cluster]) -> list[tupl
     Raises:
         ConfigError: the config names a number of steps, which train on other amounts of tokens on other machines.
     """
-    config = request.recipe.config
-    if config.max_train_steps is not None and request.tokens is None:
+    if request.recipe.config.max_train_steps is not None and request.tokens is None:
         raise ConfigError(
             "max_train_steps: more GPUs train on more tokens in as many steps, so machines cannot be compared. Give --tokens."
         )

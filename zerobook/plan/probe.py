@@ -156,6 +156,7 @@ class Probe(Hook):
                     "reserved": torch.cuda.max_memory_reserved(),
                 }
             self.measured.update(sent=dict(SENT_BYTES), calls=dict(CALLS), rank=trainer.strategy.rank)
+        # The measurements slow down step `STEP`, so the step after it is timed.
         elif record.step == STEP + 1:
             self.measured["seconds"] = _now(trainer) - self.began
             self.result.with_suffix(f".{trainer.strategy.rank}.json").write_text(json.dumps(self.measured))

@@ -53,5 +53,4 @@ class Work:
     def flops(self) -> float:
         """Floating-point operations of all products and of attention."""
         products = sum(times * product.flops for product, times in self.products.items())
-        attention = sum(times * flops for (_, flops), times in self.attention.items())
-        return products + attention
+        return products + sum(times * flops for (_, flops), times in self.attention.items())

@@ -62,8 +62,7 @@ class Command(BaseModel):
         # Each argument must be given with its action, and with no other one.
         for action, name in _ARGUMENTS.items():
             is_given = getattr(self, name) is not None
-            is_needed = action == self.action
-            if is_given != is_needed:
+            if is_given != (action == self.action):
                 raise ValueError(f"{action} needs {name}, and no other action has it")
         if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
             raise ValueError("the first step must be at least 1, and not after the last one")

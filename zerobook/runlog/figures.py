@@ -196,8 +196,8 @@ def _extremes(points: list[tuple[float, float]], chunk_length: int) -> list[tupl
 def held_out_curves(history: History) -> dict[str, dict[int, float]]:
     """Return the held-out losses that are part of the run as it is now: name -> step -> nats per supervised token.
 
-    There is one curve for each dataset if there are several, or else one curve. Losses from before a resume with other
-    held-out data have curves of their own.
+    There is one curve for each dataset if there are several, or else one curve. Losses on other held-out data than that of the
+    last evaluation are in separate curves, named ``other data held out``. A resume can change the data.
     """
     curves: dict[str, dict[int, float]] = {}
     evaluations = [event for event in history.current_evaluations() if event.get("loss") is not None]

@@ -171,8 +171,8 @@ class TrainingState:
         """
         flat = shard.reshape(-1)
         if flat.numel() < _SPLIT:
-            is_turn = index % self.mesh.world_size == self.mesh.rank
-            return ((0,), flat) if is_turn else None
+            # The ranks take turns.
+            return ((0,), flat) if index % self.mesh.world_size == self.mesh.rank else None
         # The size of a part is rounded up, so the last ranks' parts may be shorter or empty.
         length = -(-flat.numel() // self.mesh.world_size)
         start = min(length * self.mesh.rank, flat.numel())

@@ -63,14 +63,14 @@ class Evaluator:
         return held_out.rows_at_once(self.config.eval_batch_size, most_labels, vocabulary)
 
     def evaluate(self, step: int) -> EvaluationRecord | None:
-        """Evaluate the model and return the record; None without held-out data and scorers. Collective."""
+        """Evaluate the model and return the record; None if there are neither held-out data nor scorers. Collective."""
         strategy = self.strategy
         if not self.data.held_out and not self.scorers:
             return None
         start = time.monotonic()
         # Turn off dropout.
         strategy.model.eval()
-        # Turn off the routers' outputs of experts: transformers cannot generate texts with them, as scorers do.
+        # Turn off ``output_router_logits`` of models with experts. Scorers may generate texts, and with it, this fails.
         with router_outputs_off(strategy.unwrapped):
             result: dict[str, Any] = {}
             if self.data.held_out:

@@ -38,7 +38,7 @@ def make_own_hooks(trainer: TrainerView, console: Console, runlog_hook: RunlogHo
     """
     config = trainer.config
     hooks: list[Hook] = []
-    # Compare the ranks first. At this moment their devices have done the same steps.
+    # Report slow ranks first, so that their warnings are printed before the line of the log point.
     if watch is not None:
         hooks.append(StragglerReport(watch, trainer.log, console))
     if runlog_hook is not None:

@@ -257,7 +257,7 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     """Load the checkpoint to resume from, and compare the inputs of the next step with the recorded ones. Collective."""
     for reason in manager.skipped.values():
         say(f"skipped: {reason}")
-    # The state's progress is used, and not the loaded one: it also has the decisions of later attempts.
+    # Use the progress of ``state``, since it also has the decisions of later attempts. The loaded progress lacks them.
     loaded, bytes_read = manager.load()
     progress = state.progress
     verified, differing = state.compare_next_step(progress.following)
@@ -271,6 +271,7 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     new_paths = store.set_aside(manager.folder, progress.step, manager.skipped)
     # Protect checkpoints before the first save, which prunes.
     manager.protect()
+    # A rollback that the last attempt did not finish has ended with this load.
     manager.remember(rollback_to=None)
     log.event(
         "resume",
@@ -289,7 +290,8 @@ def load(state: RunState, manager: CheckpointManager, strategy: Strategy, log: R
     say(f"  as recorded: {', '.join(verified)}")
     for name, (recorded, now) in differing.items():
         say(f"  differs from the checkpoint's record: {name} of the next step is {now}; recorded: {recorded}")
-    # Compare losses only if the repeated steps have the same samples: no others are left out, and a step has as many.
+    # Read the earlier losses, to compare them later, only if the repeated steps have the same samples as before: the samples
+    # that are left out and the global batch have not changed.
     if progress.skip_ranges == loaded.skip_ranges and progress.global_batch == state.layout.global_batch:
         state.earlier_losses = _read_later_losses(log, progress.step, state.rate())
 

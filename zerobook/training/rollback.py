@@ -213,7 +213,7 @@ class Recovery:
             self.manager.protect(*steps)
 
     def set_aside_and_report(self, action: RecoveryAction) -> None:
-        """Set aside the checkpoints since the spike began, and write a report of the spike and of what was tried. Collective.
+        """Set aside the checkpoints that may hold the spike or its cause, and write the report of the run. Collective.
 
         ``auto`` then resumes from before the spike. The caller ends the process with `STOPPED`.
         """

@@ -264,8 +264,7 @@ def print_dry_run(config: RecipeConfig, sources: ConfigSources, plan: LaunchPlan
     values = config.model_dump()
     # Values that the user has set come first.
     for key in sorted(values, key=lambda key: not sources.is_set(key)):
-        style = "" if sources.is_set(key) else "dim"
-        table.add_row(key, str(values[key]), sources[key], style=style)
+        table.add_row(key, str(values[key]), sources[key], style="" if sources.is_set(key) else "dim")
     out.print(table)
     layout = BatchLayout.from_plan(config, plan)
     entries = account.entries(plan, config, sources, flags=parent_flags())

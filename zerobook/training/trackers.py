@@ -135,7 +135,12 @@ class Trackers(Hook):
 
 
 def _make_options(config: RecipeConfig, ids: dict[str, str], wandb_id: str) -> dict[str, dict[str, Any]]:
-    """Return tracker -> its arguments, with the name of the run, and the id to continue a run if the tracker takes one."""
+    """Return tracker -> its arguments: the name of the run, and its id if the tracker takes one.
+
+    Args:
+        ids: tracker -> its id of the run that is continued; empty for a new run.
+        wandb_id: W&B's id of the run. Unlike MLflow, W&B also takes an id for a new run.
+    """
     run_name = config.run_name or os.environ.get("WANDB_NAME") or Path(config.output_dir).name
     # MLflow reads a name only for a new run.
     mlflow_options = {"run_name": run_name}

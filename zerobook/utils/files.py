@@ -77,17 +77,18 @@ def staged(folder: Path) -> Iterator[Path]:
     """Return a context with an empty folder, which is renamed to ``folder`` if the block ends without an error.
 
     Raises:
-        LockedError: another process is writing ``folder``, or has just written it.
+        LockedError: another process is writing ``folder``, or finished just after this one had opened the lock file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock_file = folder.with_name(f".{folder.name}.lock")
     with locks.locked(lock_file, wait=0, temporary=True) as locked:
         if locked is False:
             raise LockedError(
-                f"{folder}: another process is writing this folder. Wait until it ends, or give another folder. If its host is "
-                f"gone for good, a network disk may keep its lock for ever: delete {lock_file}"
+                f"{folder}: another process is writing this folder. Wait until it ends, or give another folder. If its host "
+                f"does not come back, a network disk may never release the lock: delete {lock_file}"
             )
-        # This deletes what a killed process left there. Because of the lock, no other process is writing it.
+        # This deletes what a killed process left there. If the file system has locks, no other process is writing it; if it has
+        # none, ``locked`` is None, and two processes must not write one folder.
         staging = staging_of(folder)
         staging.mkdir()
         try:

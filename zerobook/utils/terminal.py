@@ -32,8 +32,7 @@ def plain(text: str, *, lines: bool = True) -> str:
     ('red\nnext', 'one [12] two')
     """
     # Sequences first, since the control character at their start tells them from other text.
-    without_sequences = _ESCAPE_SEQUENCES.sub("", text)
-    text = _CONTROL_CHARACTERS.sub("", without_sequences)
+    text = _CONTROL_CHARACTERS.sub("", _ESCAPE_SEQUENCES.sub("", text))
     return text if lines else " ".join(text.split())
 
 

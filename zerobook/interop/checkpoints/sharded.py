@@ -104,9 +104,8 @@ class _Shards:
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder}: there is no tensor {name}. The two folders are of different models.")
         for offset, info in self._stored[name]:
-            values = self._load(info)
             # The offset of a number, which has no dimensions, is empty.
-            yield (tuple(offset) or (0,)), values
+            yield (tuple(offset) or (0,)), self._load(info)
 
     def read_value(self, name: str) -> Any:
         # A value that is no tensor is stored in one chunk.

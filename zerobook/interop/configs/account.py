@@ -40,10 +40,10 @@ def format_account(imported: Imported) -> str:
 
 def _format_lines(lines: list[Line]) -> list[str]:
     """Return the lines as text. Keys with the same sentence stand together, and the sentence follows the last of them."""
-    # Sentence -> key without the indices of lists -> lines of that key in all entries.
+    # Sentence -> key without the indices of lists -> the lines of that key.
     groups: dict[str, dict[str, list[Line]]] = {}
     for line in lines:
-        # A key that all entries of a list have is printed once.
+        # A key that several entries of a list have is printed once, with the number of the others.
         pattern = re.sub(r"\[\d+\]", "[]", line.key)
         groups.setdefault(line.say, {}).setdefault(pattern, []).append(line)
     texts = []

@@ -83,7 +83,7 @@ def _choose_by_name(foreign: Foreign, name: str) -> dict[str, Any]:
 
 
 def translate_fsdp(foreign: Foreign, _value: Any) -> dict[str, Any]:
-    """Set the strategy to FSDP2 with the settings of the config, which are of FSDP 1, of FSDP 2, or of torchtune."""
+    """Set the strategy to FSDP2, or to DDP for ``no_shard``. The config has settings of FSDP 1, of FSDP 2, or of torchtune."""
     config = foreign.config.get("fsdp_config") or {}
     if isinstance(config, str):
         path = foreign.locate(config)
@@ -95,14 +95,14 @@ def translate_fsdp(foreign: Foreign, _value: Any) -> dict[str, Any]:
     words = str(foreign.config.get("fsdp") or "").lower()
     # FSDP 1 has either key, with the same values. FSDP 2 has reshard_after_forward, which is true or false.
     sharding = str(settings.get("sharding_strategy", settings.get("reshard_after_forward", ""))).lower()
-    # The last match counts, since ``hybrid_shard_zero2`` contains ``hybrid_shard``.
+    # The last match counts: ``hybrid_shard_zero2`` also contains ``2``, which means SHARD_GRAD_OP.
     for name in _SHARDING:
         if name in words:
             sharding = name
     file = _SHARDING.get(sharding, "fsdp")
     offloads = True in (settings.get("offload_params"), foreign.config.get("fsdp_cpu_offload"), "offload" in words)
     # No file both offloads and keeps the gathered weights. Prefer offload: without it a model may not fit, and keeping the
-    # weights only saves time.
+    # weights only saves time. No file both offloads and shards in the hybrid way; there, offload is left out.
     if file in ("fsdp", GRADIENTS) and offloads:
         file = "fsdp_offload"
     foreign.strategy = {"name": file}
@@ -142,12 +142,16 @@ def translate_launcher(foreign: Foreign, value: Any) -> dict[str, Any]:
 
 
 def choose_strategy(foreign: Foreign) -> Strategy:
-    """Return the strategy file of a config; DDP if the config has no strategy. If needed, add a DeepSpeed JSON to its files."""
+    """Return the strategy file of a config; DDP if the config has no strategy.
+
+    If no shipped strategy file has the settings of the config's DeepSpeed JSON, add this JSON to ``foreign.files``.
+    """
     config = foreign.strategy.get("deepspeed")
     if config is None:
         name = foreign.strategy.get("name", DDP)
         if name != GRADIENTS:
             return Strategy(name)
+        # Change the shipped file of FSDP so that it keeps the gathered weights until the backward pass has used them.
         content = _load_shipped("fsdp")
         content["fsdp_config"]["fsdp_reshard_after_forward"] = False
         return Strategy("strategy", content)
