@@ -1,6 +1,6 @@
 """Fit the constants of the model of time to published runs: to all of them, or to all sources but one.
 
-A constant begins at an engineering value that none of these runs has given, and moves as far as the runs need: a distance
+A constant begins at an estimate that comes from none of these runs, and moves as far as the runs need: a distance
 costs the square of its size. The constants that ``zerobook/plan/roofline.py`` has are such a fit, rounded.
 """
 

@@ -85,12 +85,13 @@ def page(rows: list[list[str]], with_earlier: bool, repeats: int) -> str:
     lines = [
         "# Time of a plan",
         "",
-        "Seconds of `zerobook plan` under all strategy files, each in a new process: elapsed time and processor time. The",
-        "processor time depends less on other programs. Importing torch and transformers takes most of it. A plan runs few of",
-        "a model's equal layers, and its result is exactly that of all layers (`tests/test_plan_repetition.py`).",
+        "The table has the elapsed and the processor seconds of `zerobook plan`. Each plan runs in a new process. The",
+        "processor time depends less on other programs. About half of a short plan is the import of torch and transformers.",
+        "`formulas` is `zerobook plan --formulas`, which imports neither. A plan traces only a few of a model's equal layers.",
+        "Its result is exactly that of a trace of all layers (`tests/test_plan_repetition.py`).",
     ]
     if with_earlier:
-        lines.append("The earlier version traced every layer. The two versions ran in turn.")
+        lines.append("The last two columns are an earlier version, which traced all layers. The two versions ran in turn.")
     lines += [
         "",
         f"Hardware: {processor()}, {os.cpu_count()} cores. Date: {date.today()}. The fastest of {repeats} runs. {libraries}.",

@@ -3,7 +3,7 @@
 usage: python -m venv ENV; ENV/bin/pip install ftuneai==0.4.1; ENV/bin/python benchmarks/published_ftuneai.py
 
 It runs in an environment of its own, which needs nothing of Zerobook, and writes its figures to
-``benchmarks/results/published_ftuneai.json``. Rows are left out that it has no words for: offload, encoder-decoders, GPUs that
+``benchmarks/results/published_ftuneai.json``. Rows are left out that it cannot describe: offload, encoder-decoders, GPUs that
 its table lacks, and adapters on other layers than its three sets.
 """
 

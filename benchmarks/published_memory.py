@@ -298,11 +298,11 @@ planned with its own settings. Its peak is compared with the planned figure of t
 median / 90th percentile. The ratio is the median of planned / published. None of these runs was repeated here.
 
 The bytes that a plan counts have no fitted constant. The bytes that torch's allocator caches are planned as a share of them,
-the median of these runs. If a source is left out, the shares are those of all other sources. The row of the chunked loss
-plans all runs with the loss of Zerobook's recipes, instead of the loss of each program.
+the median of these runs. If a source is left out, the shares are those of all other sources. In the row of the chunked loss,
+all runs are planned with the loss of Zerobook's recipes, instead of the loss of each program.
 
-If a program keeps other tensors than Zerobook, its runs are planned in that way, and their caveats name the code that shows
-it: saved products, fused layers, copies of logits or of gathered weights, sizes of buckets, weights that are on each GPU
+If a program keeps other tensors than Zerobook, its runs are planned in that way, and their key `caveats` names the code that
+shows it: saved products, fused layers, copies of logits or of gathered weights, sizes of buckets, weights that are on each GPU
 before they are sharded. The code of a source was read only if its runs were far off. With the plan of a Zerobook recipe that
 keeps all logits, all runs were off by 9% / 43%. Expect this error for a program whose code nobody has read.
 """
@@ -324,7 +324,7 @@ def memory_section(comparisons: Sequence[MemoryComparison], unplanned: Sequence[
     kinds = {
         "sources weighted alike": with_peak,
         "sources weighted alike, each left out in turn": leave_sources_out(with_peak),
-        "with the chunked loss of our recipes": with_chunked_loss(with_peak),
+        "with the chunked loss of Zerobook's recipes": with_chunked_loss(with_peak),
     }
     overall = []
     for name, members in kinds.items():
@@ -347,7 +347,8 @@ def memory_section(comparisons: Sequence[MemoryComparison], unplanned: Sequence[
     lines += [
         "### Does it fit?",
         "",
-        "By the range of the plan, see [the guide](../guides/plan.md#where-the-figures-come-from).",
+        "A planned peak has [a range](../guides/plan.md#where-the-figures-come-from). *yes*: the GPU has more memory than the",
+        "upper end of the range. *no*: it has less than the lower end. *tight*: its memory is within the range.",
         "",
     ]
     rows = []

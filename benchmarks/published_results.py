@@ -161,7 +161,8 @@ def estimator() -> Iterator[Result]:
     source = "DeepSpeed's documentation, Memory Requirements: 2,851 million parameters, in GiB"
     printed = {"zero2": 15.93, "zero2_offload": 5.31, "zero3": 6.10, "zero3_offload_optimizer": 0.79}
     reasons = {
-        "zero2": "its formula is 4 P + 16 P/N; DeepSpeed now holds 2-byte gradients of its own part",
+        "zero2": "the documentation counts 4 P + 16 P/N bytes for P parameters on N GPUs; now each rank keeps 2-byte gradients "
+        "of its part only",
         "zero3": "it adds the largest layer, gathered, which is not among the states",
         "zero3_offload_optimizer": "it adds the largest layer, gathered, which is not among the states",
     }
@@ -268,9 +269,9 @@ Written by `python benchmarks/published_results.py` on {date}: {versions}.
 
 Each row has a result that others published, and what Zerobook plans for the same model, machine and strategy. None of these
 runs was repeated here. A ratio is planned / published. If the two are more than 25 % apart, or only one of them fits, the row
-has the reason, or *not known*. A plan that is *tight* may fit or not, so it agrees with both.
-Not known: {misses} of {count} rows. Training speeds of many more runs are
-[on their own page](plan_accuracy.md), and tables A and B are [run again at a small scale](tables.md).
+has the reason, or *not known*. This is so in {misses} of {count} rows. A plan that is *tight* may fit or not, so it agrees
+with both. Training speeds of many more runs are [on another page](plan_accuracy.md). The rows that begin with A and B are
+from two tables of a blog post. These tables are [run again at a small scale](tables.md).
 
 | result | published | planned | unit | ratio | why they differ | source |
 | --- | ---: | ---: | --- | ---: | --- | --- |

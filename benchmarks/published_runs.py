@@ -473,8 +473,9 @@ def peer_table(comparisons: Iterable[Any], figure: str, published_of: Callable[[
         cells = [_percent(_quantiles(errors)) for errors in (our_errors, their_errors)]
         rows.append([source, str(len(our_errors)), *cells])
     lines = [
-        f"The same runs by [ftuneai](https://pypi.org/project/ftuneai/) {peer['ftuneai']}, a program of formulas, on",
-        f"{peer['date']}: `benchmarks/published_ftuneai.py`. Runs that it has no words for are left out on both sides.",
+        f"The same runs by [ftuneai](https://pypi.org/project/ftuneai/) {peer['ftuneai']}, which uses formulas and",
+        f"traces no model, on {peer['date']}: `benchmarks/published_ftuneai.py`. Runs that it cannot describe are left out in",
+        "both columns.",
         "",
     ]
     return lines + _table(["", "runs", "zerobook plan", "ftuneai"], rows)
@@ -493,9 +494,9 @@ def _table(header: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 def _billions(run: PublishedRun) -> str:
     parameters = run.facts["params_b"]
-    for limit in (1, 4, 10, 40):
-        if parameters < limit:
-            return f"below {limit}B"
+    for low, high in ((0, 1), (1, 4), (4, 10), (10, 40)):
+        if parameters < high:
+            return f"{low}B to {high}B"
     return "40B and more"
 
 
@@ -513,7 +514,7 @@ def _cause(comparison: Comparison) -> str:
     """Return the probable cause of a large distance; "not known" if there is none."""
     facts = comparison.run.facts
     if "network_bytes_per_s" in facts:
-        return "network: its publisher saw times differ by 40% with its load"
+        return "the network: its load changed the publisher's times by 40%"
     if facts["plannable"] != "yes":
         return facts["plannable"].removeprefix("approx: ")
     return "not known"
@@ -524,14 +525,15 @@ Each row of `benchmarks/published_runs.jsonl` is a training run that another pro
 model, GPUs, strategy, micro-batch, precision and attention, and with all logits at once if its program keeps them. None of
 these runs was repeated here. Memory follows below.
 
-- *error*: |planned / published - 1| of tokens per second, as median / 90th percentile
+- *error*: |planned / published - 1| of the tokens per second of one GPU, as median / 90th percentile
 - *ratio*: the median of planned / published. Above 1, the plan is too fast.
 - *left out*: the constants of the model of time are fitted to these runs. In this column, they are fitted only to the runs of
-  the other sources, and begin at engineering values that come from none of these runs (`benchmarks/fit_times.py`). Expect
+  the other sources. The fit starts from estimates that come from none of these runs (`benchmarks/fit_times.py`). Expect
   this error for a program and a cluster that are not in the table.
 
-If a program computes in another way than Zerobook, its runs are planned in that way, and their caveats say so: Triton's
-attention kernel, GPTQ, Megatron's softmax, an optimizer that is not fused, a network whose rate its own benchmark measured.
+If a program computes in another way than Zerobook, its runs are planned in that way, and the key `caveats` of their rows says
+so: Triton's attention kernel, GPTQ, Megatron's softmax, an optimizer that is not fused, a network whose rate its own benchmark
+measured.
 """
 
 
@@ -580,7 +582,14 @@ def page(comparisons: list[Comparison], left_out: list[Comparison], unplanned: l
     lines += peer_table(comparisons, "tokens_per_s_per_gpu", lambda comparison: comparison.run.tokens_per_second)
 
     misses = [comparison for comparison in comparisons if comparison.error > WIDE_MISS]
-    lines += [f"## Runs more than {WIDE_MISS:.0%} off", ""]
+    lines += [
+        f"## Runs more than {WIDE_MISS:.0%} off",
+        "",
+        "*training*: model, method, tokens of a row x rows of a micro-batch. *GPUs*: nodes x GPUs of a node, and the strategy.",
+        "*published* and *planned*: tokens per second of one GPU. *waits for*: the part of the planned step that is longest,",
+        "as in [the table of `zerobook plan`](../guides/plan.md); `launches` is the host's time to start the kernels.",
+        "",
+    ]
     rows = []
     for miss in sorted(misses, key=lambda miss: -miss.error):
         facts = miss.run.facts

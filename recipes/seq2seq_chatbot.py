@@ -53,7 +53,7 @@ class Seq2SeqConfig(AdapterConfig):
         None, ge=0, description="n: no sequence of n tokens of the source is generated; 0: no limit; unset: the model's own"
     )
     repetition_penalty: float | None = Field(
-        None, gt=0, description="divides the scores of tokens that a text already has; 1 is none; unset: the model's own"
+        None, gt=0, description="above 1: lowers scores of tokens that a text already has; 1: no change; unset: the model's own"
     )
     length_penalty: float | None = Field(
         None, description="beams are ranked by score / length^penalty: above 0 favours long texts; unset: the model's own"

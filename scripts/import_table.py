@@ -36,7 +36,7 @@ from zerobook.utils.yaml_text import load_bounded, read_mapping
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measured" / "imported_configs.md"
 MOST_KEYS = 15
 """Keys without a counterpart that the page lists, of each project."""
-NOT_A_CONFIG = "no config of a training, such as one of accelerate or of an inference"
+NOT_A_CONFIG = "not a training config, but for example a config for accelerate or for inference"
 OF_THIS_MACHINE = {
     "no such file or folder": "a model or a file of the example is not on this machine",
     "is not installed": "a tracker of the example is not installed here",
@@ -147,8 +147,8 @@ def import_one(project: Project, read: Callable[[], Command], hardware: Hardware
     except Refused as error:
         project.refused[error.what] += 1
         return
-    except ConfigError as error:
-        project.refused[f"not readable: {str(error).rpartition(': ')[2]:.60}"] += 1
+    except ConfigError:
+        project.refused["not readable, or not recognised as a config of one of these trainers"] += 1
         return
     project.imported += 1
     project.exit_0 += imported.names_data and not imported.changes_training
@@ -193,9 +193,10 @@ def page(projects: list[Project]) -> str:
     lines = [
         "# Imported configs",
         "",
-        "The example configs of other trainers, imported by `zerobook import` and resolved as `zerobook doctor` does, without "
-        f"a hub, on a machine without a GPU, {date.today()}. `python scripts/import_table.py` writes this page. Keys in lists "
-        "of data sets count once for each entry.",
+        "The example configs of other trainers were imported with `zerobook import` and checked as `zerobook doctor` does, "
+        f"without access to the hub, on a machine without a GPU, {date.today()}. `python scripts/import_table.py` writes this "
+        "page. The columns from *same* on count keys. A key of an entry in a list of data sets counts once for each entry. In "
+        "messages, `...` stands for a name or a number, and a message is cut after 110 characters.",
         "",
         f"| project | commit | configs | imported | exit code 0 | {' | '.join(HEADINGS)} |",
         "|" + "---|" * (5 + len(HEADINGS)),
@@ -207,17 +208,17 @@ def page(projects: list[Project]) -> str:
         )
     lines += [
         "",
-        "*Exit code 0*: each key that changes the training has a counterpart. *Default*: keys that are not set, or have the "
-        "trainer's own default.",
+        "*Exit code 0*: each key that changes the training has a counterpart, and training data is named. *Default*: keys that "
+        "are not set, or have the trainer's own default.",
     ]
     for project in projects:
         lines += ["", f"## {project.name}", ""]
-        lines += listed("Not imported, by name", project.refused)
+        lines += listed("Not imported: what the config is, and the number of such configs", project.refused)
         missing = Counter(dict(ranked(project.missing)[:MOST_KEYS]))
-        lines += listed("Keys without a counterpart, in configs", missing)
+        lines += listed("Keys without a counterpart, and the number of configs with each", missing)
         lines.append(f"`zerobook doctor` has no problem with {project.passes} of {project.imported}.")
-        lines += listed("Problems of this machine alone, in configs", project.machine_problems)
-        lines += listed("Other problems, in configs", project.problems)
+        lines += listed("Problems of this machine, and the number of configs that have no others", project.machine_problems)
+        lines += listed("Other problems, and the number of configs with each", project.problems)
     return "\n".join(lines) + "\n"
 
 

@@ -24,11 +24,11 @@ from benchmarks.machine import processor  # noqa: E402
 
 PARITY = """# Any strategy, the same training: measured
 
-Ten steps on 4 chats of different lengths in fp32, launched by `accelerate launch` with the shipped file, and compared with
-one process that has the same settings. The optimizer is AdamW if no other is named. Between the steps, every run evaluates
-(before the first step, then every second one), generates, saves (every fourth step), and rolls back once, from step 6 to step
-4. The columns *loss*, *gradient norm* and *held-out loss* have the largest relative differences of the complete run. The column
-*weights* has the largest absolute difference after it.
+Ten steps of 4 chats each, in fp32, launched by `accelerate launch` with the shipped file, and compared with one process that
+has the same settings. The chats have different lengths. The optimizer is AdamW if no other is named. Between the steps, every
+run evaluates (before the first step, then every second one), generates, saves (every fourth step), and rolls back once, from
+step 6 to step 4. The columns *loss*, *gradient norm* and *held-out loss* have the largest relative differences of the complete
+run. The column *weights* has the largest absolute difference after it.
 Written by `make test-full`.
 
 Each row names its rate and AdamW's epsilon; the process that it is compared with has the same.
@@ -39,19 +39,20 @@ Each row names its rate and AdamW's epsilon; the process that it is compared wit
 - `dora`, `pissa` and `ia3` are `lora_finetune` with that `--adapter`.
 - `joined` is `lora_finetune` with `--padding_free`, against one process that pads.
 - `moe` trains all weights of a tiny Mixtral with 4 experts in each layer, of which a token takes 2.
-- `qlora` is `lora_finetune` with an NF4 base. bitsandbytes was told that the CPU has AVX512-BF16, where it would repack
-  weights at each evaluation.
+- `qlora` is `lora_finetune` with an NF4 base. On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights in evaluations, and
+  Zerobook prevents it. To test this on any CPU, the test tells bitsandbytes that the CPU has AVX512-BF16.
 - `int8` is `lora_finetune` with an int8 base. Its layers round activations to 256 values, so differences of 1e-6 between
   weights can change a held-out loss by 1e-4 (zero2_offload).
-- `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576, for 6 steps without evaluations or
-  saves between them. Sums over so many numbers lose digits in fp32.
+- `vocabulary` trains all weights of a Llama with an embedding of 49,152 x 576 (under zero3_nvme, of `wide`), for 6 steps
+  without evaluations or saves between them. Sums over so many numbers lose digits in fp32.
 - `causal_lm, sgd`, `causal_lm, adafactor` and `causal_lm, adamw_8bit` are `causal_lm` with another optimizer, without
   evaluations or saves between the steps. A strategy has a row if it supports the optimizer. 8-bit state has 256 values: if a
-  sum in another order rounds a moment to another value, the moment changes by hundredths.
+  sum in another order rounds a moment to another value, the moment changes by some percent.
 - `router` trains a tiny Qwen3-MoE with the loss that balances its experts. This loss depends on the division into
   micro-batches, so both runs have the same ones.
-- `gemma3`, `composite` (Gemma 3 beside a vision tower), `images` (Mllama), `marian`, `pegasus` and `mbart` train all weights of
-  a tiny model of that class, `composite_lora` and `recurrent` (RecurrentGemma) adapters.
+- `gemma3`, `composite` (Gemma 3 beside a vision tower), `images` (Mllama), `marian`, `pegasus` and `mbart` train a tiny model
+  of that class: all weights that text uses, except for fixed positions. `composite_lora` and `recurrent` (RecurrentGemma) train
+  adapters.
 - The model `wide` has tensors that are large enough to be swapped to disk.
 
 On a CPU the offload rows run DeepSpeed's and FSDP2's real offload code, but there is no device memory to offload from.
@@ -61,19 +62,22 @@ QUANTISED = """# Frozen bases and strategies: measured
 
 `lora_finetune` on a tiny Llama, with fp32 adapters of rank 32, compared with one process: the rows `lora_finetune`, `qlora` and
 `int8` of [parity.md](parity.md). A cell has two figures: the largest relative difference of a loss, and the bytes of parameters
-on the rank that has most. These bytes include the scales of quantised layers, which every rank holds completely. In a cell with
-`refused`, the run ends with a ConfigError before any process starts. The reasons are below the table. In a model this small,
+on the rank that has most. The row `single` is the one process, so it has only the bytes. The row `zero3_nvme` is of a larger
+model (`wide` in parity.md), so its bytes cannot be compared with those of other rows. The bytes include the scales of quantised
+layers, which every rank holds completely. In a cell with `refused`, the run ends with a ConfigError before any process starts.
+Below the table, each reason follows the names of the strategy files that are refused for it. In a model this small,
 embeddings and adapters in fp32 are most of the bytes, and the scales of a layer (1 KB) are as large as a small weight matrix.
 Written by `make test-full`.
 """
 RESUME = """# Any checkpoint, any strategy: measured
 
-Twenty AdamW steps on 4 chats in fp32, launched by `accelerate launch` with the shipped files. The checkpoint of the tenth step
-is resumed under another strategy or number of processes. The next ten steps are compared with those of a run that was not
-stopped. Loss and gradient norm: the largest relative difference over the ten steps. Moments: the largest difference of Adam's
-moments after them, relative to the largest value of the tensor. The tokens that reached the model were the same in every row.
-Rows of zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight steps, and continue from the fourth. With zeroed
-moments, or Adam's step count reset, losses differ by more than 1e-4. Written by `make test-full`.
+The first run of a row trains twenty AdamW steps on 4 chats in fp32, and saves a checkpoint of the tenth. The second run resumes
+from this checkpoint under another strategy or number of processes, and trains the last ten steps. `accelerate launch` starts
+both with the shipped files. Loss and gradient norm: the largest relative difference between the two runs over these ten steps.
+Moments: the largest difference of Adam's moments after the last step, relative to the largest value of the tensor. The tokens
+that reached the model were the same in every row. Rows of zero3_sequence, fsdp_context, fsdp_tensor and fsdp_experts have eight
+steps, and continue from the fourth. The comparison finds errors: if Adam's moments or its step count are set to 0 in the
+checkpoint, the losses differ by more than 1e-4. Written by `make test-full`.
 """
 
 IMPORTED = """# Other trainers' checkpoints whose training was continued: measured
@@ -112,21 +116,25 @@ NODES = """# Faults of several hosts: measured
 for 5 s*, 60 in the rows that say so; the default is 300). Nothing was run on real hosts or with NCCL. Written by
 `make test-nodes`.
 
-- *Ranks* are those of the first and of the second host.
-- *Seconds* is the time from the fault until the launcher of the other host has ended (both launchers, if a link is cut or a
-  data loader hangs). If the ranks are restarted, it is the time until the runlog names the cause; after *link cut for 5 s*,
-  the time until the run has done six more steps.
+- *Ranks*: the number of ranks on the first and on the second host.
+- *Seconds*: the time from the fault until
+  - the launcher of the other host has ended, if the run stops (both launchers, if a link is cut or a data loader hangs)
+  - the runlog names the cause, if the ranks are restarted
+  - the run has done six more steps, in the rows *link cut for 5 s*.
+
+  In the other rows, no time was measured (-).
 - *Reported cause* is empty (-) if the run continues without a restart.
-- If all ranks train again at once, the run was launched with `--rdzv_backend c10d --max_restarts 3`. If fewer ranks train, also
-  for a while only, it was launched with `zerobook launch --min_machines 1`.
+- Runs in which fewer ranks train, also for a while only, were launched with `zerobook launch --min_machines 1`. The other runs
+  that were restarted were launched with `--rdzv_backend c10d --max_restarts 3`.
 - In the phase *data*, a process may be without progress for twice `--hang_timeout`.
 - "7 s later" counts from the fault, or, if the host or the link comes back, from its return.
 """
 
 TRAFFIC = """# Bytes between hosts: planned and measured
 
-Bytes that a host sends to the other one in a step: `causal_lm` and `lora_finetune` on a Llama of 3.3M parameters in fp32, two
-simulated hosts, over 20 steps, as the hosts' network devices count them. That includes headers and acknowledgements. gloo's
+The table has the bytes that a host sends to the other host in a step, as the mean of 20 steps. `causal_lm` and `lora_finetune`
+trained a Llama of 3.3M parameters in fp32 on two simulated hosts. The bytes were counted at the hosts' network devices. These
+also count headers and acknowledgements. gloo's
 reduce-scatter sends as much as its all-reduce, twice what NCCL's ring sends, so ZeRO-3 and FSDP2 send less on GPUs. hpZ saves
 traffic if weights are frozen. In a full finetune of a model this small, ZeRO-3 keeps all weights until the backward pass, so
 hpZ saves nothing.
@@ -142,15 +150,15 @@ at most 64 tokens and tiny models of transformers' classes. The figures are thos
 - *weights*, *gradients* and *optimizer* state: bytes after the backward pass and before the optimizer step. The test requires
   that they equal the plan.
 - *activations*: bytes that autograd saved in the forward pass
-- *sent*: bytes sent in the step, counted in the collectives
+- *sent*: bytes that a rank sends in the step if every collective goes around a ring, computed from the sizes of the tensors
 - *state error*: planned / measured - 1, for the sum of weights, gradients and optimizer; *activations error* and *sent error*:
   the same for the column before
 
 *job* is the model and what is special in the run. `llama`, `gpt2` (two micro-batches in a step), `bart` and `wide` are tiny
-models of which all weights are trained. `bf16` is `llama` with this `--mixed_precision`. `checkpointing`, `selective` (of the
-`gpt2`, with one micro-batch) and `every second layer` (of the `llama`) have `--activation_checkpointing` true (the same as
-full), selective and every:2. `lora`, `packed lora`, `qlora` and `int8` train adapters of the `llama`, `wide lora` those of
-`wide`. `evaluated first` is `lora` with an evaluation before the first step.
+models of which all weights are trained. `bf16` is `llama` with this `--mixed_precision`. Three jobs have an
+`--activation_checkpointing`: `checkpointing` (true, the same as full) and `selective` are `gpt2` with one micro-batch, and
+`every second layer` (every:2) is `llama`. `lora`, `packed lora`, `qlora` and `int8` train adapters of the `llama`, `wide lora`
+those of `wide`. `evaluated first` is `lora` with an evaluation before the first step.
 
 `zero3_hpz` ran with groups of two, as on two nodes. `zero3_nvme_little` is `zero3_nvme` with `max_in_cpu` 10^5, the number of
 elements per rank that stay in host RAM. In the rows named *forgetting*, ZeRO-3 frees gathered weights at once
@@ -282,7 +290,8 @@ def quantised_rows(parity: list[Record]) -> tuple[list[list[str]], list[str]]:
     for record in records.values():
         bytes_of_one_process.setdefault(record["recipe"], record["held"][1])
     rows = []
-    reasons: dict[str, None] = {}
+    # Reason -> the strategy files that are refused for it.
+    reasons: dict[str, list[str]] = {}
     for file in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
         row = [file.stem]
         for case, flags in BASES.items():
@@ -290,7 +299,7 @@ def quantised_rows(parity: list[Record]) -> tuple[list[list[str]], list[str]]:
             record = records.get((file.stem, case))
             if problems:
                 row.append("refused")
-                reasons |= dict.fromkeys(problems)
+                reasons |= {problem: [*reasons.get(problem, []), file.stem] for problem in problems}
             elif file.stem == "single" and case in bytes_of_one_process:
                 row.append(f"{bytes_of_one_process[case]:,} bytes")
             elif record is None:
@@ -298,7 +307,7 @@ def quantised_rows(parity: list[Record]) -> tuple[list[list[str]], list[str]]:
             else:
                 row.append(f"{record['loss']:.1e}, {record['held'][0]:,} bytes")
         rows.append(row)
-    return rows, list(reasons)
+    return rows, [f"{', '.join(dict.fromkeys(files))}: {reason}" for reason, files in reasons.items()]
 
 
 def find_problems(strategy_file: Path, flags: dict[str, bool]) -> list[str]:

@@ -67,7 +67,10 @@ def page() -> str:
     log = load("runlog")
     machine = saved["machine"]
     training = [describe(load(name)) for name, describe in TRAINING.items() if (RESULTS / f"{name}.json").exists()]
-    data_dates = ", ".join(f"{part} {data[part]['date']}" for part in ("packing", "tokenizing", "preparing", "saving"))
+    data_dates = ", ".join(
+        f"{part.replace('saving', 'training')} {data[part]['date']}"
+        for part in ("packing", "tokenizing", "preparing", "saving")
+    )
     parts = [
         "# Performance\n",
         "<!-- written by scripts/performance.py -->\n",
@@ -129,7 +132,12 @@ def data_rows(data: dict[str, Any]) -> list[list[str]]:
             processes = counted(int(name[0]), "process", "processes")
             measurement = f"preparing {figures['bytes'] / 1e9:.1f} GB of text, {processes}"
             rows.append([measurement, f"{figures['tokens/s']:,} tokens/s"])
-    rows.append(["saving: supervised tokens a second, packed / padded", str(data["saving"]["figures"]["ratio"])])
+    rows.append(
+        [
+            "speed of training on packed rows / on padded rows, in supervised tokens a second",
+            str(data["saving"]["figures"]["ratio"]),
+        ]
+    )
     return rows
 
 
@@ -207,10 +215,11 @@ def describe_peers(peers: dict[str, Any]) -> str:
     return (
         "## The same finetuning by TRL and by Trainer\n\n"
         f"Measured with `python benchmarks/peers.py`: {conditions}\n"
-        f"{peers['packages'][0].replace('==', ' ')}, fp32. All have the same model, data, rows and optimizer, and see each\n"
-        "sample once, each in its own random order, so their losses differ. "
+        f"{peers['packages'][0].replace('==', ' ')}, fp32. All trainers have the same model, data, rows and optimizer, and\n"
+        "use every sample once. Their random orders of the samples differ, and so do their losses. "
         f"{counted(peers['rounds'], 'run', 'runs')} of 10 steps. TRL\ncomputes token accuracy and entropy in each step. "
-        "Seconds a step are medians over the steps after the first\ntwo, without compilation.\n\n"
+        "Seconds a step are medians over the steps after the first\ntwo, without compilation. The column *seconds until the "
+        "first step* is empty if that step compiles.\n\n"
         + table(columns, rows)
         + "\n"
         + table(["job", "trainer", "compared with", "ratio of supervised tokens/s", "goal", "goal met?"], comparisons)
@@ -266,8 +275,8 @@ def describe_flags(results: dict[str, Any]) -> str:
     return (
         "## Effect of single settings\n\n"
         f"Measured with `python benchmarks/flags.py`: {describe_conditions(results)}\n\n"
-        "Forward and backward pass of LoRA r 16 on SmolLM2-135M, 4 chats of 70 to 128 tokens, half of them supervised.\n"
-        f"The losses differ by at most {results['losses differ by']:.1e}. Compiling takes "
+        "Forward and backward pass of LoRA r 16 on SmolLM2-135M, 4 chats of 70 to 128 tokens. Half of the tokens are\n"
+        f"supervised. The losses differ by at most {results['losses differ by']:.1e} of their value. Compiling takes "
         f"{results['first compiled step, s']:.0f} s once.\n\n" + table(["setting", "seconds a step", "speedup"], rows)
     )
 
@@ -312,7 +321,7 @@ def describe_growth(growth: dict[str, Any]) -> str:
         + table(["a long run", "growth", "goal", "goal met?"], long_run)
         + f"\nThe medians of 100 steps vary with the machine (quartiles {low:.2f}, {middle:.2f} and {high:.2f} ms), so\n"
         f"growth of the step time below about {noise:.0%} cannot be detected. Growth is the Theil-Sen\n"
-        "slope of these medians, as a share of their median.\n\n"
+        "slope of these medians times the number of steps, as a share of their median.\n\n"
         + table(["rows of data", "first start with preparation, s", "second start, s", "ms a step", "memory, MB"], data)
         + "\n"
         + table(["resumed at step", "until training, s"], resumes)

@@ -3,8 +3,8 @@
     python scripts/recovery_table.py [--steps 60 150 500] [--seeds 3] [--write docs/measured/recovery.md]
 
 Each run is `causal_lm` on the embedded dialogues with a very small GPT-2 with random weights, under DDP with two processes and
-default flags; only the seed, the number of steps and the fault differ. A fault begins after a sixth, a half or four fifths of
-the steps, and lasts six steps: all labels of one rank's rows are the same token, or are shuffled within their row, or the
+the flags in `train`; only the seed, the number of steps, the fault and `on_spike` differ. A fault begins after a sixth, a half
+or four fifths of the steps, and lasts six steps: all labels of one rank's rows are the same token, or are shuffled, or the
 learning rate is 60 times too high. The losses are divided by those of the run of the same seed that has no fault and no
 monitor. About 15 seconds a run on two cores.
 """

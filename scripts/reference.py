@@ -23,10 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- written by scripts/reference.py -->"
 STRATEGIES = """\
 *Memory* is the bytes on each process's device at the peak of a step, without activations. *Traffic* is the bytes that a
-process sends; multiply them by (N - 1)/N (inside nodes under `zero3_hpz.yaml`: (G - 1)/G). The figures are for fp32 unless
-they say bf16. P is the number of trained parameters, N of processes, G of processes of a node, R of replicas. With LoRA, P
-counts the adapters; the frozen base adds 4 bytes per weight (2 under mixed precision), divided by N if weights are sharded.
-Under `zero3_hpz.yaml`, the second copy adds as many bytes per weight, divided by G.
+process sends. Multiply each figure with P by (M - 1)/M, where M is the number of processes that exchange these bytes: all N,
+or those inside a group or node if the cell says so; between groups, one process of each. Figures for a row or a layer already
+have this factor. The figures are for fp32 unless they say bf16. P is the number of trained parameters, N of processes, G of
+processes of a node, R of replicas. S and C are the number of processes that share the tokens of a row, E that share experts,
+and T that share weight matrices. With LoRA, P counts the adapters; the frozen base adds 4 bytes per weight (2 under mixed
+precision), divided by N if weights are sharded. Under `zero3_hpz.yaml`, the second copy adds as many bytes per weight, divided
+by G.
 
 The precision is set by `--mixed_precision` or by the strategy file. If a DeepSpeed JSON sets another precision, the flag has
 priority, and a note says so. The header of each file names the source of its figures. You can also use a file that
@@ -50,8 +53,9 @@ CHECKPOINT_FILES: dict[str, tuple[str, dict[str, str]]] = {
         "The index of the tensors.",
         {
             "shapes": "name of each trained parameter: the shape of the complete parameter",
-            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): [start, stop, file] "
-            "of each piece, as positions in the flattened tensor, or [offset, shape, file] of a slice",
+            "pieces": "name of each tensor (`weight/NAME`, `exp_avg/NAME`, `momentum_buffer/NAME`, ...): list of its pieces. A "
+            "segment is [start, stop, file], with positions in the flattened tensor. A slice is [offset, shape, file], where "
+            "offset and shape are lists with a number for each dimension",
             "adam_steps": "steps that AdamW has counted; for other optimizers the key is `optimizer_steps`",
             "state_shapes": "shapes of optimizer state that differ from the weight's shape; left out for AdamW",
             "written_by": "strategy that wrote the checkpoint",
@@ -63,7 +67,8 @@ CHECKPOINT_FILES: dict[str, tuple[str, dict[str, str]]] = {
         {},
     ),
     "buffers.safetensors": (
-        "Persistent buffers by name, in the dtypes in which they were loaded; with adapters, only PiSSA's initial weights.",
+        "Persistent buffers by name, in the dtypes in which they were loaded. With adapters, the buffers of the base are not "
+        "saved. With PiSSA, the adapter's initial weights are buffers, and are saved here.",
         {},
     ),
     "hooks.json": (
@@ -75,7 +80,8 @@ CHECKPOINT_FILES: dict[str, tuple[str, dict[str, str]]] = {
         "The settings of the run that wrote it.",
         {
             "config": "every key of the recipe's config with its value",
-            "asked": "the config before values were filled in, from YAML, flags and strategy file",
+            "asked": "the config as YAML, flags and strategy file set it. In `config`, a resumed run may have other sizes of "
+            "the batch, and a dataset has the commit that was read as its revision",
             "chat_template": "text of `--chat_template`; null for the tokenizer's own",
             "base_commit": "hub commit of the model that was loaded",
             "base": "config of that model; with adapters, also a digest of its weights",
@@ -104,10 +110,10 @@ def flags() -> str:
         "Every flag is also a key of the YAML file that `--config FILE.yaml` names. A flag overrides the file. `--dry-run`\n"
         "prints each value with its source. *Steps* are optimizer steps. A flag without a default is unset.\n\n"
         "A YAML value is parsed like the same text on the command line. The type of the key decides what it means: `no` is a\n"
-        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key, also `policy` and\n"
-        "`datasets`. Every other list becomes empty, and `mixed_precision: none` means `no`. A list may also be written as a\n"
-        "single value, or as names that are separated by commas. `embedded:NAME` is a small model or dataset from a Python\n"
-        "package, which needs no network.\n"
+        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key, and the lists\n"
+        "`policy` and `datasets`. For all other lists, they mean an empty list. `mixed_precision: none` means `no`. A list\n"
+        "may also be written as a single value, or as names that are separated by commas. `embedded:NAME` is a small model\n"
+        "or dataset from a Python package, which needs no network.\n"
     )
     parts.append("## Every recipe\n")
     for group, names in groups(RecipeConfig).items():
@@ -257,8 +263,8 @@ def runlog() -> str:
     """Return the page of events and steps."""
     parts = ["# Files of a runlog\n", NOTE + "\n"]
     parts.append(
-        "`output_dir/runlog/` holds files with one JSON object per line, written by rank 0. [The\n"
-        "runlog](../guides/runlog.md) explains them.\n"
+        "This page describes the two files of `output_dir/runlog/` that have one JSON object per line. Rank 0 writes them.\n"
+        "[The runlog](../guides/runlog.md) explains them, and lists the other files there.\n"
     )
     # The fields are in the order in which a record is written.
     record = StepRecord(step=0, loss=0.0, grad_norm=0.0, learning_rate=0.0, tokens=0, cursor=(0, 0), ids=[], metrics={"a": 0.0})

@@ -341,7 +341,9 @@ class RecipeConfig(_Keys):
         "from an earlier checkpoint) and stop; unset: replay, skip, lower_rate, stop, without the replay if it would abandon "
         "more than a tenth of the run",
     )
-    max_rollbacks: int = Field(8, ge=0, description="maximum number of rollbacks; then the run stops")
+    max_rollbacks: int = Field(
+        8, ge=0, description="maximum number of rollbacks; after them, the run stops at the next spike that needs one"
+    )
     rollback_lr_factor: float = Field(
         0.5, gt=0, lt=1, description="factor of the learning rate after a rollback that lowers it"
     )

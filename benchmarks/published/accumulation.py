@@ -52,7 +52,7 @@ def run(bench: Bench) -> Table:
         whole = name in ("DDP", "ZeRO-1")
         claim = f"{name} sends less with accumulation"
         if whole:
-            claim = f"{name} sends {STEPS} times less a sample with {STEPS} micro-batches"
+            claim = f"With {STEPS} micro-batches, {name} sends {STEPS} times less for each sample"
         holds = abs(saved / STEPS - 1) < 0.02 if whole else saved > 1.02
         cause = f"{saved:.2f} times less" + (
             "" if holds else ": it reduces gradients after every micro-batch, so that a rank keeps its part only"

@@ -178,7 +178,11 @@ def _settings(bench: Bench, ranks: int, budget: int, lengths: tuple[int, ...], t
         f"{held_out:,} validation pairs, {lengths[0]} + {lengths[1]} tokens, padded; evaluation of "
         f"{'5 batches' if bench.tiny else 'all pairs'} with 10 beams. "
         "The largest batch is found by bisection in new processes, with an error of at most an eighth or 2 samples."
-        + (" The limit of an epoch is 10 % higher, since one process both trains and evaluates." if bench.tiny else "")
+        + (
+            " In the runs of a whole epoch, the limit is 10 % higher, since a process both trains and evaluates."
+            if bench.tiny
+            else ""
+        )
     )
 
 

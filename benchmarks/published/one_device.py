@@ -89,9 +89,9 @@ def _offloaded(bench: Bench, arm: Arm, flags: dict[str, object]) -> int:
 
 def _settings(bench: Bench, budget: int, block: int, steps: int) -> str:
     model = (
-        "GPT-2 of 26M parameters, fp32, with buckets of 1M elements for ZeRO-3"
+        "GPT-2 of 26M parameters, fp32; for ZeRO-3, buckets of 1M elements and otherwise"
         if bench.tiny
-        else "GPT-2 XL, random weights, fp16"
+        else "GPT-2 XL, random weights, fp16; for ZeRO-3,"
     )
     counted = (
         " A CPU process has no device memory. So the bytes that are offloaded (fp32 masters, moments, and gradients) are "
@@ -100,7 +100,7 @@ def _settings(bench: Bench, budget: int, block: int, steps: int) -> str:
         else ""
     )
     return (
-        f"{model}, the published DeepSpeed file; one device of {size(budget)} for what is not offloaded; blocks of {block} "
+        f"{model} the published DeepSpeed file; one device of {size(budget)} for what is not offloaded; blocks of {block} "
         f"tokens; tokens a second from the median of the {steps - 1} steps after the first.{counted}"
     )
 

@@ -21,7 +21,7 @@ HEADER = """# Published tables, run again
 `python scripts/reproduce_tables.py --scale tiny` writes this page. It repeats comparisons from the literature. Columns marked
 *published* have the figures of the publication, and columns marked **here** have those that were measured on the machine below.
 The machines are different, so compare the rows of one column, and not a published with a measured figure. `-` means that a
-figure was not published or not measured.
+figure was not published or not measured. *config* is a hash of the settings of the run.
 
 At the tiny scale, the models have the same classes and are small. A limit of bytes takes the place of the GPU's memory. The
 kernel enforces this limit, and the tables quote the error of the first allocation that exceeds it. Such small runs can show

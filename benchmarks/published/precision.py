@@ -54,7 +54,8 @@ def run(bench: Bench) -> Table:
         "E",
         "Precision under FSDP and DeepSpeed",
         SOURCE,
-        f"a Llama on {ranks} process(es), two steps; dtypes of the tensors on rank 0.",
+        f"a Llama on {ranks} process(es), two steps; dtypes on rank 0 of the trained weights (*prepared*), the output of a "
+        "linear layer (*training*), the gradients and the moments (*optimizer*).",
     )
     for mode in MODES:
         bench.say(f"E: {mode.name}")
@@ -79,7 +80,13 @@ def run(bench: Bench) -> Table:
         )
         if mode.published:
             seen = (found["prepared"], found["compute"], found["moments"])
-            table.findings.append(Finding(f"{mode.name}: {', '.join(mode.published)}", seen == mode.published, ", ".join(seen)))
+            table.findings.append(
+                Finding(
+                    f"{mode.name}: prepared, training and optimizer are {', '.join(mode.published)}",
+                    seen == mode.published,
+                    ", ".join(seen),
+                )
+            )
     table.notes.append(
         "DeepSpeed keeps master copies and moments in fp32, whatever the dtype of the loaded model. FSDP keeps the dtype of "
         "the loaded model. If this is bf16, the optimizer is in bf16 too, and small updates are lost by rounding. So the "

@@ -61,9 +61,9 @@ def run(bench: Bench) -> Table:
         )
     table.findings = findings(seconds, saved)
     table.notes.append(
-        "A forward pass has half as many operations as a backward pass, so a second forward pass is 33 % more operations. It "
-        "is less of the time of a step, which includes the optimizer. The published formula includes the activations of the "
-        "layer that is recomputed during the backward pass. The measured figure has those that the forward pass saves."
+        "A forward pass has half as many operations as a backward pass, so a second forward pass is 33 % more operations. The "
+        "time of a step also includes the optimizer. The published formula includes the activations of the layer that is "
+        "recomputed during the backward pass. The measured figure has those that the forward pass saves."
     )
     return table
 

@@ -18,11 +18,14 @@ def run(bench: Bench) -> list[Table]:
     """Run a few steps of every stage on every number of processes."""
     worlds = " and ".join(map(str, bench.worlds))
     settings = (
-        f"a Llama in fp32, {worlds} process(es), measured between backward pass and step, on the rank with most bytes; an MB "
-        "is 10^6 bytes."
+        f"a Llama in fp32, {worlds} process(es), measured between backward pass and step, on the rank that differs most from "
+        "the plan (rank 0 if none does); an MB is 10^6 bytes."
     )
     held = Table("C", "Memory of the states", SOURCE.format("section 5, with fp32 Adam: 16 bytes a parameter in all"), settings)
-    traffic = "the same runs; bytes that a process sends in a step of one micro-batch, counted in its collectives."
+    traffic = (
+        "the same runs; bytes that a process sends in a step of one micro-batch if its collectives go around a ring, computed "
+        "from their sizes."
+    )
     moved = Table(
         "D",
         "Traffic of a step",

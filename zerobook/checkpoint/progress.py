@@ -43,7 +43,7 @@ class Progress:
     data_fingerprint: str = ""
     """fingerprint of the tokenized training data; a run resumes only on the same data"""
     stream: list[list[int]] | None = None
-    """for each dataset, the numbers of rows of the shards that a stream has reached, in the order of the run"""
+    """for each dataset of a stream: how many rows each shard has, of the shards reached so far, in the order of reading"""
     skip_ranges: list[list[int]] = field(default_factory=list)
     """[start, end) of sample ids left out of every epoch"""
     rate_cuts: list[list[float]] = field(default_factory=list)

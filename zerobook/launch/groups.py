@@ -136,8 +136,8 @@ def check(plan: LaunchPlan, draft: ConfigDraft[Any], facts: Mapping[str, Any] | 
         _check_split_rows(plan, draft)
     if plan.is_loaded_in_parts and config.trains_adapters:
         plan.problems.append(
-            f"{plan.name}: adapters are not supported: peft 0.21.2 adds whole matrices to layers that hold a part. Launch with "
-            "accelerate_configs/fsdp.yaml or zero3.yaml, or train all weights with recipes/causal_lm.py."
+            f"{plan.name}: adapters are not supported: peft 0.21.2 adds complete matrices to layers of which each rank holds "
+            "a part. Launch with accelerate_configs/fsdp.yaml or zero3.yaml, or train all weights with recipes/causal_lm.py."
         )
     if plan.is_loaded_in_parts and plan.precision == "fp16":
         plan.problems.append(

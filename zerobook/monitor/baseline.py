@@ -180,7 +180,7 @@ class LossBaseline(Baseline):
 
     @property
     def has_no_noise(self) -> bool:
-        """True for the first six points, which have too few residuals to measure the noise."""
+        """True until seven points are accepted. Fewer have too few residuals to measure the noise."""
         return len(self.residuals) < 4
 
     def reference_loss(self, level: float) -> float:

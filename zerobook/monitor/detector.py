@@ -36,7 +36,7 @@ from zerobook.monitor.settings import Settings
 
 # Points within which spikes are counted for a ``chronic`` finding.
 CHRONIC_POINTS = 1000
-# Among the first six points, only a loss of this many times the level is high: after one, two, and three or more accepted
+# Among the first seven points, only a loss of this many times the level is high: after one, two, and three or more accepted
 # points. From three points on, their median is not a single low loss.
 EARLY_FACTORS = (4.0, 4.0, 3.0)
 # Smallest level that counts in this comparison. Losses around 0 can have any ratio to each other.

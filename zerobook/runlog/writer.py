@@ -141,7 +141,7 @@ class RunLog:
             self._lost = 0
             message = f"{self.folder}: the runlog is written again"
             if lost:
-                message += f", {lost} lines were lost"
+                message += f", {lost} writes were lost"
             say(message, file=sys.stderr)
             self.event("written_late", lost=lost)
 

@@ -100,7 +100,7 @@ def _env_diff(event: Event) -> str:
         "set_aside": "checkpoints of later steps, which were renamed",
         "passed_over": "skipped checkpoints: why each of them could not be read",
         "bytes_read": "bytes of tensors that each rank read",
-        "verified": "names of the inputs of the next step that are equal to the checkpoint's record",
+        "verified": "which of learning rate, samples and random numbers of the next step are as the checkpoint recorded them",
         "differing": "name: [recorded, found] of the inputs that differ",
     },
 )
@@ -136,7 +136,7 @@ def _preempted(event: Event) -> str:
         "why": "finding in words, or the reason that the command gave",
         "reason": "reason, if a `KeyboardInterrupt` stopped it",
         "exit_code": "exit code, 76; left out after a `KeyboardInterrupt`",
-        "go_on_from": "newest complete checkpoint from before the spike, or before a command's stop",
+        "go_on_from": "newest complete checkpoint from before the spike; if a command stopped the run, from before the stop",
         "set_aside": "checkpoints saved since the spike began, at their new paths",
         "by": "person whose command stopped it",
     },
@@ -226,7 +226,7 @@ def _repaired(event: Event) -> str:
 @declare(
     "written_late",
     when="A full disk has room again.",
-    fields={"lost": "lines that did not fit into memory meanwhile"},
+    fields={"lost": "writes that did not fit into memory meanwhile; a write is one event, or the steps since a log point"},
 )
 def _written_late(event: Event) -> str:
     return "The disk was full; the events of that time are written now."

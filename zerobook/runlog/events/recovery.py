@@ -102,8 +102,8 @@ def _command(event: Event) -> str:
     "decision",
     when="A recovery action was chosen against damage or a divergence, or a person or a hook asked for it.",
     fields={
-        "action": "replay, skip, lower_rate, further_back, stop or none; leave_out: samples are left out without a rollback; "
-        "of a command also rollback, cut_rate (the rate is lowered without a rollback) or save",
+        "action": "replay, skip, lower_rate, further_back, stop, none, or leave_out (samples are left out without a rollback). "
+        "If a command caused it, also rollback, save, or cut_rate (the rate is lowered without a rollback)",
         "rule": "rule that chose it",
         "why": "finding in words, or the reason that was given",
         "options": "recovery actions that were still possible, from which `action` was chosen",
@@ -135,7 +135,7 @@ def _decision(event: Event) -> str:
         "seconds": "seconds of the rollback",
         "bytes_read": "bytes of tensors that each rank read",
         "set_aside": "checkpoints of the branch that was abandoned, which were renamed",
-        "verified": "names of the inputs of the next step that are equal to the checkpoint's record",
+        "verified": "which of learning rate, samples and random numbers of the next step are as the checkpoint recorded them",
         "differing": "name: [recorded, found] of the inputs that differ",
     },
     style="bad",
