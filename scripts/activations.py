@@ -62,10 +62,10 @@ One micro-batch of {rows} row of {tokens} tokens in fp32, forward and backward, 
 random weights.
 
 - *kept*: bytes that are kept between the forward and the backward pass, by autograd or by the mode `selective`, which keeps
-  some results itself. Every row includes the logits, which checkpointing of layers cannot save.
+  some results itself. Every figure includes the logits, since checkpointing of layers does not make them smaller.
 - *plan error*: *kept* as `zerobook plan` computes it, divided by the measured *kept*, minus 1.
-- *in host memory*: bytes that `offload` moves to host memory on a GPU, from the planner. They are left out of *kept*, which is
-  meant for the memory of the device, although this run on a CPU moves nothing.
+- *in host memory*: bytes that `offload` would move to host memory on a GPU, from the planner. This run on a CPU moves none.
+  *kept* leaves these bytes out all the same, since it stands for the memory of a GPU.
 - *operations*: floating-point operations of both passes, from the planner, divided by those without checkpointing.
 
 Gradients do not depend on the mode. `tests/test_recompute.py` compares them in one process, and

@@ -83,8 +83,9 @@ checkpoint, the losses differ by more than 1e-4. Written by `make test-full`.
 IMPORTED = """# Other trainers' checkpoints whose training was continued: measured
 
 Each row is a training of six AdamW steps on CPUs, each step on the same batch of 8 chats. One program trains the first three
-steps and saves a checkpoint. Another program, or another strategy, trains the rest. *Loss* compares the steps of the last
-program with those of the first program, when it trains all six steps itself. It is the largest relative difference.
+steps and saves a checkpoint. The rest is trained from this checkpoint, in most rows by another program or under another
+strategy. The first program also trains all six steps itself. *Loss* is the largest relative difference between its losses and
+those of the last program, at the steps that the last program trains.
 
 The first column names the program that saved the checkpoint: `trainer-...` is transformers' Trainer, `accelerate-...` is a loop
 on accelerate, and `zerobook ...` is Zerobook. The third column names what trained the rest:

@@ -110,8 +110,8 @@ def flags() -> str:
         "Every flag is also a key of the YAML file that `--config FILE.yaml` names. A flag overrides the file. `--dry-run`\n"
         "prints each value with its source. *Steps* are optimizer steps. A flag without a default is unset.\n\n"
         "A YAML value is parsed like the same text on the command line. The type of the key decides what it means: `no` is a\n"
-        "boolean for `packing`, and a word for `mixed_precision`. `none` and `null` unset an optional key, and the lists\n"
-        "`policy` and `datasets`. For all other lists, they mean an empty list. `mixed_precision: none` means `no`. A list\n"
+        "boolean for `packing`, and a word for `mixed_precision`. For a list, `none` and `null` mean an empty list. They\n"
+        "unset the lists `policy` and `datasets`, and every other optional key. `mixed_precision: none` means `no`. A list\n"
         "may also be written as a single value, or as names that are separated by commas. `embedded:NAME` is a small model\n"
         "or dataset from a Python package, which needs no network.\n"
     )

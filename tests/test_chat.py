@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT
+from tests.harness import ROOT, staged
+from zerobook.checkpoint import store
 from zerobook.cli.chat import Conversation
 from zerobook.cli.main import main
 from zerobook.data import embedded
@@ -158,6 +159,11 @@ def test_what_cannot_be_loaded_is_named(tiny, run, tmp_path, monkeypatch):
     both = tmp_path / "both"
     shutil.copytree(run, both)
     (both / "model").symlink_to(tiny / "llama")
+    refused(both, "holds both", "Name one of them")
+    # A checkpoint does not take the place of a result that cannot be used.
+    with staged(both, 1):
+        pass
+    assert store.list_complete(both / "checkpoints")
     refused(both, "holds both", "Name one of them")
     (both / "model").unlink()
 

@@ -29,7 +29,7 @@ from zerobook.data import prepare, verification
 from zerobook.data.prepare import Library
 from zerobook.data.templates import CausalEncoder
 from zerobook.data.views import Blocks, Documents, Packs
-from zerobook.errors import ConfigError, DataError
+from zerobook.errors import CheckpointError, ConfigError, DataError
 from zerobook.objective import NextToken
 from zerobook.utils.reading import file_digest
 
@@ -390,6 +390,17 @@ def test_a_run_resumes_on_the_data_that_it_began_with_where_a_byte_was_changed(t
     losses = train(tmp_path / "run", max_train_steps=4, resume_from_checkpoint="auto", **flags).losses
     assert losses == pytest.approx(expected, rel=1e-6)
     assert ids.read_bytes() == content
+
+
+def test_a_resume_on_other_data_names_the_setting_that_changed(tmp_path, tiny):
+    flags = {
+        "model_name_or_path": tiny / "llama", "train_file": chats(tmp_path / "a.jsonl", 20), "cache_dir": tmp_path / "cache",
+        "block_size": 64, "validation_split_percentage": 50, "per_device_train_batch_size": 2, "save_steps": 2,
+    }  # fmt: skip
+    train(tmp_path / "run", max_train_steps=2, max_eval_samples=3, **flags)
+
+    with pytest.raises(CheckpointError, match="max_eval_samples 3 -> 4"):
+        train(tmp_path / "run", max_train_steps=4, max_eval_samples=4, resume_from_checkpoint="auto", **flags)
 
 
 @pytest.mark.parametrize("has_locks", [False, True], ids=["no locks", "each host grants its own"])

@@ -429,6 +429,14 @@ def test_a_thought_or_a_tool_that_quotes_python_does_not_change_the_form_of_the_
     assert said(tokenizer, encoded)[0].endswith('[look {"city": "Oslo"}]True<|im_end|>')
 
 
+def test_a_thought_that_is_not_read_is_refused_if_other_turns_have_its_text(tokenizer):
+    thinking = {"role": "assistant", "content": "It is wet.", "reasoning_content": "wet"}
+
+    refused = encode(tokenizer, [ASK, thinking], template=CHATML)
+
+    assert isinstance(refused, BadSample) and "reasoning_content" in str(refused)
+
+
 def test_a_control_token_in_the_tools_is_said_to_be_there(tokenizer):
     tool = copy.deepcopy(TOOL)
     tool["function"]["description"] = "ends with <|im_end|>"

@@ -128,8 +128,8 @@ class DatasetSpec(_Keys):
     weight: float | None = Field(
         None,
         gt=0,
-        description="relative share of the rows: 3 and 1 mean three rows for one; unset: 1, or all rows count equally if no "
-        "dataset has one",
+        description="relative share of the rows: 3 and 1 mean three rows for one; unset: 1 if another dataset has a weight; if "
+        "none has, each dataset has the share of its rows",
     )
     limit: int | None = Field(None, ge=1, description="maximum number of samples to read")
     text_column: str | None = Field(None, description="see the recipe's text_column")
@@ -224,7 +224,9 @@ class RecipeConfig(_Keys):
     format: Format | None = Field(None, description="format of the samples; unset: detected from the columns")
     text_column: str | None = Field(None, description="column with the source text of a pair, if its name is not detected")
     summary_column: str | None = Field(None, description="column with the target text of a pair, if its name is not detected")
-    new_tokens: list[str] = Field([], description="tokens to add to the tokenizer; the embeddings get trained rows for them")
+    new_tokens: list[str] = Field(
+        [], description="tokens to add to the tokenizer; the embeddings get a row for each, and are trained"
+    )
     chat_template: str | None = Field(
         None, description=f"Jinja file with a chat template, or {', '.join(NAMES[:-1])} or {NAMES[-1]}; unset: the tokenizer's"
     )
@@ -311,8 +313,8 @@ class RecipeConfig(_Keys):
     save_steps: Interval | Literal["auto"] = Field(
         AUTOMATIC,
         description="save a checkpoint every N steps, and at the end; epoch: at each epoch's end; a share such as 0.1: every "
-        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run, or fewer if they "
-        "would be less than a minute apart or take more than 5 % of its time, but one every 30 minutes at least",
+        "tenth of the run's steps; 0: at the end only; auto: one early checkpoint, then ten over the run; fewer if they would "
+        "be less than a minute apart, or take more than 5 % of the run's time; never more than 30 minutes apart",
         json_schema_extra={"choices": ["N", "share", "epoch", AUTOMATIC]},
     )
     save_total_limit: int | None = Field(
@@ -336,10 +338,10 @@ class RecipeConfig(_Keys):
     policy: list[PolicyAction] | None = Field(
         None,
         min_length=1,
-        description="recovery actions of on_spike rollback, in this order: some of replay (go back, and do the same steps "
-        "again), skip (go back, and leave their samples out), lower_rate (go back, and lower the rate), further_back (as skip, "
-        "from an earlier checkpoint) and stop; unset: replay, skip, lower_rate, stop, without the replay if it would abandon "
-        "more than a tenth of the run",
+        description="recovery actions of on_spike rollback, in the order in which they are taken: any of replay (go back, and "
+        "do the same steps again), skip (go back, and leave their samples out), lower_rate (go back, and lower the rate), "
+        "further_back (as skip, from an earlier checkpoint) and stop; unset: replay, skip, lower_rate, stop, without the "
+        "replay if it would abandon more than a tenth of the run",
     )
     max_rollbacks: int = Field(
         8, ge=0, description="maximum number of rollbacks; after them, the run stops at the next spike that needs one"

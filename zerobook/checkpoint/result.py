@@ -39,7 +39,7 @@ def find_result(name: str) -> Result:
     if is_adapter(folder):
         return _read_adapter(folder)
     if (folder / store.MANIFEST).exists():
-        raise ConfigError(f"{name}: this is a checkpoint, which holds weights only. {_suggest_export(folder)}")
+        raise ConfigError(f"{name}: this is a checkpoint, not a saved model. {_suggest_export(folder)}")
     # A folder with a config.json is a model. Checkpoints have a config.json too, and were refused above.
     if (folder / "config.json").exists():
         return Result(name)

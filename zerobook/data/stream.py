@@ -333,8 +333,8 @@ class StreamOrder:
         """Let the stream prepare the shards after the ``nth``, and delete those that are more than `BEHIND` before it."""
         kept = [(dataset, self._shard(dataset, n)) for n in range(max(0, nth - BEHIND), nth + 1)]
         following = [(dataset, self._shard(dataset, n)) for n in range(nth + 1, nth + 1 + self.stream.ahead)]
-        # Several shards may be too old now, since empty shards are passed without a stop. After a resume, the run counts as
-        # coming from the shard before the current one: the earlier process deleted the older ones.
+        # Several shards may be too old now, since empty shards are passed without a stop. After a resume, `_current` is -1.
+        # Then take the shard before the ``nth`` as the previous one, since the earlier process deleted the older shards.
         previous = self._current[dataset] if self._current[dataset] >= 0 else nth - 1
         old = [(dataset, self._shard(dataset, n)) for n in range(max(0, previous - BEHIND), nth - BEHIND)]
         # If there are few shards, the next pass may need one of these again soon.

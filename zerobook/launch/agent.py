@@ -43,8 +43,8 @@ class Agent(LocalElasticAgent):
         if has_refused or STOPPED in codes:
             self._remaining_restarts = 0
         if has_refused:
-            # torchrun calls this method at the end of the launch. It would end the launchers of the other machines, too, which
-            # may continue without this one.
+            # At the end of the launch, torchrun calls `shutdown` of the rendezvous. That would end the launchers of the other
+            # machines, too, which may continue without this one.
             worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
         return result
 

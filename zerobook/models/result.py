@@ -142,14 +142,11 @@ def locate_result(name: str, *, trust_remote_code: bool = False) -> str:
         return _export_for_loading(folder, trust_remote_code)
     if holds_result(folder):
         return str(folder)
-    try:
-        result = find_result(name)
-    except ConfigError:
-        # A run that has not ended has no result yet. Its newest checkpoint takes the place of the result.
-        newest = store.list_complete(store.folder_of(name))[-1:]
-        if not newest:
-            raise
+    # A run that has not ended has no result yet. Its newest checkpoint takes the place of the result.
+    newest = store.list_complete(store.folder_of(name))[-1:]
+    if newest and not any(holds_result(folder / kind) for kind in ("model", "adapter")):
         return _export_for_loading(newest[0], trust_remote_code)
+    result = find_result(name)
     return str(result.adapter or result.model)
 
 

@@ -460,7 +460,7 @@ class Detector:
         self.spikes = [*recent_spikes, self.seen]
         reason = (
             f"loss {excursion.base:.4g} -> {excursion.peak:.4g}: {excursion.high} high points since step {excursion.onset}; "
-            f"the last one exceeds the level by {excess:.0f} times the noise ({excursion.unit:.2g})"
+            f"the last one, {point.loss:.4g}, exceeds the level by {excess:.0f} times the noise ({excursion.unit:.2g})"
         )
         findings = [self.finding_of("spike", point, excursion, reason)]
         if len(self.spikes) >= self.settings.chronic_spikes and not self.chronic:
@@ -624,7 +624,7 @@ class Detector:
             self.risen = 0
         if self.risen < settings.level_points:
             return []
-        # Other data do not cause a slow rise of twice this size.
+        # A change in the training data may cause a slow rise, but not one of twice the reported size.
         is_divergence = rise > 2 * settings.slow_rise * self.loss.reference_loss(self.lowest)
         finding = Finding(
             kind="divergence" if is_divergence else "slow_rise",

@@ -271,6 +271,8 @@ class SpikeMonitor:
             self._replay = None
             finding = Finding(
                 kind="divergence",
+                # The finding is of the same spike, so keep the step at which this was noticed before the rollback. A skip
+                # leaves out samples up to this step.
                 step=replay.last,
                 onset=replay.onset,
                 points=1,

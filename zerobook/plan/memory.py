@@ -261,6 +261,7 @@ def _pass_buffers(model: ModelWeights, sharding: ShardingSpec, gathered_elements
     elif sharding.offload_param == "none":
         # With one rank, the shard is the weight itself.
         gathered_elements = 0
+    # ZeRO-3 allocates its bucket when training starts, so it exists in the forward pass, too.
     return _reduce_bucket(sharding) + gathered_elements * sharding.compute_bytes
 
 

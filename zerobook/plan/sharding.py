@@ -111,7 +111,7 @@ class ShardingSpec:
 
 
 def sharding_spec(plan: LaunchPlan, model_config: PreTrainedConfig, ranks_per_node: int | None = None) -> ShardingSpec:
-    """Return the numbers of a resolved strategy file for a model.
+    """Return the settings of a launch plan that memory and traffic depend on. Each ``auto`` becomes the size for the model.
 
     Args:
         model_config: transformers' config; buckets are sized by its width.

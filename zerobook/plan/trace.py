@@ -238,7 +238,7 @@ class StorageCounter(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, name: str, args: Any, result: Any) -> None:
-        """Add an operation to the work of the present piece."""
+        """Add an operation to the counts of the current `Piece`, a section of the step."""
         if name in _WITHOUT_KERNEL or _is_view(func):
             return
         work = self.work
@@ -253,7 +253,8 @@ class StorageCounter(TorchDispatchMode):
         factors = _FACTORS.get(name)
         if factors is not None:
             a, b = (args[index] for index in factors)
-            # A mixture of experts has one matrix of ``b`` for each group of ``a``'s rows, and their number is not a factor.
+            # The first of three dimensions is a batch if both have it. In a mixture of experts, only ``b`` has it: a matrix for
+            # each group of ``a``'s rows. Each row is multiplied by one of them, so the batch is 1.
             batch = a.shape[0] if a.ndim == b.ndim == 3 else 1
             product = Product(batch, a.shape[-2], a.shape[-1], b.shape[-1], a.element_size())
             # The backward pass makes the gradients of both factors.

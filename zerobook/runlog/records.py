@@ -28,8 +28,8 @@ class StepRecord:
     cursor: tuple[int, int]
     """position in the sample order before the step, and after it"""
     ids: Iterable[int]
-    """numbers of the step's rows, in the order of the run. With ``--packing``, a row is a pack. Hooks also get a number below 0
-    for each row that only fills up the batch"""
+    """the step's rows, in the sample order: the number of each in the training data. With ``--packing``, a row is a pack. Hooks
+    also get a number below 0 for each row that only fills up the batch"""
     metrics: dict[str, SupportsFloat] = field(default_factory=dict)
     """what hooks and the objective add"""
     sums: dict[str, Any] = field(default_factory=dict)

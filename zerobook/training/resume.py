@@ -94,7 +94,7 @@ def compare_held_out_data(progress: Progress, data: PreparedData, say: Callable[
         )
 
 
-# Settings of every recipe that decide which samples a run trains on. A recipe's own settings may do so too.
+# Settings of every recipe that change the fingerprint of the training data. A recipe's own settings may do so, too.
 DATA_SETTINGS = frozenset(
     {
         "model_name_or_path",
@@ -109,6 +109,7 @@ DATA_SETTINGS = frozenset(
         "validation_split_percentage",
         "streaming",
         "max_train_samples",
+        "max_eval_samples",
         "format",
         "text_column",
         "summary_column",

@@ -39,8 +39,8 @@ def read_sharded(folder: Path) -> Source:
     steps = [key for key in optimizer.tensors if key.endswith(".step")]
     if not names or not steps:
         raise CheckpointError(
-            f"{optimizer.folder}: it holds no {MOMENTS[0]} and step of AdamW, which alone can be taken over. Start a new "
-            "run from the trained weights."
+            f"{optimizer.folder}: the optimizer state has no {MOMENTS[0]} or no step. Only AdamW's state can be taken over. "
+            "Start a new run from the trained weights."
         )
     shapes = {name: list(optimizer.tensors[f"{_STATE}{name}{suffix}"].size) for name in names}
     # AdamW counts the steps for each weight, and all counts are equal.

@@ -93,7 +93,7 @@ def translate_fsdp(foreign: Foreign, _value: Any) -> dict[str, Any]:
     settings = {str(key).removeprefix("fsdp_"): setting for key, setting in config.items()}
     # transformers' key ``fsdp`` has words, such as ``full_shard auto_wrap offload``.
     words = str(foreign.config.get("fsdp") or "").lower()
-    # FSDP 1 has either key, with the same values. FSDP 2 has reshard_after_forward, which is true or false.
+    # FSDP 1 has sharding_strategy or reshard_after_forward, with the same values. In FSDP 2, the latter is true or false.
     sharding = str(settings.get("sharding_strategy", settings.get("reshard_after_forward", ""))).lower()
     # The last match counts: ``hybrid_shard_zero2`` also contains ``2``, which means SHARD_GRAD_OP.
     for name in _SHARDING:

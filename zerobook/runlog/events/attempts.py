@@ -94,14 +94,14 @@ def _env_diff(event: Event) -> str:
         "checkpoint": "folder of the checkpoint",
         "step": "its step",
         "cursor": "position in the sample order, over all epochs",
-        "samples": "samples seen so far",
+        "samples": "rows trained on so far; with `--packing`, a row is a pack",
         "world_size": "processes before and now",
-        "global_batch": "samples of a step before and now",
+        "global_batch": "rows of a step before and now",
         "set_aside": "checkpoints of later steps, which were renamed",
         "passed_over": "skipped checkpoints: why each of them could not be read",
         "bytes_read": "bytes of tensors that each rank read",
         "verified": "which of learning rate, samples and random numbers of the next step are as the checkpoint recorded them",
-        "differing": "name: [recorded, found] of the inputs that differ",
+        "differing": "name: [recorded, found], for each of these three that differs",
     },
 )
 def _resume(event: Event) -> str:
@@ -132,7 +132,7 @@ def _preempted(event: Event) -> str:
     when="A recovery action, a command or a `KeyboardInterrupt` stopped the attempt. Ctrl-C during the steps is `preempted`.",
     fields={
         "step": "last step",
-        "rule": "rule that stopped it",
+        "rule": "why it had to stop, in words, such as `on_spike is stop`",
         "why": "finding in words, or the reason that the command gave",
         "reason": "reason, if a `KeyboardInterrupt` stopped it",
         "exit_code": "exit code, 76; left out after a `KeyboardInterrupt`",

@@ -8,12 +8,12 @@ from zerobook.utils.units import counted, duration
 
 _FINDING_FIELDS = {
     "kind": "kind of the finding, see `zerobook.monitor.finding.Finding`",
-    "alarm": "true for a spike, damage, a divergence or a slow rise",
+    "alarm": "true if `kind` is spike, damage (after a spike, the loss falls back only slowly), divergence or slow_rise",
     "step": "step at which it was noticed",
     "onset": "step at which it began",
-    "points": "logged points since the onset; for an outlier, the number of its high points",
+    "points": "number of losses since the onset, of which each step has one; for an outlier, of the high ones only",
     "base": "level of the loss before it, nats per supervised token",
-    "peak": "highest loss since the onset; if the finding is about one point (armed), its loss; after a slow rise, the level",
+    "peak": "highest loss since the onset; for `armed`, the loss at `step`; for `slow_rise`, the level to which it has risen",
     "reason": "the reason in words",
 }
 # Kind of a finding -> the beginning of its sentence.
@@ -54,7 +54,7 @@ _ACTIONS = {
 )
 @declare(
     "spike",
-    when="The detector found a spike, damage, a divergence or another change.",
+    when="The detector found a spike, a divergence, or another change of the loss that lasts.",
     fields=_FINDING_FIELDS,
     style=lambda event: "bad" if event["kind"] in ("damage", "divergence") else "warn",
     mark=Mark(colour="red", symbol="▲", step=lambda event: event["onset"]),
@@ -100,11 +100,11 @@ def _command(event: Event) -> str:
 
 @declare(
     "decision",
-    when="A recovery action was chosen against damage or a divergence, or a person or a hook asked for it.",
+    when="A recovery action was chosen after a finding of kind `damage` or `divergence`, or a person or a hook asked for it.",
     fields={
         "action": "replay, skip, lower_rate, further_back, stop, none, or leave_out (samples are left out without a rollback). "
         "If a command caused it, also rollback, save, or cut_rate (the rate is lowered without a rollback)",
-        "rule": "rule that chose it",
+        "rule": "why this action was chosen and not another, in words",
         "why": "finding in words, or the reason that was given",
         "options": "recovery actions that were still possible, from which `action` was chosen",
         "to_step": "step of the checkpoint that the run goes back to",
@@ -129,14 +129,14 @@ def _decision(event: Event) -> str:
         "action": "recovery action that is carried out",
         "from_step": "step before the rollback",
         "to_step": "step of the checkpoint",
-        "why": "finding in words",
+        "why": "finding in words, or the reason that was given",
         "step": "step after the rollback",
         "steps_given_up": "number of abandoned steps, which will be done again",
         "seconds": "seconds of the rollback",
         "bytes_read": "bytes of tensors that each rank read",
         "set_aside": "checkpoints of the branch that was abandoned, which were renamed",
         "verified": "which of learning rate, samples and random numbers of the next step are as the checkpoint recorded them",
-        "differing": "name: [recorded, found] of the inputs that differ",
+        "differing": "name: [recorded, found], for each of these three that differs",
     },
     style="bad",
     mark=Mark(colour="red", symbol="←", step=lambda event: event["from_step"] if event["phase"] == "intent" else None),
@@ -159,7 +159,7 @@ def _rollback(event: Event) -> str:
         "ranges": "[start, end) of sample ids",
         "samples": "how many samples these are",
         "steps": "first and last step that took them",
-        "why": "finding in words",
+        "why": "finding in words, or the reason that was given",
     },
     mark=Mark(colour="violet", symbol="✕", step=lambda event: event["steps"][0]),
 )
@@ -172,7 +172,10 @@ def _skip(event: Event) -> str:
 @declare(
     "lr_change",
     when="The learning rate is lowered.",
-    fields={"cut": "[step, factor, steps until the rate is back on its schedule]", "why": "finding in words"},
+    fields={
+        "cut": "[step, factor, steps until the rate is back on its schedule]",
+        "why": "finding in words, or the reason that was given",
+    },
     mark=Mark(colour="teal", symbol="▼", step=lambda event: event["cut"][0]),
 )
 def _lr_change(event: Event) -> str:
