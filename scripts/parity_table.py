@@ -60,13 +60,14 @@ zero3_hpz was launched as on two machines of two processes each.
 """
 QUANTISED = """# Frozen bases and strategies: measured
 
-`lora_finetune` on a tiny Llama, with fp32 adapters of rank 32, compared with one process: the rows `lora_finetune`, `qlora` and
-`int8` of [parity.md](parity.md). A cell has two figures: the largest relative difference of a loss, and the bytes of parameters
-on the rank that has most. The row `single` is the one process, so it has only the bytes. The row `zero3_nvme` is of a larger
-model (`wide` in parity.md), so its bytes cannot be compared with those of other rows. The bytes include the scales of quantised
-layers, which every rank holds completely. In a cell with `refused`, the run ends with a ConfigError before any process starts.
-Below the table, each reason follows the names of the strategy files that are refused for it. In a model this small,
-embeddings and adapters in fp32 are most of the bytes, and the scales of a layer (1 KB) are as large as a small weight matrix.
+`lora_finetune` on a tiny Llama, with fp32 adapters of rank 32, compared with one process. The runs are those of the recipes
+`lora_finetune`, `qlora` and `int8` in [parity.md](parity.md), which has the numbers of processes. A cell has two figures: the
+largest relative difference of a loss, and the bytes of parameters on the rank that has most. The row `single` is the one
+process, so it has only the bytes. The row `zero3_nvme` is of a larger model (`wide` in parity.md), so its bytes cannot be
+compared with those of other rows. The bytes include the scales of quantised layers, which every rank holds completely. In a
+cell with `refused`, the run ends with a ConfigError before any process group exists. Below the table, each reason follows the
+names of the strategy files that are refused for it. In a model this small, embeddings and adapters in fp32 are most of the
+bytes, and the scales of a layer (1 KB) are as large as a small weight matrix.
 Written by `make test-full`.
 """
 RESUME = """# Any checkpoint, any strategy: measured

@@ -80,8 +80,8 @@ CHECKPOINT_FILES: dict[str, tuple[str, dict[str, str]]] = {
         "The settings of the run that wrote it.",
         {
             "config": "every key of the recipe's config with its value",
-            "asked": "the config as YAML, flags and strategy file set it. In `config`, a resumed run may have other sizes of "
-            "the batch, and a dataset has the commit that was read as its revision",
+            "asked": "the config as YAML, flags and strategy file set it. `config` may differ: a resumed run may have other "
+            "batch sizes, and the revision of a dataset is the commit that was read",
             "chat_template": "text of `--chat_template`; null for the tokenizer's own",
             "base_commit": "hub commit of the model that was loaded",
             "base": "config of that model; with adapters, also a digest of its weights",

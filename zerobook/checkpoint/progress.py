@@ -37,13 +37,13 @@ class Progress:
     global_batch: int = 0
     """samples per optimizer step"""
     world_size: int = 0
-    """processes that wrote this record"""
+    """number of processes of the run that wrote this record"""
     data_size: int = 0
     """samples per epoch; 0 for a stream"""
     data_fingerprint: str = ""
     """fingerprint of the tokenized training data; a run resumes only on the same data"""
     stream: list[list[int]] | None = None
-    """for each dataset of a stream: how many rows each shard has, of the shards reached so far, in the order of reading"""
+    """for each dataset of a stream: the number of rows of each shard that was reached so far, in the order of reading"""
     skip_ranges: list[list[int]] = field(default_factory=list)
     """[start, end) of sample ids left out of every epoch"""
     rate_cuts: list[list[float]] = field(default_factory=list)
