@@ -205,16 +205,17 @@ class ChatTemplate:
         """Raise `BadSample` if the template leaves out the tools or a part of a turn: with another, the text is the same."""
         if tools is not None and self._writes_same((messages, tools), (messages, None)):
             raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
-        values = [value for message in messages for value in message.values() if isinstance(value, str)]
+        all_texts = "\x02".join(value for message in messages for value in message.values() if isinstance(value, str))
         for index, message in enumerate(messages):
             role = message["role"]
             # Templates may leave out a part of an earlier answer, such as its thoughts. So an answer is the last turn here, as
             # it is when the model generates it.
             stop = index + 1 if role == "assistant" else len(messages)
             for key, value in message.items():
+                if value is None or key in ("role", *IDENTIFIERS):
+                    continue
                 # A text that the template writes as it is, and as often as the turns have it, needs no further rendering.
-                is_written = isinstance(value, str) and text.count(value.strip()) >= "\x02".join(values).count(value.strip())
-                if is_written or value is None or key in ("role", *IDENTIFIERS):
+                if isinstance(value, str) and text.count(value.strip()) >= all_texts.count(value.strip()):
                     continue
                 # Texts become a character that no template writes, and calls are removed.
                 other_value = "\x02" if isinstance(value, str) else None
