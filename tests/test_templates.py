@@ -547,6 +547,7 @@ chats = st.builds(
 @settings(max_examples=60)
 @given(batch=st.lists(chats, min_size=1, max_size=3))
 @example(batch=[chat("0", "#")])  # some of these templates write this character behind the turn, too
+@example(batch=[chat("0", "\x02")])
 def test_any_chat_is_supervised_on_whole_turns_and_their_ends(tokenizer, trimming, template, batch):
     results = [CausalEncoder(t, length=None, chat_template=template).encode(batch) for t in (tokenizer, trimming)]
     for sample, encoded, other in zip(batch, *results, strict=True):

@@ -205,7 +205,7 @@ class ChatTemplate:
         """Raise `BadSample` if the template leaves out the tools or a part of a turn: with another, the text is the same."""
         if tools is not None and self._writes_same((messages, tools), (messages, None)):
             raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
-        all_texts = "\x02".join(value for message in messages for value in message.values() if isinstance(value, str))
+        all_texts = "\n".join(value for message in messages for value in message.values() if isinstance(value, str))
         for index, message in enumerate(messages):
             role = message["role"]
             # Templates may leave out a part of an earlier answer, such as its thoughts. So an answer is the last turn here, as
