@@ -446,3 +446,75 @@ def test_a_control_token_in_the_tools_is_said_to_be_there(tokenizer):
     assert (
         isinstance(refused, BadSample) and "tools" in str(refused) and "turn" not in str(refused).partition("has the text")[0]
     )
+
+
+# As Command A's: an answer ends with a token of its own, and then with the end of text, which also ends the user's turns.
+TWO_ENDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<answer>{{ m.content }}</answer>"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}" + PROMPT
+)
+# As Phi-4-mini's: the end of text is written only behind the last turn.
+LAST_END = TWO_ENDS.replace("<|im_end|>{% endfor %}", "{% endfor %}").replace(
+    PROMPT, PROMPT.replace("{% endif %}", "{% else %}<|im_end|>{% endif %}")
+)
+
+
+@pytest.mark.parametrize(("template", "end"), [(TWO_ENDS, "</answer><|im_end|>"), (LAST_END, "</answer>")])
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_turn_of_two_end_tokens_is_supervised_up_to_the_one_that_ends_every_turn(tokenizer, template, end, marked):
+    with_answers = copy.deepcopy(tokenizer)
+    with_answers.add_tokens(["<answer>", "</answer>"])
+    if marked:
+        template = template.replace("<answer>", "<answer>{% generation %}").replace("</answer>", "{% endgeneration %}</answer>")
+
+    spans = said(with_answers, encode(with_answers, [ASK, SAY, ASK, SAY], template=template))
+
+    assert [span.removeprefix("<answer>") for span in spans] == [f"No.{end}", f"No.{end}"]
+
+
+# As QwQ's: the prompt begins a thought, which the template leaves out of the rendered turn.
+LEAVES_THOUGHTS_OUT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] | trim }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_calls_behind_a_thought_that_names_the_function_are_supervised(with_marks):
+    thinking = answer(call("Oslo"), content="<think>\nI look there.\n</think>\n\nOne moment.")
+
+    (span,) = said(with_marks, encode(with_marks, [ASK, thinking], template=LEAVES_THOUGHTS_OUT))
+
+    assert span.startswith("I look there.\n</think>\n\nOne moment.<tool_call>") and '"Oslo"' in span
+    assert span.endswith("</tool_call><|im_end|>")
+
+
+# As Nemotron 3's: a thought in the content is written as it is, and otherwise an empty one.
+WRITES_EMPTY_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '<think>' not in m.content %}"
+    "<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_a_tag_that_the_template_and_the_content_have_is_written_once(with_marks):
+    thinking = {"role": "assistant", "content": "<think>Dry.</think>No."}
+
+    encoded = encode(with_marks, [ASK, thinking], template=WRITES_EMPTY_THOUGHTS)
+
+    assert with_marks.decode(encoded.input_ids).count("<think>") == 1
+    assert said(with_marks, encoded)[-1].endswith("Dry.</think>No.<|im_end|>")
+
+
+def test_a_token_that_takes_the_white_space_before_a_turn_is_not_supervised(tokenizer):
+    from tokenizers import AddedToken
+
+    taking = copy.deepcopy(tokenizer)
+    taking.add_tokens([AddedToken("<|assistant|>", rstrip=True, normalized=False, special=True)], special_tokens=True)
+    template = CHATML.replace("<|im_start|>assistant\n", "<|assistant|>").replace(
+        "<|im_start|>{{ m['role'] }}\n", "<|{{ m['role'] }}|>"
+    )
+
+    spans = said(taking, encode(taking, [ASK, {"role": "assistant", "content": "\n\nNo."}], template=template))
+
+    assert [span.strip() for span in spans] == ["No.<|im_end|>"]

@@ -801,8 +801,7 @@ class RecipeConfig(_Keys):
         if steps is None:
             return None
         # The shortest interval counts: an automatic interval and an epoch may both be a single step.
-        interval = self.save_steps if isinstance(self.save_steps, int) else 1
-        return 1 + max(steps - 1, 0) // interval
+        return 1 + max(steps - 1, 0) // (self.save_steps if isinstance(self.save_steps, int) else 1)
 
 
 def _missing_path(key: str, value: str) -> list[str]:

@@ -243,8 +243,7 @@ class CheckpointManager:
         checkpoint = self.checkpoint
         assert checkpoint is not None
         # The step in its name is then followed by a suffix, and is not read as a step.
-        was_set_aside = store.step_of(checkpoint) < 0
-        if was_set_aside and self.resumes_in_place:
+        if store.step_of(checkpoint) < 0 and self.resumes_in_place:
             store.restore_name(checkpoint, store.read_json(checkpoint / store.MANIFEST)["step"])
 
     # --- checkpoints for rollbacks; on rank 0, except `is_undamaged`

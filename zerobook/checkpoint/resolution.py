@@ -94,8 +94,7 @@ def _resolve_path(output_dir: str | Path, request: str, thorough: bool) -> Resol
     path = Path(request).expanduser()
     checkpoints = store.folder_of(path)
     # The folder of a run has checkpoints in it, and no manifest. A folder with neither is taken for a damaged checkpoint.
-    is_run = not (path / store.MANIFEST).exists() and len(store.list_candidates(checkpoints)) > 0
-    if not is_run:
+    if (path / store.MANIFEST).exists() or not store.list_candidates(checkpoints):
         problem = store.find_damage(path, thorough=thorough)
         if problem is not None:
             raise CheckpointError(f"{problem}. {_suggest_older(path, thorough)}")

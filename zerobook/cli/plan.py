@@ -456,8 +456,7 @@ def _launch_line(request: Request, words: list[str], best: Candidate, cluster: C
 
 # Return the words of a flag on the command line. A list has a word for each item.
 def _flag_words(key: str, value: Any) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [f"--{key}", *map(str, values)]
+    return [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
 
 
 def _measure(model_arguments: list[str], cluster: Cluster, flags: argparse.Namespace) -> int:

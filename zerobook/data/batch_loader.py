@@ -153,8 +153,7 @@ class BatchLoader:
         # Rows that fill no micro-batch are left out. Each micro-batch is padded to its longest row.
         ids = ids[: len(ids) // micro * micro]
         lengths = self.rows.lengths_of(ids).reshape(-1, micro)
-        padded_tokens = lengths.max(axis=1).sum() * micro
-        return 1 - float(lengths.sum() / padded_tokens)
+        return 1 - float(lengths.sum() / (lengths.max(axis=1).sum() * micro))
 
     def __iter__(self) -> Iterator[tuple[StepPlan, Iterator[dict[str, torch.Tensor]]]]:
         loader = DataLoader(

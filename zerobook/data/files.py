@@ -446,8 +446,7 @@ def _read_text(file: Path, start: int = 0, stop: int | None = None) -> Iterator[
         position = _seek_line(content, start)
         bytes_read = _byte_counter(raw, start)
         # Only a file's first bytes can be a byte order mark.
-        encoding = "utf-8" if start else "utf-8-sig"
-        decoder = codecs.getincrementaldecoder(encoding)()
+        decoder = codecs.getincrementaldecoder("utf-8" if start else "utf-8-sig")()
         blocks = _text_blocks(content, position, stop)
         begins = not start
         block = next(blocks, b"")

@@ -365,8 +365,7 @@ class Library:
     def _stream_settings(self, spec: DatasetSpec) -> dict[str, Any]:
         source = self._open_splits(spec).train
         # A stream may be too large for a digest of its content, so take its sketch if it has one.
-        make_digest = source.sketch or source.digest
-        return self._settings(spec, make_digest(), None)
+        return self._settings(spec, (source.sketch or source.digest)(), None)
 
     def shard(self, dataset: int, index: int) -> PreparedRows:
         """Return the rows of one shard. Prepare the shard if it is missing; wait if another process is preparing it."""

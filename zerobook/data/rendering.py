@@ -135,6 +135,12 @@ class ChatTemplate:
         self._frames: dict[tuple[str, ...], TurnFrame] = {}
         ordinary_tokens = {token.content for token in added_tokens if not token.special}
         self._turn_pattern = any_of(self._find_turn_markers(ordinary_tokens))
+        # Finds the end-of-text token, if it ends every turn. The template may write another token between it and the content.
+        messages, contents = _stand_ins(("user", "assistant", "user"))
+        between = ""
+        with suppress(BadSample):
+            between = self._render_text(messages).partition(contents[1])[2].partition(contents[2])[0]
+        self._eos_pattern = any_of([self.eos] if self.eos and self.eos in between else [])
 
     def render(self, chat: Chat, *, is_supervised_whole: bool = False) -> list[Rendered]:
         """Return the chat as rows of text that supervise each assistant turn once, with its end-of-turn token.
@@ -350,7 +356,7 @@ class ChatTemplate:
         Args:
             closing: what the template writes after the content of the last turn.
         """
-        end = self._end_pattern.search(closing)
+        end = self._eos_pattern.search(closing) or self._end_pattern.search(closing)
         if end:
             # The marks may include any part of ``closing``, from its beginning. Try how much of it they include, most first.
             for marked_length in range(len(closing), -1, -1):
@@ -396,7 +402,13 @@ class ChatTemplate:
             if _continues_prompt(content, written_content, beginning):
                 # The model sees the complete prompt, so the turn is the content that follows it.
                 lead = prompt
-                turn = content.removeprefix(beginning).lstrip() + closing
+                calls = ""
+                if "tool_calls" in messages[index]:
+                    # The template wrote the calls behind the end of the content.
+                    left_out = next(i for i in range(len(content) + 1) if written_content.startswith(content[i:]))
+                    calls = written_content[len(content) - left_out :]
+                # A prompt's end of white space alone begins no thought, so the template wrote all that follows it.
+                turn = (content.removeprefix(beginning) + calls if beginning else written_content).lstrip() + closing
 
         end, has_end = self._find_end(turn, messages[index], closing)
         answer = turn[:end]
@@ -467,23 +479,28 @@ class ChatTemplate:
         follow the content, and the text after them is not known, the end is the last added token.
         """
         # If the text after the content is known, the content ends before it. Otherwise search the turn for the content.
+        tokens = list(self._end_pattern.finditer(turn))
         if closing is not None and turn.endswith(closing):
             content_end = len(turn) - len(closing)
             end = self._end_pattern.search(turn, content_end)
+            # No text has a control token, so one that the calls end with ends the turn.
+            if not end and tokens and self._control.named(tokens[-1][0]) and not turn[tokens[-1].end() :].strip():
+                end = tokens[-1]
         else:
             content = message["content"] or ""
             content_end = _content_end(turn, content)
             # A thought before the content, or text behind the turn, may repeat it. So prefer a token right behind the content.
-            tokens = list(self._end_pattern.finditer(turn))
             candidates = [token for token in tokens if turn[: token.start()].rstrip().endswith(content.strip())]
             trimmed_end = _content_end(turn, content.strip())
             if not candidates:
                 candidates = list(self._end_pattern.finditer(turn, trimmed_end))[:1]
             # If the template changed the content, it is not found, and may have such tokens. Calls may have them around them.
             if not trimmed_end or "tool_calls" in message:
-                candidates = tokens
+                # Text behind the last token belongs to the turn, which then has no such end.
+                candidates = tokens if tokens and not turn[tokens[-1].end() :].strip() else []
             end = candidates[-1] if candidates else None
         if end:
+            end = self._eos_pattern.search(turn, end.start()) or end
             return end.end(), True
         return max(len(turn.rstrip()), content_end), False
 

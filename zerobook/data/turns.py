@@ -50,6 +50,7 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
         )
     encodings = plain_backend(tokenizer).encode_batch([chat.text for chat in chats], add_special_tokens=False)
     results = []
+    added_ids = tokenizer.added_tokens_decoder.keys()
     for chat, encoding in zip(chats, encodings, strict=True):
         turns = []
         # All tokens are supervised. Characters would not give all of them: many tokenizers count white space to no token.
@@ -57,7 +58,12 @@ def tokenize_turns(tokenizer: PreTrainedTokenizerBase, chats: Sequence[Rendered]
             turns.append((0, len(encoding.ids)))
         for start, stop in chat.turns or ():
             last_token = cast("int", encoding.char_to_token(stop - 1))
-            turns.append((_token_at(encoding, start), last_token + 1))
+            first_token = _token_at(encoding, start)
+            begin, end = cast("tuple[int, int]", encoding.token_to_chars(first_token))
+            # The tokens of some models, such as Phi-3, take the white space after them. Such a token belongs to the prompt.
+            if begin < start and encoding.ids[first_token] in added_ids and not chat.text[start:end].strip():
+                first_token += 1
+            turns.append((first_token, last_token + 1))
         results.append(Tokenized(np.array(encoding.ids, np.int32), turns))
     return results
 

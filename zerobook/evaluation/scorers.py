@@ -23,8 +23,7 @@ def split_tasks(tasks: list[str]) -> tuple[list[str], list[str]]:
     (['mine.jsonl'], ['arc_easy', 'theirs.yaml'])
     """
     task_files = [task for task in tasks if task.endswith((".jsonl", ".json"))]
-    harness_tasks = [task for task in tasks if task not in task_files]
-    return task_files, harness_tasks
+    return task_files, [task for task in tasks if task not in task_files]
 
 
 def fetch_tasks(tasks: list[str], *, encoder_decoder: bool) -> None:

@@ -222,8 +222,7 @@ def _describe_difference(hosts: Sequence[Mapping[str, Any]], *path: str) -> str 
         value: Any = host
         for key in path:
             value = value.get(key)
-        text = "not set" if value is None else str(value)
-        names_by_value.setdefault(text, []).append(host["host"])
+        names_by_value.setdefault("not set" if value is None else str(value), []).append(host["host"])
     if len(names_by_value) == 1:
         return None
     # The value of most hosts comes first, so that a host with another value is easy to see.

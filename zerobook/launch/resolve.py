@@ -364,8 +364,7 @@ def _check_gpus(launch: LaunchDraft) -> None:
     if environ.get("SLURM_NTASKS") == str(plan.world_size) and "TORCHELASTIC_RUN_ID" not in environ:
         # The value is 8, or 8(x2) for two nodes of 8 processes each. If nodes have different numbers, it has another form.
         tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
-        tasks_of_node = int(tasks[1]) if tasks else 1
-        local_processes = max(local_processes, local_rank + 1, tasks_of_node)
+        local_processes = max(local_processes, local_rank + 1, int(tasks[1]) if tasks else 1)
         if local_processes > gpu_count:
             plan.problems.append(
                 f"srun: {local_processes} processes on this machine, of which this one sees {gpus_seen}. A process "

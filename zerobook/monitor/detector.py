@@ -519,8 +519,7 @@ class Detector:
         if count < self.settings.patience * (1 + excursion.extended) and not at_end:
             return []
         # Compare medians of three losses, so that no single loss decides.
-        medians = [median(losses[first : first + 3]) for first in range(max(1, count - 2))]
-        top = max(medians)
+        top = max(median(losses[first : first + 3]) for first in range(max(1, count - 2)))
         late = median(losses[-3:])
         # The share of the rise by which the loss has come down again.
         regained = (top - late) / (top - base)

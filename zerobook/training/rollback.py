@@ -209,8 +209,7 @@ class Recovery:
         """Protect the newest checkpoint from before the spike, so that the next save does not prune it."""
         if self.strategy.is_main:
             checkpoint = self._find_checkpoint_before(action)
-            steps = [] if checkpoint is None else [store.step_of(checkpoint)]
-            self.manager.protect(*steps)
+            self.manager.protect(*([] if checkpoint is None else [store.step_of(checkpoint)]))
 
     def set_aside_and_report(self, action: RecoveryAction) -> None:
         """Set aside the checkpoints that may hold the spike or its cause, and write the report of the run. Collective.

@@ -54,8 +54,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     # vision tower. Embeddings that are tied to the output layer count, since that multiplies them.
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
-    is_tied = output is not None and output.weight is embedding
-    skipped = set() if is_tied else {id(embedding)}
+    skipped = set() if output is not None and output.weight is embedding else {id(embedding)}
     base = getattr(model, "get_base_model", lambda: model)()
     for path in unused_modules(base):
         skipped |= {id(weight) for weight in base.get_submodule(path).parameters()}

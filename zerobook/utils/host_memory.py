@@ -107,8 +107,7 @@ def _loaded_bytes(entry: dict[str, Any], float_width: int | None) -> int:
     width = STORED_WIDTHS.get(entry["dtype"], 1)
     elements = (end - start) // width
     # Floats of 8 bits are quantised weights, which are not converted.
-    is_float = width > 1 and "F" in entry["dtype"]
-    if is_float and float_width:
+    if float_width and width > 1 and "F" in entry["dtype"]:
         width = float_width
     return elements * width
 

@@ -144,8 +144,7 @@ def select_files(files: Iterable[str], *, weights: bool) -> list[str]:
     selected = []
     for file in top_level:
         # The index of weights in several files has the suffix of a config, but belongs to the weights.
-        is_other = file.endswith(_OTHER_SUFFIXES) and file not in all_weights
-        if is_other or file in chosen_weights:
+        if file in chosen_weights or (file.endswith(_OTHER_SUFFIXES) and file not in all_weights):
             selected.append(file)
     return selected
 

@@ -75,9 +75,8 @@ def _translate_interval(strategy: Any, steps: Any) -> Any:
 
 def translate_times_per_epoch(foreign: Foreign, value: Any) -> Flags:
     """Return a number of times per epoch, ``value``, as an interval that is a share of the run."""
-    share = 1 / (value * foreign.get("num_epochs", 1))
     # An interval of 1 would be one step, and not the whole run.
-    return {foreign.entry.to: round(min(share, 0.999), 6)}
+    return {foreign.entry.to: round(min(1 / (value * foreign.get("num_epochs", 1)), 0.999), 6)}
 
 
 # --- model and data
