@@ -238,7 +238,7 @@ def test_tool_and_system_turns_are_context(tokenizer):
     "template, sample, expected",
     [
         (NO_SYSTEM, chat("a", "b", system="c"), "the chat template refuses it: no system turn here"),
-        (ONLY_SYSTEM, chat("a", "b", system="c"), "turn 3 (assistant) has content, which the chat template does not read"),
+        (ONLY_SYSTEM, chat("a", "b", system="c"), "turn 2 (user) has content, which the chat template does not read"),
         (LOOKS_BACK, chat("a", "b", "c", "d"), "renders turn 2 differently from its own generation prompt"),
         (MARKED.replace("== 'assistant'", "== 'nobody'"), chat("a", "b"), "marks 0 turns as generated, the assistant has 1"),
         (MARKED + "{{ nobody.name }}", chat("a", "b"), "the chat template refuses it: 'nobody' is undefined"),

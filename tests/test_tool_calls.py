@@ -437,6 +437,16 @@ def test_a_thought_that_is_not_read_is_refused_if_other_turns_have_its_text(toke
     assert isinstance(refused, BadSample) and "reasoning_content" in str(refused)
 
 
+def test_a_content_that_is_not_read_is_refused_if_the_call_has_its_text(tokenizer):
+    template = calling(AS_OBJECT).replace(
+        "{{ m.content }}{% for c", "{% if not m.tool_calls %}{{ m.content }}{% endif %}{% for c"
+    )
+
+    refused = encode(tokenizer, [ASK, answer(call("Oslo"), content="look"), result("wet"), SAY], template=template)
+
+    assert isinstance(refused, BadSample) and "content" in str(refused)
+
+
 def test_a_control_token_in_the_tools_is_said_to_be_there(tokenizer):
     tool = copy.deepcopy(TOOL)
     tool["function"]["description"] = "ends with <|im_end|>"

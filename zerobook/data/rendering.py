@@ -211,7 +211,8 @@ class ChatTemplate:
         """Raise `BadSample` if the template leaves out the tools or a part of a turn: with another, the text is the same."""
         if tools is not None and self._writes_same((messages, tools), (messages, None)):
             raise BadSample(f"there are tools, which the chat template does not read; {self.advice}")
-        all_texts = "\n".join(value for message in messages for value in message.values() if isinstance(value, str))
+        # All that the template may write, its own text included.
+        all_texts = "\n".join([self.source, str(tools), *(str(value) for message in messages for value in message.values())])
         for index, message in enumerate(messages):
             role = message["role"]
             # Templates may leave out a part of an earlier answer, such as its thoughts. So an answer is the last turn here, as
@@ -220,7 +221,7 @@ class ChatTemplate:
             for key, value in message.items():
                 if value is None or key in ("role", *IDENTIFIERS):
                     continue
-                # A text that the template writes as it is, and as often as the turns have it, needs no further rendering.
+                # A text that the rendered chat has as often as all these texts needs no further rendering.
                 if isinstance(value, str) and text.count(value.strip()) >= all_texts.count(value.strip()):
                     continue
                 # Texts become a character that no template writes, and calls are removed.
