@@ -405,8 +405,14 @@ class ChatTemplate:
                 lead = prompt
                 calls = ""
                 if "tool_calls" in messages[index]:
-                    # The template wrote the calls behind the end of the content.
-                    left_out = next(i for i in range(len(content) + 1) if written_content.startswith(content[i:]))
+                    # The template wrote the calls behind the content, of which it may have left out the beginning. Compare some
+                    # characters first, since it takes long to copy the rest of a long thought for each position.
+                    left_out = next(
+                        start
+                        for start in range(len(content) + 1)
+                        if written_content.startswith(content[start : start + 20])
+                        and written_content.startswith(content[start:])
+                    )
                     calls = written_content[len(content) - left_out :]
                 # A prompt's end of white space alone begins no thought, so the template wrote all that follows it.
                 turn = (content.removeprefix(beginning) + calls if beginning else written_content).lstrip() + closing

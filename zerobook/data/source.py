@@ -13,6 +13,7 @@ Item = tuple[str, Any, int]
 
 def take_samples(items: Iterator[Item], start: int, stop: int | None) -> Iterator[Item]:
     """Yield the items of the samples from ``start`` to before ``stop``, and read nothing after them."""
+    # The end is checked behind each item below, which would be too late for none.
     if stop == 0:
         return
     number = 0

@@ -156,6 +156,7 @@ def _parse_or_read_rate(text: str, key: str) -> float:
         return parse_rate(text, key)
     try:
         all_reduces = [row for row in read_json(text)["rows"] if row["operation"] == "all_reduce"]
+        # The largest message shows the link's rate. With small ones, the latency counts more.
         rate = float(max(all_reduces, key=lambda row: row["bytes"])["bus_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{key}: {text} is not a result of scripts/allreduce_bench.py: {error}.") from None

@@ -54,6 +54,7 @@ def model_flops(strategy: Strategy) -> ModelFlops | None:
     # vision tower. Embeddings that are tied to the output layer count, since that multiplies them.
     embedding = model.get_input_embeddings().weight
     output = model.get_output_embeddings()
+    # The embeddings are tied if the output layer has the same weight.
     skipped = set() if output is not None and output.weight is embedding else {id(embedding)}
     base = getattr(model, "get_base_model", lambda: model)()
     for path in unused_modules(base):
