@@ -209,7 +209,7 @@ class Recovery:
         """Protect the newest checkpoint from before the spike, so that the next save does not prune it."""
         if self.strategy.is_main:
             checkpoint = self._find_checkpoint_before(action)
-            # Without such a checkpoint, none is protected.
+            # Without such a checkpoint, only the newest proven one and those of explicit saves are protected.
             self.manager.protect(*([] if checkpoint is None else [store.step_of(checkpoint)]))
 
     def set_aside_and_report(self, action: RecoveryAction) -> None:
